@@ -46,6 +46,13 @@ def test_broken_link_is_found():
     assert not list(broken_links(readme, "[a](README.md#numbers) [b](https://example.org/x)"))
 
 
+def test_architecture_names_modules_that_exist():
+    named = set(re.findall(r"(?<![\w./])(?:\w+/)+\w+\.py", (ROOT / "docs" / "ARCHITECTURE.md").read_text()))
+    assert len(named) > 40
+    missing = [name for name in sorted(named) if not ((ROOT / "src/ckstore" / name).exists() or (ROOT / name).exists())]
+    assert not missing, f"docs/ARCHITECTURE.md names modules that do not exist: {missing}"
+
+
 def test_documents_are_short():
     for name, count in LINES_MAX.items():
         assert len((ROOT / name).read_text().splitlines()) <= count, f"{name} has more than {count} lines"
