@@ -36,7 +36,7 @@ from ckstore.background.device_copy import Span
 from ckstore.background.pending import Pending, as_failure, deferred_error, left_out_error, skipped
 from ckstore.background.saver.staged_state import HeadWriter
 from ckstore.background.staging import Staging, StagingArea
-from ckstore.commit.write_buffers import threads_and_blocks
+from ckstore.commit.pipeline import threads_and_blocks
 from ckstore.concurrency import Latch, log_safely, run_uninterrupted
 from ckstore.config import EngineName, Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError, SaverError, UsageError

@@ -6,6 +6,11 @@ Sample a state and its possible bases, and estimate what each part of it would c
 
 A sample is at most 16 KiB of a chunk of 4 MiB, at the same places in every chunk of that length. Those of the last
 commit and of the keyframe stay in memory, so that choosing a base reads nothing.
+
+Find tensors that are the rounding of another tensor of the same state: weights beside their fp32 masters.
+
+A few elements tell who may be whose master; whether every bit agrees is found out chunk by chunk when they are
+coded, so a wrong guess costs time and never bytes.
 """
 
 from __future__ import annotations
@@ -15,13 +20,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ckstore.codec import chunk_codec as forms
+from ckstore.codec import kernels
 from ckstore.codec.kernels.bytes_reference import RUN_COUNT, run_of
 from ckstore.commit.chunking import ChunkPlan, CommitPlan
 from ckstore.commit.pipeline import ByteSource
-from ckstore.commit.rounding_pairs import masters_of
 from ckstore.config import Limits, Policy
 from ckstore.delta.base_cache import BaseCache, base_frame, first_paths, read_nbytes
-from ckstore.delta.cost_model import VIEWS, AgainstBase, Estimate, Verdict, View, decide
+from ckstore.delta.cost_model import BASE_KINDS, AgainstBase, BaseKind, Decision, Estimate, decide
 from ckstore.format.choices import (
     DELTA,
     DERIVED,
@@ -40,7 +45,7 @@ from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import ChunkIndex, LocatedFrame
 
 if TYPE_CHECKING:
-    from ckstore.commit.chunk_writer import Stored
+    from ckstore.commit.chunk_writer import WriteResult
     from ckstore.format.tensors import StorageSpec
 
 
@@ -129,7 +134,7 @@ class SampledUnit:
 
     unit: Unit
     estimate: Estimate
-    frames: dict[View, dict[int, LocatedFrame]]
+    frames: dict[BaseKind, dict[int, LocatedFrame]]
     samples: dict[int, bytes]
     is_guess: bool
 
@@ -169,14 +174,14 @@ class Surveyor:
 
     def survey(self, unit: Unit) -> SampledUnit:
         """Sample a unit and estimate what it costs."""
-        frames: dict[View, dict[int, LocatedFrame]] = {"previous": {}, "keyframe": {}}
+        frames: dict[BaseKind, dict[int, LocatedFrame]] = {"previous": {}, "keyframe": {}}
         previous: dict[int, ChunkId] = {}
         for index in unit.chunks:
             chunk_id = self._previous(index)
             if chunk_id is None:
                 continue
             previous[index] = chunk_id
-            for view in VIEWS:
+            for view in BASE_KINDS:
                 frame = base_frame(self._known, self._bases, chunk_id, view)
                 if frame is not None:
                     frames[view][index] = frame
@@ -213,7 +218,7 @@ class Surveyor:
     def _estimate(
         self,
         unit: Unit,
-        frames: dict[View, dict[int, LocatedFrame]],
+        frames: dict[BaseKind, dict[int, LocatedFrame]],
         previous: dict[int, ChunkId],
         samples: dict[int, bytes],
     ) -> tuple[Estimate, bool]:
@@ -228,9 +233,9 @@ class Surveyor:
         full_bits = None if last is None else last.full_bits
         if full_bits is None:
             full_bits = _mean(forms.estimate_full(memoryview(sample), width, is_float) for sample in samples.values())
-        found: dict[View, AgainstBase | None] = dict.fromkeys(VIEWS)
+        found: dict[BaseKind, AgainstBase | None] = dict.fromkeys(BASE_KINDS)
         is_guess = False
-        for view in VIEWS:
+        for view in BASE_KINDS:
             bits = [
                 forms.estimate_delta(memoryview(sample), memoryview(base_sample), width, is_float)
                 for index, sample in samples.items()
@@ -259,7 +264,7 @@ class Surveyor:
         path = self._paths.get(unit.storage)
         return None if path is None else self._bases.choice_at(path)
 
-    def _guess(self, unit: Unit, view: View, full_bits: float) -> float:
+    def _guess(self, unit: Unit, view: BaseKind, full_bits: float) -> float:
         """Return the bits that were estimated last time, or a figure that makes the chunk itself be tried."""
         last = self._last(unit)
         bits = None if last is None else last.previous_bits if view == "previous" else last.keyframe_bits
@@ -283,20 +288,22 @@ def sampled_of(unit: Unit) -> Sequence[int]:
     return [chunks[index * len(chunks) // count] for index in range(count)]
 
 
-def storage_choice(surveyed: SampledUnit, base: View | None, mode: int, came_out: float | None = None) -> StorageChoice:
+def storage_choice(
+    sampled: SampledUnit, base: BaseKind | None, mode: int, came_out: float | None = None
+) -> StorageChoice:
     """Return what the manifest says of a storage that was stored in this mode.
 
     Args:
-        surveyed: What its unit's sample said.
+        sampled: What its unit's sample said.
         base: What the unit was to be stored against.
         mode: What became of it.
         came_out: Bits per element that it took. Where there was only a guess, the next process learns from this.
     """
-    estimate = surveyed.estimate
+    estimate = sampled.estimate
 
-    def bits(view: View) -> float | None:
+    def bits(view: BaseKind) -> float | None:
         other = estimate.against(view)
-        if surveyed.is_guess:
+        if sampled.is_guess:
             return stored_bits(came_out) if view == base and mode == DELTA else None
         return None if other is None else stored_bits(other.bits)
 
@@ -311,13 +318,13 @@ class StoragePlan:
 
     Args:
         base: The frame of the chunk it is coded against; None: whole.
-        is_tried: The base was never sampled: code whole where a sample of it says so.
+        is_unsampled: The base was never sampled: code whole where a sample of it says so.
         master: The chunk of the plan whose rounding it may be.
         is_held: Its plain bytes will be wanted as a base.
     """
 
     base: LocatedFrame | None = None
-    is_tried: bool = False
+    is_unsampled: bool = False
     master: int | None = None
     is_held: bool = False
 
@@ -330,27 +337,27 @@ class BaseSelection:
     """What was decided for one commit.
 
     Args:
-        forms: One for each chunk of the plan.
-        verdict: The base, and why.
-        surveyed: What was sampled; empty where nothing was to be decided.
+        plans: One for each chunk of the plan.
+        decision: The base, and why.
+        sampled: What was sampled; empty where nothing was to be decided.
         seqs: For each view, the checkpoint that the bases belong to.
         lossy: What is stored with a loss; None: nothing.
     """
 
-    forms: tuple[StoragePlan, ...]
-    verdict: Verdict
-    surveyed: tuple[SampledUnit, ...] = ()
-    seqs: dict[View, int | None] = field(default_factory=dict)
+    plans: tuple[StoragePlan, ...]
+    decision: Decision
+    sampled: tuple[SampledUnit, ...] = ()
+    seqs: dict[BaseKind, int | None] = field(default_factory=dict)
     lossy: LossyChunks | None = None
 
     def remember(self, bases: BaseCache, manifest: Manifest, chunk_ids: Sequence[ChunkId]) -> None:
         """Let the next commit follow the manifest that this one became; ``chunk_ids`` are those of the plan."""
-        for surveyed in self.surveyed:
-            for index, sample in surveyed.samples.items():
+        for sampled in self.sampled:
+            for index, sample in sampled.samples.items():
                 bases.keep_sample(chunk_ids[index], sample)
         bases.follow(manifest)
 
-    def modes(self, storages: Sequence[StorageSpec], stored: Stored) -> list[int]:
+    def modes(self, storages: Sequence[StorageSpec], stored: WriteResult) -> list[int]:
         """Return the mode that each storage came out with, given what became of its chunks."""
         lost = {loss.storage for loss in stored.losses}
         modes = []
@@ -365,24 +372,24 @@ class BaseSelection:
             elif any(stored.frames[chunk].base is not None for chunk in new):
                 modes.append(DELTA)
             else:
-                modes.append(FULL if self.surveyed else UNSAMPLED)
+                modes.append(FULL if self.sampled else UNSAMPLED)
         return modes
 
     def choices(self, modes: Sequence[int], came_out: Sequence[float | None] | None = None) -> Choices | None:
         """Return what the manifest says, given the mode and the bits per element that each storage came out with."""
-        if not self.surveyed:
+        if not self.sampled:
             return None
-        view = self.verdict.view
-        views = self.verdict.views
-        told, lossy = self.verdict.reason, self.lossy
+        view = self.decision.newest_base
+        views = self.decision.kinds
+        told, lossy = self.decision.reason, self.lossy
         if lossy is not None and lossy.chunks:
             # The bound on reading is that of whole states: a few numbers read many times over are nothing in one.
-            told = f"the rest: {self.verdict.saving or told}"
+            told = f"the rest: {self.decision.saving or told}"
         if lossy is not None and lossy.reason:
             told = f"{lossy.reason}; {told}"
-        by_storage = {each.unit.storage: (each, view) for each, view in zip(self.surveyed, views, strict=True)}
+        by_storage = {each.unit.storage: (each, view) for each, view in zip(self.sampled, views, strict=True)}
         return Choices(
-            base=self.verdict.base,
+            base=self.decision.base,
             base_seq=None if view is None else self.seqs[view],
             keyframe_seq=None if view is None else self.seqs["keyframe"],
             reason=told,
@@ -395,7 +402,7 @@ class BaseSelection:
         )
 
 
-def choose_forms(
+def select_bases(
     captured: Captured,
     plan: CommitPlan,
     known: ChunkIndex,
@@ -425,25 +432,25 @@ def choose_forms(
     quantized = frozenset() if lossy is None else lossy.chunks
     if policy.compression == "none" or not policy.delta:
         reason = "keyframe: the policy codes nothing" if policy.compression == "none" else "keyframe: no differences"
-        verdict = Verdict((), reason)
-        return BaseSelection(_forms(plan, [], verdict, masters, is_held=frozenset()), verdict, lossy=lossy)
+        decision = Decision((), reason)
+        return BaseSelection(_forms(plan, [], decision, masters, is_held=frozenset()), decision, lossy=lossy)
     surveyor = Surveyor(plan, captured.storages, paths, known, bases, limits.chunk_nbytes_max)
-    surveyed = [
+    sampled = [
         surveyor.survey(unit)
         for unit in units_of(plan)
         if not all(chunk in masters or chunk in quantized for chunk in unit.chunks)
     ]
-    verdict = decide(
-        [each.estimate for each in surveyed],
+    decision = decide(
+        [each.estimate for each in sampled],
         read_amplification_max=policy.read_amplification_max,
         depth_max=limits.depth_max,
     )
-    is_held = frozenset(_held(surveyed, verdict)) if policy.base_cache == "memory" else frozenset()
-    forms = _forms(plan, surveyed, verdict, masters, is_held=is_held)
+    is_held = frozenset(_held(sampled, decision)) if policy.base_cache == "memory" else frozenset()
+    forms = _forms(plan, sampled, decision, masters, is_held=is_held)
     if lossy is not None:
         forms = _with_bases(forms, lossy, is_held=policy.base_cache == "memory")
     return BaseSelection(
-        forms, verdict, tuple(surveyed), {"previous": bases.seq, "keyframe": bases.keyframe_seq}, lossy
+        forms, decision, tuple(sampled), {"previous": bases.seq, "keyframe": bases.keyframe_seq}, lossy
     )
 
 
@@ -451,30 +458,30 @@ def _with_bases(forms: tuple[StoragePlan, ...], lossy: LossyChunks, *, is_held: 
     """Return forms by which weights are stored if they are exact after all, and held if they are not."""
     found = list(forms)
     for chunk, base in lossy.weight_bases.items():
-        found[chunk] = StoragePlan(base, is_tried=True, is_held=is_held)
+        found[chunk] = StoragePlan(base, is_unsampled=True, is_held=is_held)
     return tuple(found)
 
 
 def _forms(
     plan: CommitPlan,
-    surveyed: Sequence[SampledUnit],
-    verdict: Verdict,
+    sampled: Sequence[SampledUnit],
+    decision: Decision,
     masters: dict[int, int],
     *,
     is_held: frozenset[int],
 ) -> tuple[StoragePlan, ...]:
     forms = [StoragePlan(master=masters.get(index), is_held=index in is_held) for index in range(len(plan.chunks))]
-    for each, view in zip(surveyed, verdict.views, strict=True):
+    for each, view in zip(sampled, decision.kinds, strict=True):
         for index, frame in each.frames[view].items() if view is not None else ():
             if index not in masters:
                 forms[index] = StoragePlan(frame, each.is_guess, None, index in is_held)
     return tuple(forms)
 
 
-def _held(surveyed: Sequence[SampledUnit], verdict: Verdict) -> list[int]:
+def _held(sampled: Sequence[SampledUnit], decision: Decision) -> list[int]:
     """Return the chunks that the next commit will want as bases, as far as this one can tell."""
     found: list[int] = []
-    for each, view in zip(surveyed, verdict.views, strict=True):
+    for each, view in zip(sampled, decision.kinds, strict=True):
         estimate = each.estimate
         is_candidate = estimate.previous is None or each.is_guess or estimate.pays("previous")
         # What has not changed is held already.
@@ -483,3 +490,64 @@ def _held(surveyed: Sequence[SampledUnit], verdict: Verdict) -> list[int]:
         if is_candidate and view != "keyframe":
             found += each.unit.chunks
     return found
+
+
+_MARK_COUNT = 64
+"""Elements that are compared to find a pair."""
+
+_MARK_PLACES = (0.13, 0.5, 0.71)
+"""Where they are: rows that were never touched look alike in many tensors."""
+
+_KINDS = (1, 2)
+"""bf16 and fp16, as kernels call them."""
+
+
+def masters_of(plan: CommitPlan, storages: Sequence[ByteSource]) -> dict[int, int]:
+    """Return, for chunks that may be roundings, the chunk that may be the master (indices of the plan)."""
+    rounded = [index for index, spec in enumerate(plan.storages) if spec.is_float and spec.element_width == 2]
+    sizes = {2 * plan.storages[index].nbytes for index in rounded}
+    whole = _chunks_of_large_storages(plan)
+    by_mark: dict[tuple[int, bytes], int] = {}
+    for index, spec in enumerate(plan.storages):
+        if spec.is_float and spec.element_width == 4 and spec.nbytes in sizes and index in whole:
+            for mark in _rounded_marks(storages[index], spec.nbytes // 4):
+                by_mark.setdefault((spec.nbytes // 4, mark), index)
+    found: dict[int, int] = {}
+    for index in rounded:
+        count = plan.storages[index].nbytes // 2
+        master = by_mark.get((count, _mark(storages[index], count, 2))) if index in whole else None
+        if master is not None and len(whole[index]) == len(whole[master]):
+            found.update(zip(whole[index], whole[master], strict=True))
+    return {
+        chunk: master for chunk, master in found.items() if plan.chunks[master].nbytes == 2 * plan.chunks[chunk].nbytes
+    }
+
+
+def _chunks_of_large_storages(plan: CommitPlan) -> dict[int, list[int]]:
+    """Return the chunks of each storage that has chunks of its own."""
+    found: dict[int, list[int]] = {}
+    for index, chunk in enumerate(plan.chunks):
+        if len(chunk.sources) == 1:
+            found.setdefault(chunk.sources[0].storage, []).append(index)
+    return found
+
+
+def _mark(storage: ByteSource, count: int, width: int) -> bytes:
+    """Return some elements from the places of ``_MARK_PLACES``."""
+    found = []
+    for place in _MARK_PLACES:
+        start = max(0, int(count * place) - _MARK_COUNT // 2)
+        found.append(bytes(storage.read(start * width, min(count, start + _MARK_COUNT) * width)))
+    return b"".join(found)
+
+
+def _rounded_marks(storage: ByteSource, count: int) -> list[bytes]:
+    mark = _mark(storage, count, 4)
+    marks = []
+    for kind in _KINDS:
+        rounded = bytearray(len(mark) // 2)
+        kernels.round_floats(memoryview(mark), memoryview(rounded), kind)
+        # A constant tells nobody from anybody else.
+        if bytes(rounded) != bytes(rounded[:2]) * (len(rounded) // 2):
+            marks.append(bytes(rounded))
+    return marks

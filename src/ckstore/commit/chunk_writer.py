@@ -19,8 +19,16 @@ from ckstore.codec import kernels
 from ckstore.codec.chunk_codec import Encoded
 from ckstore.commit.base_selection import StoragePlan
 from ckstore.commit.chunking import ChunkPlan, CommitPlan
-from ckstore.commit.pipeline import ByteSource, ChunkWorker, identity_and_checksum, require_identity
-from ckstore.commit.write_buffers import CodingThread, WriteBlocks, thread_nbytes, threads_and_blocks
+from ckstore.commit.pipeline import (
+    ByteSource,
+    ChunkWorker,
+    CodingThread,
+    WriteBlocks,
+    identity_and_checksum,
+    require_identity,
+    thread_nbytes,
+    threads_and_blocks,
+)
 from ckstore.concurrency import Step, ThreadLimit, Turns, run_in_turns
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
@@ -36,7 +44,7 @@ from ckstore.store.repository import Repository
 
 
 @dataclass(slots=True)
-class Stored:
+class WriteResult:
     """Where every chunk of the plan lies after writing, and what was new.
 
     Args:
@@ -140,7 +148,7 @@ class ChunkWriter:
     plan: CommitPlan
     storages: Sequence[ByteSource]
     policy: Policy
-    forms: Sequence[StoragePlan]
+    plans: Sequence[StoragePlan]
     bases: BaseCache
     source_is_immutable: bool = field(default=False, kw_only=True)
     """Nobody changes the storages meanwhile: they lie in an arena."""
@@ -161,7 +169,7 @@ class ChunkWriter:
 
     def __post_init__(self) -> None:
         policy = self.policy
-        has_bases = any(form.base for form in self.forms)
+        has_bases = any(form.base for form in self.plans)
         # A thread that reads a base back waits for the disk; one more keeps the cores busy meanwhile.
         self._waiting_count = int(has_bases and policy.threads is None and policy.base_cache == "none")
         self._thread_count, block_count = threads_and_blocks(
@@ -198,8 +206,8 @@ class ChunkWriter:
     def _store(self, indices: Sequence[int]) -> None:
         """Store chunks as their forms say."""
         # A rounding is stored when it is settled where its master lies.
-        self._run([index for index in indices if self.forms[index].master is None])
-        self._run([index for index in indices if self.forms[index].master is not None])
+        self._run([index for index in indices if self.plans[index].master is None])
+        self._run([index for index in indices if self.plans[index].master is not None])
 
     def _run(self, indices: Sequence[int]) -> None:
         turns = Turns()
@@ -217,7 +225,7 @@ class ChunkWriter:
 
         run_in_turns(count, self._thread_count, step, turns, on_failure=self._packer.fail, may_begin=may_begin)
 
-    def flush(self) -> Stored:
+    def flush(self) -> WriteResult:
         """Make the packs durable; return where every chunk lies."""
         refs = {ref.pack_id: ref for ref in self._packer.finish()}
         self.blocks.give_back(self._pool)
@@ -230,7 +238,7 @@ class ChunkWriter:
             is_rounding.append(isinstance(result, PendingFrame) and result.is_rounding)
         # What nobody refers to stays in its pack, unseen: codes of a tensor that is stored exactly after all.
         placed = [frame for chunk_id, frame in self._placed.items() if chunk_id in new]
-        return Stored(
+        return WriteResult(
             frames=frames,
             is_new=is_new,
             is_rounding=is_rounding,
@@ -251,7 +259,7 @@ class ChunkWriter:
 
     def _store_chunk(self, index: int, turn: AbstractContextManager[None], thread_index: int) -> None:
         thread = self._thread(thread_index)
-        chunk, form, worker = self.plan.chunks[index], self.forms[index], thread.worker
+        chunk, form, worker = self.plan.chunks[index], self.plans[index], thread.worker
         plain = worker.gather(chunk, self.storages, private=self._private(chunk, form, worker))
         # At once where the checksum is wanted, while the bytes are in the cache.
         chunk_id, checksum = identity_and_checksum(plain) if self.source_is_immutable else (chunk_id_of(plain), None)
@@ -339,7 +347,7 @@ class ChunkWriter:
             # What is coded against a keyframe without being kept itself will be so again.
             is_lasting = self.policy.base_cache == "memory" and not form.is_held and form.base.base is None
             base_plain = self._base_plain(form.base, chunk.nbytes, thread, is_lasting=is_lasting)
-            if base_plain is not None and (not form.is_tried or worker.prefers_delta(plain, base_plain, chunk)):
+            if base_plain is not None and (not form.is_unsampled or worker.prefers_delta(plain, base_plain, chunk)):
                 encoded = worker.encode_delta(plain, base_plain, chunk, compression)
                 coded = None if encoded is None else EncodedChunk(encoded, form.base, base_plain)
         return coded or EncodedChunk(worker.encode(plain, chunk, compression))

@@ -2,20 +2,25 @@
 
 stage -> plan -> (hash, encode, check, write) chunk by chunk -> flush -> publish -> verify -> acknowledge.
 The numbers in comments are the steps of the commit protocol in docs/FORMAT.md.
+
+Suspicion: was a stale copy of the model saved again?
+
+The commonest silent loss among users of checkpoint tools is a model that is not the one being trained: an
+old copy, a wrapper's shadow, weights before a swap. It is saved without error and noticed weeks later.
+When the optimizer's state has changed since the last commit and not one byte of the model has, we say so.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ckstore.commit.base_selection import BaseSelection, LossyCandidates, LossyChunks, choose_forms
-from ckstore.commit.chunk_writer import ChunkWriter, Stored
+from ckstore.commit.base_selection import BaseSelection, LossyCandidates, LossyChunks, select_bases
+from ckstore.commit.chunk_writer import ChunkWriter, WriteResult
 from ckstore.commit.chunking import CommitPlan, plan_commit
-from ckstore.commit.stale_model import Fingerprint, stale_warnings
-from ckstore.commit.write_buffers import WriteBlocks
+from ckstore.commit.pipeline import WriteBlocks
 from ckstore.concurrency import ThreadLimit, run_uninterrupted
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
@@ -23,8 +28,12 @@ from ckstore.errors import BackendError, CkstoreError, ConflictError
 from ckstore.format.losses import fidelity_of
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
 from ckstore.format.paths import ManifestName
+from ckstore.format.tensors import StorageSpec
+from ckstore.format.tree import DictNode, ListNode, Node, Path, TensorNode, TupleNode, format_path, items_of
+from ckstore.hashing import digest_of
 from ckstore.results import Receipt, Stopwatch
 from ckstore.state.capture import Captured
+from ckstore.state.tensors import HostStorage
 from ckstore.store.chunk_index import locate
 from ckstore.store.repository import Repository
 
@@ -42,7 +51,7 @@ class LossyCommit(Protocol):
         """Return what makes the writer of a plan with quantized chunks; it takes the arguments of ``ChunkWriter``."""
         ...
 
-    def warnings(self, captured: Captured, manifest: Manifest, stored: Stored) -> list[str]:
+    def warnings(self, captured: Captured, manifest: Manifest, stored: WriteResult) -> list[str]:
         """Return the receipt's warnings about what was quantized and what was not."""
         ...
 
@@ -97,7 +106,7 @@ def commit(repository: Repository, request: CommitRequest, watch: Stopwatch) -> 
     try:
         return _commit(repository, request, watch)
     finally:
-        request.bases.forget_drafts()
+        request.bases.discard_drafts()
 
 
 def _commit(repository: Repository, request: CommitRequest, watch: Stopwatch) -> Committed:
@@ -106,16 +115,16 @@ def _commit(repository: Repository, request: CommitRequest, watch: Stopwatch) ->
         request.bases.follow(repository.newest)
     for _ in range(2):  # again at most once, without the packs that were collected
         with watch("plan"):
-            plan, basing = _planned(repository, request)  # 2
-        stored = _store_chunks_durably(repository, plan, basing, request, watch)  # 3-7
-        name, manifest = _publish(repository, Drafted(plan, basing, stored), request, watch)  # 8
+            plan, selection = _planned(repository, request)  # 2
+        stored = _store_chunks_durably(repository, plan, selection, request, watch)  # 3-7
+        name, manifest = _publish(repository, Drafted(plan, selection, stored), request, watch)  # 8
         with watch("verify"):
             packs_gone = repository.rescue_local_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
         if not packs_gone:
             repository.manifests.note_published(name.seq)
             repository.note_committed(manifest)
-            basing.remember(request.bases, manifest, [frame.frame.chunk_id for frame in stored.frames])
-            request.bases.leave_slots(request.retained_slot)
+            selection.remember(request.bases, manifest, [frame.frame.chunk_id for frame in stored.frames])
+            request.bases.keep_only_slot(request.retained_slot)
             repository.renew_file_times(manifest.packs)
             return _acknowledge(repository, request, manifest, stored, watch)  # 10
         repository.manifests.withdraw(name)
@@ -134,13 +143,13 @@ def _planned(repository: Repository, request: CommitRequest) -> tuple[CommitPlan
     candidates = None if request.lossy is None else request.lossy.candidates(captured)
     unshared = frozenset[int]() if candidates is None else candidates.unshared
     plan = plan_commit(captured.storages, repository.limits, unshared=unshared)
-    return plan, choose_forms(
+    return plan, select_bases(
         captured, plan, repository.chunk_index, request.bases, policy, repository.limits, candidates
     )
 
 
 def _acknowledge(
-    repository: Repository, request: CommitRequest, manifest: Manifest, stored: Stored, watch: Stopwatch
+    repository: Repository, request: CommitRequest, manifest: Manifest, stored: WriteResult, watch: Stopwatch
 ) -> Committed:
     warnings = [*request.captured.warnings, *stored.warnings]
     fingerprint: Fingerprint | None = None
@@ -166,11 +175,11 @@ def _acknowledge(
 
 
 def _store_chunks_durably(
-    repository: Repository, plan: CommitPlan, basing: BaseSelection, request: CommitRequest, watch: Stopwatch
-) -> Stored:
+    repository: Repository, plan: CommitPlan, selection: BaseSelection, request: CommitRequest, watch: Stopwatch
+) -> WriteResult:
     """Write what is not known yet into packs that survive a power cut when this returns."""
     for attempt in range(2):
-        writer = _writer(repository, plan, basing, request)
+        writer = _writer(repository, plan, selection, request)
         try:
             with watch("write"):
                 writer.run()
@@ -189,11 +198,11 @@ def _store_chunks_durably(
     raise AssertionError("unreachable")
 
 
-def _writer(repository: Repository, plan: CommitPlan, basing: BaseSelection, request: CommitRequest) -> ChunkWriter:
-    what = (repository, plan, request.captured.storages, request.policy, basing.forms, request.bases)
+def _writer(repository: Repository, plan: CommitPlan, selection: BaseSelection, request: CommitRequest) -> ChunkWriter:
+    what = (repository, plan, request.captured.storages, request.policy, selection.plans, request.bases)
     make: Callable[..., ChunkWriter] = ChunkWriter
-    if request.lossy is not None and basing.lossy is not None and basing.lossy.chunks:
-        make = request.lossy.writer_factory(basing.lossy)
+    if request.lossy is not None and selection.lossy is not None and selection.lossy.chunks:
+        make = request.lossy.writer_factory(selection.lossy)
     return make(
         *what,
         source_is_immutable=request.source_is_immutable,
@@ -208,8 +217,8 @@ class Drafted:
     """What a manifest is made of."""
 
     plan: CommitPlan
-    basing: BaseSelection
-    stored: Stored
+    selection: BaseSelection
+    stored: WriteResult
 
 
 def _publish(
@@ -230,7 +239,7 @@ def _publish(
             raise
 
 
-def _remove_unpublished(repository: Repository, stored: Stored, seq: int | None) -> None:
+def _remove_unpublished(repository: Repository, stored: WriteResult, seq: int | None) -> None:
     """Free the packs of a commit that did not get published; on a full disk every byte counts."""
     try:
         # Publishing may have failed after the manifest became visible: then its packs are needed.
@@ -268,7 +277,7 @@ def _manifest_of(repository: Repository, drafted: Drafted, request: CommitReques
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        choices=drafted.basing.choices(drafted.basing.modes(plan.storages, stored), _bits(drafted)),
+        choices=drafted.selection.choices(drafted.selection.modes(plan.storages, stored), _bits(drafted)),
         losses=stored.losses,
     )
 
@@ -282,3 +291,57 @@ def _bits(drafted: Drafted) -> list[float | None]:
         payload_nbytes = sum(stored.frames[chunk].frame.stored_nbytes for chunk in new)
         found.append(8 * storage.element_width * payload_nbytes / plain_nbytes if new else None)
     return found
+
+
+_OPTIMIZER_KEYS = {"state", "param_groups"}
+"""What every ``torch.optim`` optimizer's state_dict has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A digest of every tensor of the model, and of the optimizer's state, as one commit saw them."""
+
+    model: dict[Path, bytes]
+    optimizer: dict[Path, bytes]
+
+    @classmethod
+    def of(cls, captured: Captured, storages: Sequence[StorageSpec], chunks: Sequence[ChunkSpec]) -> Fingerprint:
+        """Take it from a commit whose chunks are hashed; only small storages are hashed again."""
+        found = cls({}, {})
+        for path, tensor, is_optimizer in _tensors(captured.tree, (), is_optimizer=False):
+            index = captured.tensors[tensor].storage
+            if is_optimizer or storages[index].is_float:
+                side = found.optimizer if is_optimizer else found.model
+                side[path] = _digest(captured.storages[index], storages[index], chunks)
+        return found
+
+
+def stale_warnings(before: Fingerprint | None, now: Fingerprint) -> list[str]:
+    """Return what is suspicious about a commit after another one of the same handle."""
+    if before is None or not now.model or not now.optimizer:
+        return []
+    if now.model != before.model or now.optimizer == before.optimizer:
+        return []
+    if now.optimizer.keys() != before.optimizer.keys():
+        return []
+    example = format_path(next(iter(now.model)))
+    return [
+        f"every one of {len(now.model)} model tensors ({example}, ...) equals the previous commit's although the "
+        "optimizer's state has changed: is this a stale copy of the model?"
+    ]
+
+
+def _tensors(node: Node, path: Path, *, is_optimizer: bool) -> Iterator[tuple[Path, int, bool]]:
+    if isinstance(node, TensorNode):
+        yield path, node.tensor, is_optimizer
+    elif isinstance(node, (DictNode, ListNode, TupleNode)):
+        is_optimizer = is_optimizer or (isinstance(node, DictNode) and set(node.keys) >= _OPTIMIZER_KEYS)
+        for key, child in items_of(node):
+            yield from _tensors(child, (*path, key), is_optimizer=is_optimizer)
+
+
+def _digest(source: HostStorage, storage: StorageSpec, chunks: Sequence[ChunkSpec]) -> bytes:
+    if all(piece.offset == 0 and piece.nbytes == chunks[piece.chunk].nbytes for piece in storage.pieces):
+        return digest_of(b"".join(chunks[piece.chunk].chunk_id for piece in storage.pieces))
+    # A small storage in a shared chunk: the chunk changes with its neighbours, so hash it alone.
+    return digest_of(source.read(0, storage.nbytes))

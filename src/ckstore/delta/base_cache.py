@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckstore.delta.cost_model import View
+from ckstore.delta.cost_model import BaseKind
 from ckstore.format.choices import Choices, StorageChoice
 from ckstore.format.manifest import Manifest
 from ckstore.format.tree import Node, Path, TensorNode, leaves_of
@@ -183,7 +183,7 @@ class BaseCache:
     ) -> None:
         """Keep plain bytes whose BLAKE3 was taken here, where nobody else can write to them.
 
-        Until ``follow`` makes them what the next commit is coded against, ``forget_drafts`` lets go of them. What
+        Until ``follow`` makes them what the next commit is coded against, ``discard_drafts`` lets go of them. What
         would pass the bound is not kept: whoever wants it reads it back from the store.
 
         Args:
@@ -221,7 +221,7 @@ class BaseCache:
         """Whose slots of an arena hold bases of the next commit."""
         return frozenset(held.ticket for held in self._held.values() if held.ticket is not None)
 
-    def leave_slots(self, ticket: int | None) -> None:
+    def keep_only_slot(self, ticket: int | None) -> None:
         """Let bases lie in the slot of no more than one ticket.
 
         What lies in an older slot stays there as long as the newer one holds nothing; else it is copied to the heap,
@@ -256,7 +256,7 @@ class BaseCache:
             self._held_nbytes = nbytes
             self.held_nbytes_peak = max(self.held_nbytes_peak, nbytes + self._drafts_nbytes)
 
-    def forget_drafts(self) -> None:
+    def discard_drafts(self) -> None:
         """Let go of what a commit that failed, or is tried again, has given to be held."""
         self._keep_checksums({chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values()))
         with self._lock:
@@ -280,7 +280,7 @@ def _copy_of(plain: memoryview) -> memoryview | None:
         return None
 
 
-def base_frame(known: ChunkIndex, bases: BaseCache, previous: ChunkId, view: View) -> LocatedFrame | None:
+def base_frame(known: ChunkIndex, bases: BaseCache, previous: ChunkId, view: BaseKind) -> LocatedFrame | None:
     """Return the frame that a chunk is coded against in a view, if it is still in place."""
     chunk_id = previous if view == "previous" else bases.root_of(previous)
     return None if chunk_id is None else known.find(chunk_id)

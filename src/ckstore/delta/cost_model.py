@@ -19,8 +19,8 @@ TIE_SHARE = 0.01
 _PRICE_STEPS = 40
 """Halvings of the price of a byte read: more change nothing."""
 
-View = Literal["previous", "keyframe"]
-VIEWS: tuple[View, ...] = ("previous", "keyframe")
+BaseKind = Literal["previous", "keyframe"]
+BASE_KINDS: tuple[BaseKind, ...] = ("previous", "keyframe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class Estimate:
         """Estimated bytes without a base."""
         return self.elements * self.full_bits / 8
 
-    def against(self, view: View) -> AgainstBase | None:
+    def against(self, view: BaseKind) -> AgainstBase | None:
         """What the unit costs against a base."""
         return self.previous if view == "previous" else self.keyframe
 
-    def pays(self, view: View) -> bool:
+    def pays(self, view: BaseKind) -> bool:
         """Whether the difference is smaller by more than a tie."""
         other = self.against(view)
         return other is not None and other.bits < self.full_bits * (1 - TIE_SHARE)
@@ -86,27 +86,27 @@ class Estimate:
         commits = self.age - math.lgamma(self.age + 1) / math.log(self.age)
         return growth * commits > self.full_bits - self.keyframe.bits
 
-    def cost(self, view: View | None) -> float:
+    def cost(self, view: BaseKind | None) -> float:
         """Estimated bytes to write."""
         if self.identical_read_nbytes is not None:
             return 0.0
         other = None if view is None else self.against(view)
         return self.full_nbytes if other is None else self.elements * other.bits / 8
 
-    def read_cost(self, view: View | None) -> float:
+    def read_cost(self, view: BaseKind | None) -> float:
         """Estimated bytes that a restore reads."""
         if self.identical_read_nbytes is not None:
             return float(self.identical_read_nbytes)
         other = None if view is None else self.against(view)
         return self.cost(view) + (0 if other is None else other.read_nbytes)
 
-    def views(self, depth_max: int) -> list[View | None]:
+    def views(self, depth_max: int) -> list[BaseKind | None]:
         """Return the forms to choose from, whole first."""
         if self.identical_read_nbytes is not None and self.previous is not None and self.previous.depth < depth_max:
             # Nothing will be written; and where the sample has missed a change, that is small.
             return ["previous"]
-        allowed: list[View | None] = [None]
-        for view in VIEWS:
+        allowed: list[BaseKind | None] = [None]
+        for view in BASE_KINDS:
             other = self.against(view)
             if other is not None and self.pays(view) and other.depth < depth_max:
                 allowed.append(view)
@@ -114,37 +114,37 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """The base of each unit, None where it is stored whole, and why.
 
     Args:
-        views: The bases.
+        kinds: The bases.
         reason: A sentence.
         saving: The part of it that also holds where the units are a small part of a state; empty: all of it does.
     """
 
-    views: tuple[View | None, ...]
+    kinds: tuple[BaseKind | None, ...]
     reason: str
     saving: str = ""
 
     @property
     def is_keyframe(self) -> bool:
         """Whether nothing is stored as a difference."""
-        return not any(self.views)
+        return not any(self.kinds)
 
     @property
-    def view(self) -> View | None:
+    def newest_base(self) -> BaseKind | None:
         """The newest checkpoint that something is stored against; None for a keyframe."""
-        return "previous" if "previous" in self.views else "keyframe" if self.views and any(self.views) else None
+        return "previous" if "previous" in self.kinds else "keyframe" if self.kinds and any(self.kinds) else None
 
     @property
     def base(self) -> str:
         """``none``, ``previous``, ``keyframe``, or ``mixed``."""
-        found = {view for view in self.views if view is not None}
+        found = {kind for kind in self.kinds if kind is not None}
         return "none" if not found else "mixed" if len(found) > 1 else found.pop()
 
 
-def decide(estimates: Sequence[Estimate], *, read_amplification_max: float, depth_max: int) -> Verdict:
+def decide(estimates: Sequence[Estimate], *, read_amplification_max: float, depth_max: int) -> Decision:
     """Choose the base of every unit of a commit.
 
     Args:
@@ -153,8 +153,8 @@ def decide(estimates: Sequence[Estimate], *, read_amplification_max: float, dept
         depth_max: Bound on the depth of any frame.
     """
     keyframe = (None,) * len(estimates)
-    if not any(estimate.against(view) for estimate in estimates for view in VIEWS):
-        return Verdict(keyframe, "keyframe: nothing to take as base")
+    if not any(estimate.against(view) for estimate in estimates for view in BASE_KINDS):
+        return Decision(keyframe, "keyframe: nothing to take as base")
     keyframe_read_nbytes = max(1.0, sum(estimate.full_nbytes for estimate in estimates))
     read_nbytes_max = read_amplification_max * keyframe_read_nbytes
     allowed = [estimate.views(depth_max) for estimate in estimates]
@@ -167,33 +167,33 @@ def decide(estimates: Sequence[Estimate], *, read_amplification_max: float, dept
     share = _total(estimates, views) / max(1.0, _total(estimates, keyframe))
     if not any(views) or share > 1 - TIE_SHARE:
         why = "every part is due to be stored whole" if due else "differences within the bound would save too little"
-        return Verdict(keyframe, f"keyframe: {why} ({100 - 100 * min(1.0, share):.1f}%)")
+        return Decision(keyframe, f"keyframe: {why} ({100 - 100 * min(1.0, share):.1f}%)")
     read = sum(estimate.read_cost(view) for estimate, view in zip(estimates, views, strict=True))
-    found = Verdict(tuple(views), "")
+    found = Decision(tuple(views), "")
     bases = "both bases" if found.base == "mixed" else f"the {found.base}"
     saving = f"against {bases}: {100 * share:.1f}% of a keyframe's bytes"
     reading = f"a restore reads {read / keyframe_read_nbytes:.2f} keyframes, at most {read_amplification_max:g} allowed"
     whole = f"; {len(due)} of {len(views)} parts were due to be stored whole" if due else ""
-    return Verdict(found.views, f"{saving}; {reading}{whole}", f"{saving}{whole}")
+    return Decision(found.kinds, f"{saving}; {reading}{whole}", f"{saving}{whole}")
 
 
 def _cheapest(
-    estimates: Sequence[Estimate], allowed: Sequence[Sequence[View | None]], read_nbytes_max: float
-) -> list[View | None]:
+    estimates: Sequence[Estimate], allowed: Sequence[Sequence[BaseKind | None]], read_nbytes_max: float
+) -> list[BaseKind | None]:
     """Return the forms that cost the fewest bytes while a restore reads at most so many.
 
     Each byte read gets a price, the smallest at which what everyone then prefers keeps the bound (Lagrange; the best
     choice but for one unit).
     """
 
-    def choose(price: float) -> list[View | None]:
-        best: list[View | None] = []
+    def choose(price: float) -> list[BaseKind | None]:
+        best: list[BaseKind | None] = []
         for estimate, views in zip(estimates, allowed, strict=True):
             prices = [estimate.cost(view) + price * estimate.read_cost(view) for view in views]
             best.append(views[prices.index(min(prices))])
         return best
 
-    def fits(views: Sequence[View | None]) -> bool:
+    def fits(views: Sequence[BaseKind | None]) -> bool:
         read = sum(estimate.read_cost(view) for estimate, view in zip(estimates, views, strict=True))
         return read <= read_nbytes_max
 
@@ -213,5 +213,5 @@ def _cheapest(
     return best
 
 
-def _total(estimates: Sequence[Estimate], views: Sequence[View | None]) -> float:
+def _total(estimates: Sequence[Estimate], views: Sequence[BaseKind | None]) -> float:
     return sum(estimate.cost(view) for estimate, view in zip(estimates, views, strict=True))

@@ -24,8 +24,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from ckstore.commit.base_selection import BaseSelection, choose_forms
-from ckstore.commit.chunk_writer import Stored
+from ckstore.commit.base_selection import BaseSelection, select_bases
+from ckstore.commit.chunk_writer import WriteResult
 from ckstore.commit.chunking import CommitPlan, plan_commit
 from ckstore.concurrency import run_uninterrupted
 from ckstore.config import GIB, MIB, DemotePolicy, Policy, Residual
@@ -329,8 +329,8 @@ class _Drafted:
     """A checkpoint in its new form, before it is published."""
 
     plan: CommitPlan
-    basing: BaseSelection
-    stored: Stored
+    selection: BaseSelection
+    stored: WriteResult
 
 
 class _OutrunError(Exception):
@@ -422,7 +422,7 @@ class _Demoter:
             worst_rel_rms=max(loss.rel_rms for loss in stored.losses),
         )
 
-    def _why_vain(self, entry: DemoteEntry, stored: Stored, after: int) -> str:
+    def _why_vain(self, entry: DemoteEntry, stored: WriteResult, after: int) -> str:
         """Return why the new form of a checkpoint is not worth it; empty where it is."""
         if not stored.losses:
             return "nothing of it can be stored with a loss"
@@ -539,10 +539,10 @@ class _Demoter:
             lossy = ResidualCommit(residual, is_first_exact=False)
             candidates = lossy.candidates(captured)
             plan = plan_commit(captured.storages, repository.limits, unshared=candidates.unshared)
-            basing = choose_forms(captured, plan, known, bases, self._policy, repository.limits, candidates)
-            assert basing.lossy is not None
-            make_writer = lossy.writer_factory(basing.lossy)
-            writer = make_writer(aside, plan, state.storages, self._policy, basing.forms, bases)
+            selection = select_bases(captured, plan, known, bases, self._policy, repository.limits, candidates)
+            assert selection.lossy is not None
+            make_writer = lossy.writer_factory(selection.lossy)
+            writer = make_writer(aside, plan, state.storages, self._policy, selection.plans, bases)
             try:
                 writer.run()
                 stored = run_uninterrupted(writer.flush, on_interrupt=lambda error: None)
@@ -554,9 +554,9 @@ class _Demoter:
             except BaseException:
                 self._unlink(stored)
                 raise
-            return _Drafted(plan, basing, stored)
+            return _Drafted(plan, selection, stored)
 
-    def _tell(self, step: int, captured: Captured, stored: Stored) -> None:
+    def _tell(self, step: int, captured: Captured, stored: WriteResult) -> None:
         """Keep what whoever asked for a loss should know of a checkpoint, as the receipt of a commit would say it."""
         looked_at = {loss.storage for loss in stored.losses if loss.role != "rounded"}
         diverged = diverged_warnings(captured, looked_at, stored.warnings)
@@ -589,7 +589,7 @@ class _Demoter:
             raise _OutrunError(error.what) from error
         return replacement
 
-    def _remove_unpublished(self, manifest: Manifest, stored: Stored) -> None:
+    def _remove_unpublished(self, manifest: Manifest, stored: WriteResult) -> None:
         """Free the packs of a replacement that did not get published; on a full disk every byte counts."""
         header = manifest.header
         name = ManifestName(header.run, header.seq, header.step, header.generation + 1)
@@ -600,7 +600,7 @@ class _Demoter:
         except (CkstoreError, OSError) as error:
             _log.warning("packs of a checkpoint that was not demoted are left for gc: %s", error)
 
-    def _unlink(self, stored: Stored) -> None:
+    def _unlink(self, stored: WriteResult) -> None:
         for pack_name in stored.pack_names:
             # A collector without grace may have taken what nobody named.
             with contextlib.suppress(FileNotFoundError):
@@ -655,6 +655,6 @@ def _replacement(manifest: Manifest, drafted: _Drafted, wanted: DemotePolicy) ->
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        choices=drafted.basing.choices(drafted.basing.modes(plan.storages, stored)),
+        choices=drafted.selection.choices(drafted.selection.modes(plan.storages, stored)),
         losses=stored.losses,
     )

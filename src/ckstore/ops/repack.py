@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ckstore.commit.base_selection import StoragePlan
-from ckstore.commit.chunk_writer import ChunkWriter, Stored
-from ckstore.commit.write_buffers import thread_nbytes
+from ckstore.commit.chunk_writer import ChunkWriter, WriteResult
+from ckstore.commit.pipeline import thread_nbytes
 from ckstore.concurrency import run_uninterrupted
 from ckstore.config import MIB, Policy, RepackPolicy
 from ckstore.delta.base_cache import BaseCache
@@ -233,7 +233,7 @@ class _Repacker:
         new = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
         return _Done(stored.nbytes_written, new + in_place, sum(frame.frame_nbytes for frame in replacement.frames))
 
-    def _publish(self, manifest: Manifest, rewrite: Rewrite, stored: Stored) -> tuple[Manifest, ManifestName]:
+    def _publish(self, manifest: Manifest, rewrite: Rewrite, stored: WriteResult) -> tuple[Manifest, ManifestName]:
         try:
             self._repository.lease.check()
             replacement = _replacement(manifest, rewrite, stored)
@@ -242,10 +242,10 @@ class _Repacker:
             self._remove_unpublished(manifest, stored)
             raise
 
-    def _store_chunks(self, manifest: Manifest, member: Member, rewrite: Rewrite) -> Stored:
+    def _store_chunks(self, manifest: Manifest, member: Member, rewrite: Rewrite) -> WriteResult:
         """Code every chunk that is not placed, and make the packs durable."""
         forms = [
-            StoragePlan(None if form.base is None else self._placed.find(form.base), form.is_tried, form.master)
+            StoragePlan(None if form.base is None else self._placed.find(form.base), form.is_unsampled, form.master)
             for form in rewrite.forms
         ]
         self._aside.nbytes_planned = member.written_nbytes
@@ -258,7 +258,7 @@ class _Repacker:
                 writer.abandon()
                 raise
 
-    def _remove_unpublished(self, manifest: Manifest, stored: Stored) -> None:
+    def _remove_unpublished(self, manifest: Manifest, stored: WriteResult) -> None:
         """Free the packs of a replacement that did not get published; on a full disk every byte counts."""
         header = manifest.header
         name = ManifestName(header.run, header.seq, header.step, header.generation + 1)
@@ -275,7 +275,7 @@ _MEMORY_NBYTES_MIN = 56 * MIB
 """Less cannot work, and a policy refuses it."""
 
 
-def _replacement(manifest: Manifest, rewrite: Rewrite, stored: Stored) -> Manifest:
+def _replacement(manifest: Manifest, rewrite: Rewrite, stored: WriteResult) -> Manifest:
     """Return the manifest of the next generation: the same checkpoint, located anew."""
     packs, frames = locate(stored.frames)
     return relocated(
@@ -285,7 +285,7 @@ def _replacement(manifest: Manifest, rewrite: Rewrite, stored: Stored) -> Manife
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        choices=rewrite.basing.choices(rewrite.basing.modes(manifest.storages, stored)),
+        choices=rewrite.selection.choices(rewrite.selection.modes(manifest.storages, stored)),
     )
 
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from ckstore.commit.base_selection import BaseSelection, choose_forms
+from ckstore.commit.base_selection import BaseSelection, select_bases
 from ckstore.commit.chunking import CommitPlan
 from ckstore.config import Policy, RepackPolicy
 from ckstore.delta.base_cache import BaseCache
-from ckstore.delta.cost_model import Verdict
+from ckstore.delta.cost_model import Decision
 from ckstore.errors import ConflictError
 from ckstore.format.choices import UNSAMPLED, Choices
 from ckstore.format.frame import frame_extent
@@ -179,7 +179,7 @@ class Sketch:
     Args:
         manifest: As it is stored now.
         plan: How it is cut into chunks.
-        basing: The base, the form of each chunk, and why.
+        selection: The base, the form of each chunk, and why.
         in_place: Frames that stay where they are, by chunk.
         frames: Where each chunk will lie; sizes of new frames are estimates.
         is_new: Whether the frame of each chunk is new.
@@ -187,7 +187,7 @@ class Sketch:
 
     manifest: Manifest
     plan: CommitPlan
-    basing: BaseSelection
+    selection: BaseSelection
     in_place: dict[ChunkId, LocatedFrame]
     frames: list[LocatedFrame] = field(init=False, default_factory=list)
     is_new: list[bool] = field(init=False, default_factory=list)
@@ -198,7 +198,7 @@ class Sketch:
 
     def leaving(self, in_place: dict[ChunkId, LocatedFrame], placed: ChunkIndex) -> Sketch:
         """Return the same form with other frames that stay where they are."""
-        other = Sketch(self.manifest, self.plan, self.basing, in_place)
+        other = Sketch(self.manifest, self.plan, self.selection, in_place)
         other.place(placed)
         return other
 
@@ -207,7 +207,7 @@ class Sketch:
         bits = self._bits()
         found: dict[int, LocatedFrame] = {}
         new: set[int] = set()
-        forms = self.basing.forms
+        forms = self.selection.plans
         for index in sorted(range(len(forms)), key=lambda index: forms[index].master is not None):
             chunk, form = self.manifest.chunks[index], forms[index]
             chunk_id = ChunkId(chunk.chunk_id)
@@ -232,13 +232,13 @@ class Sketch:
         return frame.stored_nbytes if is_so else None
 
     def _bits(self) -> dict[int, float]:
-        """Return the estimated bits per element of each chunk that was surveyed."""
+        """Return the estimated bits per element of each chunk that was sampled."""
         bits: dict[int, float] = {}
-        for surveyed, view in zip(self.basing.surveyed, self.basing.verdict.views, strict=True):
-            against = None if view is None else surveyed.estimate.against(view)
-            for index in surveyed.unit.chunks:
-                has_base = self.basing.forms[index].base is not None
-                bits[index] = against.bits if has_base and against is not None else surveyed.estimate.full_bits
+        for sampled, view in zip(self.selection.sampled, self.selection.decision.kinds, strict=True):
+            against = None if view is None else sampled.estimate.against(view)
+            for index in sampled.unit.chunks:
+                has_base = self.selection.plans[index].base is not None
+                bits[index] = against.bits if has_base and against is not None else sampled.estimate.full_bits
         return bits
 
     @property
@@ -299,7 +299,7 @@ class Sketch:
     @property
     def choices(self) -> Choices | None:
         """What its manifest would say of its base."""
-        return self.basing.choices([UNSAMPLED] * len(self.manifest.storages))
+        return self.selection.choices([UNSAMPLED] * len(self.manifest.storages))
 
     def unchanged(self) -> Manifest:
         """Return the manifest as it is; for those that are coded after it, a keyframe."""
@@ -307,7 +307,7 @@ class Sketch:
 
     def follow(self, bases: BaseCache, manifest: Manifest) -> None:
         """Let the next older checkpoint be coded against this one."""
-        self.basing.remember(bases, manifest, [ChunkId(chunk.chunk_id) for chunk in self.manifest.chunks])
+        self.selection.remember(bases, manifest, [ChunkId(chunk.chunk_id) for chunk in self.manifest.chunks])
 
 
 def sketch(
@@ -337,12 +337,12 @@ def sketch(
     """
     plan = plan_of(manifest)
     with stored_state(repository, manifest) as state:
-        basing = choose_forms(state.captured(), plan, placed, bases, policy, repository.limits)
+        selection = select_bases(state.captured(), plan, placed, bases, policy, repository.limits)
     if is_keyframe:
-        whole = tuple(replace(form, base=None, is_tried=False) for form in basing.forms)
-        verdict = Verdict((None,) * len(basing.surveyed), "keyframe: among the newest, for fast restores")
-        basing = replace(basing, forms=whole, verdict=verdict)
-    found = Sketch(manifest, plan, basing, in_place)
+        whole = tuple(replace(form, base=None, is_unsampled=False) for form in selection.plans)
+        decision = Decision((None,) * len(selection.sampled), "keyframe: among the newest, for fast restores")
+        selection = replace(selection, plans=whole, decision=decision)
+    found = Sketch(manifest, plan, selection, in_place)
     found.place(placed)
     return found
 
@@ -354,7 +354,7 @@ class ChunkForm(NamedTuple):
     """How one chunk is coded: against a base (a chunk's identity), as the rounding of a master (an index), or whole."""
 
     base: ChunkId | None
-    is_tried: bool
+    is_unsampled: bool
     master: int | None
 
 
@@ -364,17 +364,17 @@ class Rewrite:
 
     forms: tuple[ChunkForm, ...]
     in_place: frozenset[ChunkId]
-    basing: BaseSelection
+    selection: BaseSelection
 
     @classmethod
     def of(cls, sketch: Sketch) -> Rewrite:
         """Keep of a sketch what the act needs, and nothing that grows with the state's bytes."""
         forms = tuple(
-            ChunkForm(None if form.base is None else form.base.frame.chunk_id, form.is_tried, form.master)
-            for form in sketch.basing.forms
+            ChunkForm(None if form.base is None else form.base.frame.chunk_id, form.is_unsampled, form.master)
+            for form in sketch.selection.plans
         )
-        surveyed = tuple(replace(each, samples={}, frames={}) for each in sketch.basing.surveyed)
-        return cls(forms, frozenset(sketch.in_place), replace(sketch.basing, forms=(), surveyed=surveyed))
+        sampled = tuple(replace(each, samples={}, frames={}) for each in sketch.selection.sampled)
+        return cls(forms, frozenset(sketch.in_place), replace(sketch.selection, plans=(), sampled=sampled))
 
 
 @dataclass(frozen=True, slots=True)
@@ -640,11 +640,11 @@ def _told(what: str, after: int, before: int) -> str:
 
 
 def _rewritten(found: Sketch) -> Member:
-    verdict, choices = found.basing.verdict, found.choices
+    decision, choices = found.selection.decision, found.choices
     return Member(
         name=_name_of(found.manifest),
-        action="keyframe" if verdict.is_keyframe else "delta",
-        reason=verdict.reason,
+        action="keyframe" if decision.is_keyframe else "delta",
+        reason=decision.reason,
         base_seq=None if choices is None else choices.base_seq,
         stored_before=found.stored_before,
         stored_after=found.stored_after,

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ckstore.commit.chunking import CommitPlan
-from ckstore.commit.pipeline import BufferPurpose
-from ckstore.commit.write_buffers import CodingThread
+from ckstore.commit.pipeline import BufferPurpose, CodingThread
 from ckstore.config import FirstMomentSettings, LowRank, Policy, SecondMomentSettings, WeightSettings
 from ckstore.hashing import ChunkId
 from ckstore.quant.chunk_codec import Errors

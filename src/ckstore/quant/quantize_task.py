@@ -23,8 +23,7 @@ from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.chunk_codec import Encoded
 from ckstore.commit.chunk_writer import EncodedChunk
 from ckstore.commit.chunking import ChunkPlan, CommitPlan
-from ckstore.commit.pipeline import BufferPurpose
-from ckstore.commit.write_buffers import CodingThread
+from ckstore.commit.pipeline import BufferPurpose, CodingThread
 from ckstore.config import FirstMomentSettings, Policy, SecondMomentSettings, WeightSettings
 from ckstore.hashing import ChunkId, chunk_id_of
 from ckstore.quant import chunk_codec as lossy_forms

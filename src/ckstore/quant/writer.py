@@ -19,10 +19,9 @@ from functools import partial
 import numpy as np
 
 from ckstore.commit.base_selection import WHOLE, LossyChunks
-from ckstore.commit.chunk_writer import ChunkWriter, EncodedChunk, PendingFrame, Stored, depth_of
+from ckstore.commit.chunk_writer import ChunkWriter, EncodedChunk, PendingFrame, WriteResult, depth_of
 from ckstore.commit.chunking import ChunkPlan
-from ckstore.commit.pipeline import BufferPurpose
-from ckstore.commit.write_buffers import CodingThread, thread_nbytes
+from ckstore.commit.pipeline import BufferPurpose, CodingThread, thread_nbytes
 from ckstore.concurrency import Turns
 from ckstore.config import Limits, Residual
 from ckstore.format.manifest import Loss, Manifest
@@ -87,16 +86,16 @@ class LossyChunkWriter(ChunkWriter):
     def _store(self, indices: Sequence[int]) -> None:
         chunks = self.lossy.chunks
         rest = [index for index in indices if index not in chunks]
-        self._run([index for index in rest if self.forms[index].master is None])
+        self._run([index for index in rest if self.plans[index].master is None])
         if self.lossy.residual.bits_per_parameter is not None:
             self._scale_steps(self.lossy.residual.bits_per_parameter)
         self._run_tasks()
         self._judge()
         again = self._to_be_stored_exactly()
-        self._run([index for index in again if self.forms[index].master is None])
-        self._run([index for index in sorted((*rest, *again)) if self.forms[index].master is not None])
+        self._run([index for index in again if self.plans[index].master is None])
+        self._run([index for index in sorted((*rest, *again)) if self.plans[index].master is not None])
 
-    def flush(self) -> Stored:
+    def flush(self) -> WriteResult:
         """Make the packs durable; return where every chunk lies, and what was lost."""
         stored = super(LossyChunkWriter, self).flush()
         payload_of = [frame.frame.stored_nbytes for frame in stored.frames]
@@ -157,7 +156,7 @@ class LossyChunkWriter(ChunkWriter):
         """Return the chunks of tensors that cannot be stored with a loss, with the roundings of them, and others."""
         failed = {storage for storage, fate in self._fates.items() if fate.failure}
         again = set(self._leftover)
-        own = list(self.forms)
+        own = list(self.plans)
         for task in self.lossy.tasks:
             if task.weight >= 0 and self._storage_of(task.weight) in failed:
                 again.update((task.weight, *task.rounded))
@@ -169,11 +168,11 @@ class LossyChunkWriter(ChunkWriter):
         for index in self._leftover:
             # What is not the rounding of the weight's reconstruction goes its own way.
             own[index] = WHOLE if own[index].master is None or not self._is_failed_master(index, failed) else own[index]
-        self.forms = own
+        self.plans = own
         return sorted(again)
 
     def _is_failed_master(self, index: int, failed: set[int]) -> bool:
-        master = self.forms[index].master
+        master = self.plans[index].master
         return master is not None and self._storage_of(master) in failed
 
     def _storage_of(self, index: int) -> int:
@@ -235,11 +234,11 @@ class LossyChunkWriter(ChunkWriter):
     def reconstruction_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
         """Return memory for what a chunk becomes: its own where the next commit will want it."""
         nbytes = self.plan.chunks[index].nbytes
-        return np.empty(nbytes, np.uint8).data if self.forms[index].is_held else thread.worker.buffer(purpose)[:nbytes]
+        return np.empty(nbytes, np.uint8).data if self.plans[index].is_held else thread.worker.buffer(purpose)[:nbytes]
 
     def hold(self, index: int, chunk_id: ChunkId, plain: memoryview, *, is_own: bool) -> None:
         """Keep what a chunk became for the next commit, if its form says so."""
-        if not self.forms[index].is_held:
+        if not self.plans[index].is_held:
             return
         held = plain if is_own else memoryview(bytearray(plain))
         # What the trainer changed meanwhile is not what was hashed.
@@ -293,7 +292,7 @@ class ResidualCommit:
         assert isinstance(lossy, LossyPlan), "the plan was made by other candidates"
         return partial(LossyChunkWriter, lossy=lossy)
 
-    def warnings(self, captured: Captured, manifest: Manifest, stored: Stored) -> list[str]:
+    def warnings(self, captured: Captured, manifest: Manifest, stored: WriteResult) -> list[str]:
         """Return the receipt's warnings: unused rules, nothing to quantize, NaN or infinity in exact tensors."""
         # Roundings are not checked for NaN and infinity when they are quantized.
         checked = {loss.storage for loss in manifest.losses if loss.role != "rounded"}

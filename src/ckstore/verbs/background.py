@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckstore.background.commits import BackgroundCommits
     from ckstore.background.optimizer_guard import Guarded
     from ckstore.background.pending import Pending
-    from ckstore.commit.stale_model import Fingerprint
+    from ckstore.commit.commit import Fingerprint
     from ckstore.delta.base_cache import BaseCache
     from ckstore.results import Receipt
     from ckstore.state.capture import Captured

@@ -12,7 +12,7 @@ import pytest
 import ckstore
 from ckstore._testing import background_of, saver_of
 from ckstore.background import protocol
-from ckstore.commit.write_buffers import WRITE_BLOCK_NBYTES
+from ckstore.commit.pipeline import WRITE_BLOCK_NBYTES
 from ckstore.config import MIB, Policy
 from ckstore.errors import SaverError
 from support.interrupts import Interrupt

@@ -53,7 +53,7 @@ def test_bases_leave_the_older_slot_when_the_newer_one_holds_something():
     bases = held_by(1, 2, None)
     assert (bases.held_nbytes, bases.staged_nbytes) == (100, 200)
     bases.begin(None)
-    bases.leave_slots(2)
+    bases.keep_only_slot(2)
     assert bases.tickets == {2}
     assert bases.held_nbytes_peak == 200
     assert (bases.held_nbytes, bases.staged_nbytes) == (200, 100)
@@ -62,9 +62,9 @@ def test_bases_leave_the_older_slot_when_the_newer_one_holds_something():
 
 def test_bases_stay_in_the_older_slot_while_the_newer_one_holds_nothing():
     bases = held_by(1, 1)
-    bases.leave_slots(2)
+    bases.keep_only_slot(2)
     assert bases.tickets == {1}
-    bases.leave_slots(None)
+    bases.keep_only_slot(None)
     assert bases.tickets == frozenset()
     assert bases.held(checkpoint()[1][0]) is None
 
@@ -72,14 +72,14 @@ def test_bases_stay_in_the_older_slot_while_the_newer_one_holds_nothing():
 def test_bases_that_leave_a_slot_keep_the_bound():
     bases = held_by(1, 1, 2)
     bases.begin(150)
-    bases.leave_slots(2)
+    bases.keep_only_slot(2)
     assert bases.held_nbytes == 100
     assert bases.tickets == {2}
 
 
 def test_bases_that_find_no_memory_are_not_held():
     bases = held_by(1, 2, plain=NoRoom())
-    bases.leave_slots(2)
+    bases.keep_only_slot(2)
     bases.hold_read(ChunkId(b"x" * 32), NoRoom())
     assert (bases.held_nbytes, bases.tickets) == (0, {2})
 

@@ -17,8 +17,8 @@ from ckstore.background import arena as arena_module
 from ckstore.background import protocol
 from ckstore.background.arena import UNIT_NBYTES, Arena
 from ckstore.background.client import Answers
-from ckstore.commit import write_buffers
-from ckstore.commit.write_buffers import WRITE_BLOCK_NBYTES, threads_and_blocks
+from ckstore.commit import pipeline
+from ckstore.commit.pipeline import WRITE_BLOCK_NBYTES, threads_and_blocks
 from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import CapacityError, MalformedError, SaverError
 from ckstore.io.local import LocalBackend
@@ -109,9 +109,9 @@ class Blocks:
     """Knows each write block that is mapped."""
 
     def __init__(self, monkeypatch):
-        self._real, self._mapped = write_buffers.map_block, []
+        self._real, self._mapped = pipeline.map_block, []
         self.on_map = lambda count: None
-        monkeypatch.setattr(write_buffers, "map_block", self._map)
+        monkeypatch.setattr(pipeline, "map_block", self._map)
 
     def _map(self, nbytes):
         self.on_map(len(self._mapped))

@@ -96,7 +96,7 @@ def test_what_a_commit_holds_is_bounded_and_each_chunk_counts_once():
         assert bases.held_nbytes == 240
     held = [ChunkId(name * 32) for name in (b"\0", b"\1", b"y")]
     assert sum(len(bases.held(chunk_id)) for chunk_id in held) == 240
-    bases.forget_drafts()
+    bases.discard_drafts()
     assert bases.held_nbytes == 0
     assert [bases.held(chunk_id) for chunk_id in held] == [None] * 3
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckstore.commit import write_buffers
-from ckstore.commit.write_buffers import (
+from ckstore.commit import pipeline
+from ckstore.commit.pipeline import (
     WRITE_BLOCK_NBYTES,
     WRITE_BLOCKS,
     WRITE_BLOCKS_MIN,
@@ -62,7 +62,7 @@ def mapped(monkeypatch):
         found.append(weakref.ref(array))
         return array.data
 
-    monkeypatch.setattr(write_buffers, "map_block", noting)
+    monkeypatch.setattr(pipeline, "map_block", noting)
     return found
 
 
@@ -188,7 +188,7 @@ def test_blocks_that_no_addresses_are_left_for_are_an_error_and_what_is_kept_sta
         raise CapacityError("no address space for buffers")
 
     with monkeypatch.context() as patched:
-        patched.setattr(write_buffers, "map_block", refuse)
+        patched.setattr(pipeline, "map_block", refuse)
         with pytest.raises(CapacityError):
             list(kept.warm(COUNT, NBYTES))
         assert kept.take(1).free_count == 1

@@ -22,8 +22,8 @@ from ckstore.background import protocol
 from ckstore.background.protocol import Message
 from ckstore.background.saver.staged_state import GatedLease, Ticket
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.commit.stale_model import Fingerprint
-from ckstore.commit.write_buffers import WriteBlocks
+from ckstore.commit.commit import Fingerprint
+from ckstore.commit.pipeline import WriteBlocks
 from ckstore.concurrency import ThreadLimit
 from ckstore.config import EngineName
 from ckstore.delta.base_cache import BaseCache

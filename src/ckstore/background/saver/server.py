@@ -28,7 +28,7 @@ from ckstore.background.saver.priority import Priority
 from ckstore.background.saver.staged_state import Held, Job, StagingMonitor, Ticket, decode_head
 from ckstore.background.saver_process import Channel, Watch
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.commit.write_buffers import WRITE_BLOCKS, WRITE_BLOCKS_MIN
+from ckstore.commit.pipeline import WRITE_BLOCKS, WRITE_BLOCKS_MIN
 from ckstore.errors import CapacityError, CkstoreError, MalformedError, SaverError
 from ckstore.processes import JOB_SIGNALS
 
