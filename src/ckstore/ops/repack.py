@@ -166,9 +166,9 @@ def _report(repository: Repository, plan: RepackPlan, done: dict[int, _Done], *,
 class IsolatedRepository(Repository):
     """The same store with frames of its own to know, so that the handle's are left alone."""
 
-    def __init__(self, repository: Repository, known: ChunkIndex) -> None:
+    def __init__(self, repository: Repository, chunk_index: ChunkIndex) -> None:
         super().__init__(repository.backend, repository.record, repository.run, clock=repository.clock)
-        self.known = known
+        self.chunk_index = chunk_index
         self.nbytes_planned = 0
 
     def nbytes_expected(self, nbytes: int) -> int:
