@@ -26,7 +26,6 @@ NOT_YET = (
     "src/ckstore/preemption.py",
     "src/ckstore/processes.py",
     "src/ckstore/quant/",
-    "src/ckstore/restore/",
     "src/ckstore/store/",
     "src/ckstore/tiers/",
     "src/ckstore/verbs/",

@@ -1,7 +1,18 @@
-"""Bytes to dataclasses and back: pure functions; no file, no clock, no network.
+"""The on-disk format: bytes to dataclasses and back. Pure functions, without files, clock or network.
 
-``docs/FORMAT.md`` is normative for every byte made or read here. What an encoder of this package writes, its
-decoder reads; what a decoder refuses, its encoder refuses to write.
+``docs/FORMAT.md`` is normative for every byte here. An encoder refuses to write what its decoder refuses to read.
+
+Start reading here, from the outside in:
+
+    name = parse_manifest_file(run, file)          # paths.py: every file name in a store
+    manifest = decode_manifest(content, expect=name)   # manifest.py = header.py + logical.py + location.py
+    header = decode_frame_header(content)          # frame.py: one stored chunk; pack.py: superheader, directory, tail
+
+- ``logical``: what the checkpoint id covers: ``tree`` (nested state), ``tensors``, ``losses``.
+- ``location``: packs and frames, and ``choices``: how the commit chose bases.
+- ``records``: file records (JSON) and inner records (MessagePack), format version. ``wire``: fields, lengths, seals.
+
+Not here: opening files (``io``, ``store``), encoding of chunk payloads (``codec``), and live tensors (``state``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Why a checkpoint is stored as it is: the base it was coded against, and what the samples said of each storage.
+"""Decisions of a commit: the base of the checkpoint, and the estimates for each storage.
 
-Part of the location section, since it concerns the form of the bytes and not the bytes: a repack may change it, and
-the checkpoint's identity does not cover it. Nothing is needed from here to restore.
+Decisions are part of the location section. They describe how bytes are stored, so a repack may change them, and the
+checkpoint id does not cover them. A restore does not need them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ UNSAMPLED, FULL, DELTA, DERIVED, IDENTICAL, RESIDUAL = range(6)
 MODE_NAMES = ("unsampled", "full", "delta", "derived", "identical", "residual")
 BASES = ("none", "previous", "keyframe", "mixed")
 VIEWS = BASES[:3]
-"""What one storage is coded against."""
+"""Bases that one storage can be encoded against."""
 
 BITS_STEP = 1 / 256
-"""Estimates are kept in steps of this many bits."""
+"""Resolution of the stored estimates, in bits."""
 
 AGE_MAX = 0xFFFF
 
@@ -33,16 +33,16 @@ _NO_BITS = 0xFFFF
 
 @dataclass(frozen=True, slots=True)
 class StorageChoice:
-    """How one storage was to be stored, and what a sample of it promised, in bits per element.
+    """The decision for one storage, and the estimates from a sample of it, in bits per element.
 
     Args:
-        mode: Unsampled, full, delta, derived (the rounding of another storage), identical (to the base's), or residual
-            (with a loss).
-        full_bits: Without a base; None where nothing was estimated, here and below.
-        previous_bits: Against the previous commit.
-        keyframe_bits: Against the keyframe.
-        view: Which of them was its base: ``"none"``, ``"previous"`` or ``"keyframe"``.
-        age: Commits since it was last stored whole; 0 if it is so here.
+        mode: Unsampled, full, delta, derived (rounded from another storage), identical to the base, or residual
+            (lossy).
+        full_bits: Estimate without a base; None: not estimated, here and below.
+        previous_bits: Estimate against the previous commit.
+        keyframe_bits: Estimate against the keyframe.
+        view: The base that was chosen: ``"none"``, ``"previous"`` or ``"keyframe"``.
+        age: Commits since the storage was last stored without a base; 0: this commit.
     """
 
     mode: int
@@ -54,20 +54,20 @@ class StorageChoice:
 
     @property
     def mode_name(self) -> str:
-        """The mode in a word."""
+        """The name of the mode."""
         return MODE_NAMES[self.mode]
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What one commit decided.
+    """The decisions of one commit.
 
     Args:
-        base: ``"none"`` for a keyframe, else ``"previous"``, ``"keyframe"``, or ``"mixed"`` where storages differ.
-        base_seq: The checkpoint whose chunks serve as bases; None for a keyframe.
-        keyframe_seq: The keyframe that it goes back to; None for a keyframe itself.
-        reason: A sentence for people.
-        storages: One for each storage of the logical section.
+        base: ``"none"`` for a keyframe, else ``"previous"``, ``"keyframe"``, or ``"mixed"`` if storages differ.
+        base_seq: The checkpoint whose chunks are the bases; None for a keyframe.
+        keyframe_seq: The keyframe at the start of the chain; None for a keyframe itself.
+        reason: A sentence for users.
+        storages: One decision for each storage of the logical section.
     """
 
     base: str
@@ -78,15 +78,15 @@ class Choices:
 
 
 def stored_bits(bits: float | None) -> float | None:
-    """Return an estimate as it comes back from disk."""
+    """Return an estimate rounded to its stored resolution."""
     return None if bits is None else min(round(bits / BITS_STEP), _NO_BITS - 1) * BITS_STEP
 
 
 def encode_choices(choices: Choices | None) -> bytes:
-    """Return the table; nothing for None.
+    """Return the table; empty for None.
 
     Raises:
-        MalformedError: A reader would refuse it.
+        MalformedError: A reader would refuse the table.
     """
     if choices is None:
         return b""
@@ -118,7 +118,7 @@ def decode_choices(table: memoryview, *, where: object = None) -> Choices | None
     """
     if not len(table):
         return None
-    reader = Reader(table, "a manifest's choices", where)
+    reader = Reader(table, "a manifest's decisions", where)
     (head_nbytes,) = _HEAD.unpack(reader.take(_HEAD.size))
     record = decode_stored(reader.take(head_nbytes), ChoicesRecord, where=where)
     rows = reader.take((len(table) - _HEAD.size - head_nbytes) // _ROW.size * _ROW.size)
@@ -126,7 +126,7 @@ def decode_choices(table: memoryview, *, where: object = None) -> Choices | None
     storages = []
     for mode, view, *steps, age in _ROW.iter_unpack(rows):
         if view >= len(VIEWS) or mode >= len(MODE_NAMES):
-            raise MalformedError("a storage's choice has fields out of range", where=where)
+            raise MalformedError("the decision for a storage has fields out of range", where=where)
         full, previous, keyframe = (None if value == _NO_BITS else value * BITS_STEP for value in steps)
         storages.append(StorageChoice(mode, full, previous, keyframe, VIEWS[view], age))
     choices = Choices(
@@ -149,4 +149,4 @@ def _check(choices: Choices, where: object) -> None:
         or is_keyframe != (choices.keyframe_seq is None)
         or not all(0 <= (seq or 0) <= SEQ_MAX for seq in (choices.base_seq, choices.keyframe_seq))
     ):
-        raise MalformedError("a manifest's choices have fields out of range", where=where)
+        raise MalformedError("a manifest's decisions have fields out of range", where=where)

@@ -1,8 +1,8 @@
-"""A chunk as stored: header, payload, checksum.
+"""A stored chunk: frame header and payload.
 
-The header is 192 bytes and starts at a multiple of 64, so that a scan without the directory finds every frame.
-How the payload was made is a list of steps ``(codec id, config)``, in the order in which the writer applied them;
-no step means plain bytes. This module neither knows nor judges codec ids.
+The header has 192 bytes and starts at a multiple of 64, so that a scan without the directory finds every frame. It
+lists the codec steps ``(codec id, config)`` in the order in which the writer applied them. Without steps the payload
+is the plain chunk. This module does not check codec ids.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STEPS_END = _FIXED.size + STEP_COUNT_MAX * _STEP.size
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """What a frame says of itself; ``stored_nbytes`` counts the payload alone."""
+    """The header of a frame; ``stored_nbytes`` is the length of the payload alone."""
 
     chunk_id: ChunkId
     base_id: ChunkId
@@ -49,26 +49,26 @@ class FrameHeader:
 
     @property
     def frame_nbytes(self) -> int:
-        """Header and payload, without the padding behind them."""
+        """Bytes of header and payload, without the padding after them."""
         return FRAME_HEADER_NBYTES + self.stored_nbytes
 
     @property
     def has_base(self) -> bool:
-        """Whether another chunk is needed to decode this one."""
+        """Whether decoding needs another chunk."""
         return self.base_id != NO_BASE
 
     def with_checksum(self, payload_xxh3: int) -> FrameHeader:
-        """Return the same header for a payload whose xxh3-64 is known now."""
+        """Return a copy of the header with the checksum of its payload."""
         return replace(self, payload_xxh3=payload_xxh3)
 
 
 def frame_extent(stored_nbytes: int) -> int:
-    """Return the bytes that a frame takes in a pack, padding to the next frame included."""
+    """Return the bytes that a frame occupies in a pack, including the padding to the next frame."""
     return align_up(FRAME_HEADER_NBYTES + stored_nbytes, FRAME_ALIGN)
 
 
 def encode_frame_header(header: FrameHeader, *, limits: Limits = _DEFAULT_LIMITS) -> bytes:
-    """Return the 192 bytes that go before the payload.
+    """Return the 192 bytes of a header.
 
     Raises:
         MalformedError: A reader would refuse this header.
@@ -92,10 +92,10 @@ def encode_frame_header(header: FrameHeader, *, limits: Limits = _DEFAULT_LIMITS
 
 
 def decode_frame_header(content: Buffer, *, limits: Limits = _DEFAULT_LIMITS, where: object = None) -> FrameHeader:
-    """Read the 192 bytes of a header.
+    """Decode the 192 bytes of a header.
 
     Raises:
-        MalformedError: No frame of ours starts here, or its lengths cannot be.
+        MalformedError: No frame starts here, or its lengths are impossible.
         ChecksumError: The header is damaged.
         UnsupportedError: An unknown version or flag.
     """
@@ -130,7 +130,7 @@ def check_payload(header: FrameHeader, payload: Buffer, *, where: object = None)
 
     Raises:
         ChecksumError: The stored bytes are damaged.
-        MalformedError: The length differs.
+        MalformedError: The length is wrong.
     """
     view = exactly(payload, header.stored_nbytes, "a frame's payload", where)
     if xxh3_64(view) != header.payload_xxh3:
@@ -139,7 +139,11 @@ def check_payload(header: FrameHeader, payload: Buffer, *, where: object = None)
 
 def _check_header(header: FrameHeader, limits: Limits, where: object) -> None:
     if header.flags:
-        raise UnsupportedError(f"frame flags {header.flags:#x} are unknown here", where=where, todo="upgrade ckstore")
+        raise UnsupportedError(
+            f"this version of ckstore does not know the frame flags {header.flags:#x}",
+            where=where,
+            todo="upgrade ckstore",
+        )
     problem = _problem_with_lengths(header, limits) or _problem_with_ids(header) or _problem_with_steps(header)
     if problem:
         raise MalformedError(f"a frame header is malformed: {problem}", where=where)
@@ -155,7 +159,7 @@ def _problem_with_lengths(header: FrameHeader, limits: Limits) -> str | None:
     if not 1 <= header.stored_nbytes <= header.plain_nbytes:
         return f"{header.stored_nbytes} stored bytes for {header.plain_nbytes} plain ones"
     if not header.steps and header.stored_nbytes != header.plain_nbytes:
-        return "plain bytes stored with another length"
+        return "a plain payload with another length than its chunk"
     return None
 
 
@@ -163,11 +167,11 @@ def _problem_with_ids(header: FrameHeader) -> str | None:
     if len(header.chunk_id) != DIGEST_NBYTES or len(header.base_id) != DIGEST_NBYTES:
         return "an id is not 32 bytes long"
     if header.chunk_id == NO_BASE:
-        return "no chunk id"
+        return "the chunk id is zero"
     if header.chunk_id == header.base_id:
         return "a chunk that is its own base"
     if header.has_base and not header.steps:
-        return "plain bytes with a base"
+        return "a plain payload with a base"
     return None
 
 

@@ -1,8 +1,7 @@
-"""The head of a manifest: enough to list it, without numpy, torch or the rest of the file.
+"""The head of a manifest: preamble and header. A listing reads these alone, without numpy or torch.
 
-A manifest begins with a preamble of 128 bytes that gives the length of every section and the checksum of the header;
-the header follows at once. What it says is repeated by, or computed from, the sections, and ``decode_manifest``
-compares the two.
+The preamble has 128 bytes. It contains the length of every section and the checksum of the header, which follows it
+directly. The header repeats facts of the sections or is computed from them; ``decode_manifest`` compares both.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ MANIFEST_MAGIC = b"CKMANI\x00\x01"
 PREAMBLE_NBYTES = 128
 TRAILER_NBYTES = 72
 HEAD_NBYTES_MAX = 64 * 1024
-"""Preamble and header of any manifest fit into this."""
+"""Upper bound of the length of preamble and header."""
 
 _PREAMBLE = struct.Struct("<8sHHIQQ16sQQQQQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """The first 128 bytes: how long every section is."""
+    """The first 128 bytes of a manifest, with the length of every section."""
 
     version: int
     mandatory_flags: int
@@ -48,24 +47,24 @@ class Preamble:
 
     @property
     def head_nbytes(self) -> int:
-        """Preamble and header together."""
+        """Bytes of preamble and header."""
         return PREAMBLE_NBYTES + self.header_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestHeader:
-    """What a listing shows of a checkpoint.
+    """The facts of a checkpoint that a listing shows.
 
     Attributes:
-        parent: The seq that the committing handle had last restored or committed.
+        parent: The seq that the handle had last restored or committed before this commit.
         checkpoint_id: BLAKE3 of the logical section.
-        origin_id: The checkpoint that this one was made from by a rewind, an undelete or a demotion.
+        origin_id: The checkpoint from which a rewind, an undelete or a demotion created this one.
         bytes_state: Plain bytes of all storages, each counted once.
-        bytes_stored: Payload bytes of all frames needed to restore, bases included.
+        bytes_stored: Payload bytes of all frames that a restore needs, including bases.
         bytes_written: Bytes of the packs that this commit wrote.
-        chunk_count: Different chunks of the state.
+        chunk_count: Distinct chunks of the state.
         chunks_new: Chunks that this commit wrote.
-        chunks_reused: Places for chunks, in the plan of the commit, that needed no writing.
+        chunks_reused: Chunks in the plan of the commit, repetitions included, that this commit did not write.
         depth_max: Longest chain of bases.
     """
 
@@ -92,7 +91,7 @@ class ManifestHeader:
 
     @property
     def name(self) -> ManifestName:
-        """The name that the file must have."""
+        """The name that the manifest's file must have."""
         return ManifestName(self.run, self.seq, self.step, self.generation)
 
 
@@ -117,11 +116,11 @@ def encode_preamble(preamble: Preamble) -> bytes:
 
 
 def decode_preamble(head: Buffer, *, where: object = None) -> Preamble:
-    """Read the first 128 bytes of at least as many.
+    """Decode the preamble from the first 128 or more bytes of a manifest.
 
     Raises:
-        ChecksumError: They are damaged.
-        MalformedError: This is no manifest, or its lengths contradict each other.
+        ChecksumError: The preamble is damaged.
+        MalformedError: Not a manifest, or its lengths contradict each other.
         UnsupportedError: An unknown version or mandatory flag.
     """
     view = memoryview(head).cast("B")
@@ -142,9 +141,9 @@ def decode_preamble(head: Buffer, *, where: object = None) -> Preamble:
 
 
 def header_nbytes_needed(head: Buffer, *, where: object = None) -> int:
-    """Return how many bytes from the start of the file ``decode_header`` needs; raises as it does.
+    """Return how many bytes of the file ``decode_header`` needs. Raises the same errors.
 
-    ``head`` is the first 128 bytes, or more.
+    ``head`` is the first 128 or more bytes.
     """
     return decode_preamble(head, where=where).head_nbytes
 
@@ -153,7 +152,7 @@ def encode_header(header: ManifestHeader) -> bytes:
     """Return the header section.
 
     Raises:
-        UsageError: The metrics are too many.
+        UsageError: The metrics do not fit into a header.
         MalformedError: A reader would refuse this header.
     """
     _check_header(header, None)
@@ -162,21 +161,22 @@ def encode_header(header: ManifestHeader) -> bytes:
     encoded = encode_inner(HeaderRecord(**facts))
     if PREAMBLE_NBYTES + len(encoded) > HEAD_NBYTES_MAX:
         raise UsageError(
-            f"metrics make a header of {len(encoded)} bytes", todo="commit fewer metrics, or shorter names"
+            f"with these metrics, the header would have {len(encoded)} bytes",
+            todo="commit fewer metrics, or shorter names",
         )
-    # What msgspec encodes without a check must still be readable: a lone surrogate fails here, an oversized int too.
+    # msgspec encodes lone surrogates and oversized ints without an error, but a reader refuses them.
     decode_inner(encoded, HeaderRecord)
     return encoded
 
 
 def decode_header(head: Buffer, *, expect: ManifestName | None = None, where: object = None) -> ManifestHeader:
-    """Read the header from the first bytes of a manifest, ``header_nbytes_needed`` or more.
+    """Decode the header from the first ``header_nbytes_needed`` or more bytes of a manifest.
 
-    ``expect`` is what the name of the file says.
+    ``expect`` is the parsed name of the file.
 
     Raises:
         ChecksumError: The header is damaged.
-        MalformedError: The head is too short, or the header is another one's than the name says.
+        MalformedError: The head is too short, or the header contradicts the name of the file.
         UnsupportedError: An unknown version or mandatory flag.
     """
     return decode_header_section(head, decode_preamble(head, where=where), expect=expect, where=where)
@@ -185,7 +185,7 @@ def decode_header(head: Buffer, *, expect: ManifestName | None = None, where: ob
 def decode_header_section(
     head: Buffer, preamble: Preamble, *, expect: ManifestName | None, where: object
 ) -> ManifestHeader:
-    """Read the header that the preamble announces; see ``decode_header``."""
+    """Decode the header with a preamble that is already decoded; see ``decode_header``."""
     section = memoryview(head).cast("B")[PREAMBLE_NBYTES : preamble.head_nbytes]
     if len(section) != preamble.header_nbytes:
         raise MalformedError("a manifest's header is cut off", where=where, nbytes_needed=preamble.head_nbytes)
@@ -197,7 +197,9 @@ def decode_header_section(
     )
     _check_header(header, where)
     if expect is not None and header.name != expect:
-        raise MalformedError(f"this manifest says that it is {header.name.path}", where=where, expected=expect.path)
+        raise MalformedError(
+            f"the header of this manifest belongs to {header.name.path}", where=where, expected=expect.path
+        )
     return header
 
 

@@ -1,12 +1,12 @@
-"""The location section of a manifest: where every frame lies that a restore needs, bases included.
+"""The location section of a manifest: the packs and frames that a restore needs, including bases.
 
-A location names a tier, never a path or a URL. A frame's base stands before it in the table, so there is no cycle.
+A location names a tier, never a path or a URL. A frame's base precedes it in the table, so there are no cycles.
 
-The packs that a manifest names, without the rest of it: what a collection has to know of thousands of manifests.
+``decode_pack_table`` reads only the tables of packs and frames. A collection uses it on thousands of manifests.
 
-Invariants:
-- The digest of the whole file is checked, so that a damaged manifest is found out and never read half.
-- Rows of packs and frames are handed out as they lie there: whoever has read a row before need not read it again.
+Invariants of ``decode_pack_table``:
+- It checks the digest of the whole file, so that it never returns a part of a damaged manifest.
+- It returns rows in encoded form, so that a caller can skip rows that it has already decoded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PACK_NBYTES_MIN = SUPERHEADER_NBYTES + PACK_ALIGN + TAIL_NBYTES
 
 @dataclass(frozen=True, slots=True)
 class PackRef:
-    """A pack that a manifest names: which bytes it must be, and in which tier it lies."""
+    """A pack that a manifest refers to: its identity and its tier."""
 
     pack_id: PackId
     nbytes: int
@@ -53,14 +53,14 @@ class PackRef:
 
 @dataclass(frozen=True, slots=True)
 class FrameRef:
-    """A frame that a manifest names.
+    """A frame that a manifest refers to.
 
     Args:
         pack: Index into the manifest's packs.
-        offset: Where the frame's header lies in the pack.
+        offset: Offset of the frame's header in the pack.
         stored_nbytes: Length of the payload; the frame is 192 bytes longer.
-        base: Index into the manifest's frames, below this frame's own; -1 for none.
-        depth: Bases to decode before this one.
+        base: Index of the base in the manifest's frames, less than the frame's own index; -1: no base.
+        depth: Number of bases to decode before this frame.
     """
 
     chunk_id: ChunkId
@@ -72,12 +72,12 @@ class FrameRef:
 
     @property
     def frame_nbytes(self) -> int:
-        """Header and payload."""
+        """Bytes of header and payload."""
         return FRAME_HEADER_NBYTES + self.stored_nbytes
 
 
 def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], choices: Choices | None = None) -> bytes:
-    """Return the section as the current version has it."""
+    """Return the section in the current format version."""
     tiers = sorted({pack.tier for pack in packs})
     tier_table = encode_inner(tiers)
     choices_table = encode_choices(choices)
@@ -108,16 +108,16 @@ def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], choice
 def decode_location(
     section: memoryview, *, version: int, limits: Limits, where: object = None
 ) -> tuple[tuple[PackRef, ...], tuple[FrameRef, ...], Choices | None]:
-    """Read the section of a manifest of this format version.
+    """Decode the section of a manifest of this format version.
 
     Raises:
-        MalformedError: Lengths or indexes contradict each other; frames overlap, repeat or lie where none can be.
+        MalformedError: Lengths or indexes contradict each other, or frames overlap, repeat or have impossible offsets.
     """
     tiers, pack_rows, frame_rows, choices_table = split_location(section, version=version, where=where)
     choices = decode_choices(choices_table, where=where)
     packs = tuple(_packs(pack_rows, tiers, where))
     if tiers != sorted({pack.tier for pack in packs}):
-        raise MalformedError("tiers of a manifest repeat, or none of its packs lies there", where=where)
+        raise MalformedError("a manifest lists a tier twice, or a tier without packs", where=where)
     frames = tuple(
         [
             FrameRef(chunk_id, pack, offset, stored, -1 if base == _NO_BASE_INDEX else base, depth)
@@ -131,7 +131,7 @@ def decode_location(
 def split_location(
     section: memoryview, *, version: int, where: object = None
 ) -> tuple[list[str], memoryview, memoryview, memoryview]:
-    """Return the tiers, and rows of packs, rows of frames and choices as they are encoded.
+    """Return the tiers, and the encoded pack rows, frame rows and decisions.
 
     Raises:
         MalformedError: Lengths contradict each other.
@@ -148,10 +148,10 @@ def split_location(
 
 
 def decode_tiers(begin: bytes, *, version: int, where: object = None) -> tuple[str, ...]:
-    """Read the names of tiers from the first bytes of a section; no digest is checked, so that a listing can do it.
+    """Decode the tier names from the first bytes of a section, without checking a digest; for listings.
 
     Raises:
-        MalformedError: They are no names, or more than the bytes at hand.
+        MalformedError: A name is invalid, or the tiers need more than the given bytes.
     """
     head = _HEADS[version]
     if len(begin) < head.size:
@@ -161,33 +161,35 @@ def decode_tiers(begin: bytes, *, version: int, where: object = None) -> tuple[s
         raise MalformedError("a manifest names more tiers than a listing reads", where=where)
     tiers = decode_stored(begin[head.size : end], list[str], where=where)
     if not all(is_name(tier) for tier in tiers):
-        raise MalformedError("a manifest names a tier by no name", where=where)
+        raise MalformedError("a manifest contains an invalid tier name", where=where)
     return tuple(tiers)
 
 
 def _packs(pack_rows: memoryview, tiers: list[str], where: object) -> Iterator[PackRef]:
     for pack_id, digest, nbytes, tier, reserved, reserved_too in _PACK.iter_unpack(pack_rows):
         if reserved or reserved_too or tier >= len(tiers):
-            raise MalformedError("a pack of a manifest names no tier, or reserved fields are set", where=where)
+            raise MalformedError("a pack of a manifest has an unknown tier, or reserved fields are set", where=where)
         yield PackRef(pack_id, nbytes, digest, tiers[tier])
 
 
 def decode_pack_row(row: bytes, tiers: list[str], *, where: object = None) -> PackRef:
-    """Read one row of the table of packs; raises MalformedError."""
+    """Decode one row of the table of packs; raises MalformedError."""
     return next(_packs(memoryview(row), tiers, where))
 
 
 def check_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], limits: Limits, where: object) -> None:
-    """Refuse what contradicts itself or cannot be: both before writing and after reading.
+    """Check packs and frames, before writing and after reading.
 
     Raises:
-        MalformedError: Packs or frames repeat, overlap, are misplaced, or need a base that is not there.
+        MalformedError: Packs or frames repeat, overlap or are misplaced, or a base is missing.
     """
     for pack in packs:
         if len(pack.pack_id) != PACK_ID_NBYTES or len(pack.directory_digest) != DIGEST_NBYTES or not is_name(pack.tier):
             raise MalformedError("a pack of a manifest has a malformed id, digest or tier", where=where)
         if pack.nbytes % PACK_ALIGN or not _PACK_NBYTES_MIN <= pack.nbytes <= limits.pack_nbytes_max:
-            raise MalformedError(f"a pack of {pack.nbytes} bytes cannot be", where=where, pack_id=pack.pack_id)
+            raise MalformedError(
+                f"a manifest gives a pack the impossible size of {pack.nbytes} bytes", where=where, pack_id=pack.pack_id
+            )
     if len({pack.pack_id for pack in packs}) != len(packs) or len({pack.tier for pack in packs}) > TIER_COUNT_MAX:
         raise MalformedError("a manifest names a pack twice, or too many tiers", where=where)
     ids = {frame.chunk_id for frame in frames}
@@ -206,44 +208,44 @@ def _check_bases(frames: Sequence[FrameRef], limits: Limits, where: object) -> N
         elif 0 <= base < index:
             depth = frames[base].depth + 1
         else:
-            raise MalformedError("a frame needs a base that does not stand before it", where=where)
+            raise MalformedError("the base of a frame does not precede it", where=where)
         if frame.depth != depth or depth > depth_max:
-            raise MalformedError("a chain of bases has another depth than is said, or is over the limit", where=where)
+            raise MalformedError("the depth of a frame is wrong or over the limit", where=where)
 
 
 def _check_places(packs: Sequence[PackRef], frames: Sequence[FrameRef], limits: Limits, where: object) -> None:
     frame_counts = [0] * len(packs)
-    behind = [SUPERHEADER_NBYTES] * len(packs)
+    ends = [SUPERHEADER_NBYTES] * len(packs)
     stored_nbytes_max = limits.chunk_nbytes_max
-    # Writers list frames in the order in which they lie, and then nothing needs to be sorted.
+    # Writers list frames by offset, which makes sorting unnecessary.
     is_overlap_free = True
     for frame in frames:
         pack, offset, stored_nbytes = frame.pack, frame.offset, frame.stored_nbytes
         if not 0 <= pack < len(packs):
-            raise MalformedError("a frame lies in a pack that is not named", where=where)
+            raise MalformedError("a frame is in a pack that the manifest does not list", where=where)
         if not 0 < stored_nbytes <= stored_nbytes_max or offset % FRAME_ALIGN:
             raise MalformedError("a frame is misplaced, empty or over the chunk limit", where=where)
         frame_counts[pack] += 1
-        is_overlap_free = is_overlap_free and offset >= behind[pack]
-        behind[pack] = max(behind[pack], offset + FRAME_HEADER_NBYTES + stored_nbytes)
+        is_overlap_free = is_overlap_free and offset >= ends[pack]
+        ends[pack] = max(ends[pack], offset + FRAME_HEADER_NBYTES + stored_nbytes)
     if not is_overlap_free:
         _check_overlaps(frames, where)
     if not all(frame_counts):
-        # It would keep garbage alive for ever.
+        # Such a reference would keep garbage alive forever.
         raise MalformedError("a manifest names a pack that it does not need", where=where)
-    for named, count, end in zip(packs, frame_counts, behind, strict=True):
+    for named, count, end in zip(packs, frame_counts, ends, strict=True):
         if end > named.nbytes - TAIL_NBYTES - align_up(count * DIRECTORY_ENTRY_NBYTES, PACK_ALIGN):
             raise MalformedError("a frame reaches into the directory or beyond the end of its pack", where=where)
 
 
 def _check_overlaps(frames: Sequence[FrameRef], where: object) -> None:
-    behind_pack, behind = -1, 0
+    pack, end = -1, 0
     for frame in sorted(frames, key=lambda frame: (frame.pack, frame.offset)):
-        if frame.pack != behind_pack:
-            behind_pack, behind = frame.pack, SUPERHEADER_NBYTES
-        if frame.offset < behind:
-            raise MalformedError("frames overlap, or lie in a superheader", where=where)
-        behind = frame.offset + frame.frame_nbytes
+        if frame.pack != pack:
+            pack, end = frame.pack, SUPERHEADER_NBYTES
+        if frame.offset < end:
+            raise MalformedError("frames overlap each other or a superheader", where=where)
+        end = frame.offset + frame.frame_nbytes
 
 
 FRAME_ROW = (
@@ -254,21 +256,21 @@ FRAME_ROW = (
     ("base", "<u4"),
     ("depth", "<u4"),
 )
-"""The row of a frame, as numpy names types."""
+"""The fields of a frame row, as a numpy dtype."""
 
 _DEFAULT_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
 class PackTable:
-    """A manifest's header, and its tables of packs and frames as they are encoded."""
+    """A manifest's header, and its encoded tables of packs and frames."""
 
     header: ManifestHeader
     tiers: list[str]
     pack_rows: bytes
     frame_rows: memoryview
     digest: bytes
-    """Of the whole file: another manifest has another one."""
+    """BLAKE3 of the whole file, which identifies the manifest."""
 
     def rows(self) -> Iterator[bytes]:
         """Yield the encoded row of every pack, by ascending index."""
@@ -277,24 +279,24 @@ class PackTable:
 
     @property
     def frame_count(self) -> int:
-        """How many frames the manifest locates."""
+        """Number of frames in the manifest."""
         return len(self.frame_rows) // FRAME_ROW_NBYTES
 
 
 def decode_pack_table(
     content: Buffer, *, limits: Limits = _DEFAULT_LIMITS, expect: ManifestName | None = None, where: object = None
 ) -> PackTable:
-    """Read the header and the tables of a whole manifest.
+    """Decode the header and the tables of a whole manifest.
 
     Raises:
-        ChecksumError: It is damaged.
+        ChecksumError: The manifest is damaged.
         MalformedError: It is torn, contradicts its name, or exceeds the limits.
         UnsupportedError: An unknown version or mandatory flag.
     """
     view = memoryview(content).cast("B")
     preamble = decode_preamble(view, where=where)
     if len(view) != preamble.file_nbytes or len(view) > limits.manifest_nbytes_max:
-        raise MalformedError(f"a manifest of {preamble.file_nbytes} bytes has {len(view)}", where=where)
+        raise MalformedError(f"a manifest has {len(view)} bytes instead of {preamble.file_nbytes}", where=where)
     digest = bytes(view[-DIGEST_NBYTES:])
     if digest_of(view[:-DIGEST_NBYTES]) != digest:
         raise ChecksumError("the digest of a manifest differs", where=where)

@@ -1,8 +1,8 @@
-"""The logical section of a manifest: what the checkpoint is, whatever form and place its bytes have.
+"""The logical section of a manifest: the content of the checkpoint, independent of where and how it is stored.
 
-Its BLAKE3 is the checkpoint id. It holds a record of scalars, the state tree, tensors, storages, pieces and chunks,
-each announced by the lengths at its front, and at its end what was lost, if anything was. Where frames lie is not in
-it, so a repack leaves the id alone; and what is exact has the same id in every format version.
+Its BLAKE3 is the checkpoint id. The section starts with the lengths of its parts: a record of scalars, the state tree,
+tensors, storages, pieces and chunks. The losses of a lossy checkpoint follow at the end. Locations of frames are not
+included, so a repack does not change the id. An exact checkpoint has the same id in every format version.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _STORAGE = struct.Struct("<QIB3s")
 _PIECE = struct.Struct("<III")
 _CHUNK = struct.Struct("<32sIB3s")
 _IS_FLOAT = {b"\0\0\0": False, b"\1\0\0": True}
-"""The last three bytes of a storage or chunk; all others are reserved."""
+"""Valid values of the last three bytes of a storage or chunk; all others are reserved."""
 
 LOSSY_VERSION = 3
-"""The first format version that can say what was lost."""
+"""The first format version with losses."""
 
 _NUMPY_DTYPE = re.compile(r"[<>|=]([biufcSVmM])([0-9]{1,9})(?:\[[0-9a-zA-Z]+\])?", re.ASCII)
 _NUMPY_TEXT = re.compile(r"[<>|=]U([0-9]{1,9})", re.ASCII)
@@ -47,12 +47,12 @@ TORCH_ITEMSIZES = {
     }.items()
     for name in names.split()
 }
-"""Bytes of one element, for the names that version 1 lists; others are judged when they are restored."""
+"""Bytes of one element, for the names that version 1 lists; other dtypes are checked by a restore."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logical:
-    """The logical section, but for the record of scalars, which the header repeats."""
+    """The logical section without the record of scalars, which the header repeats."""
 
     tree: Node
     tensors: tuple[TensorSpec, ...]
@@ -103,7 +103,7 @@ def _row_of(tensor: TensorSpec) -> TensorRow:
 def decode_logical(
     section: memoryview, *, limits: Limits, version: int = FORMAT_VERSION, where: object = None
 ) -> tuple[memoryview, Logical]:
-    """Read the section of a manifest of this format version; return its record, still encoded, and the rest.
+    """Decode the section of a manifest of this format version; return its encoded record and the rest.
 
     Raises:
         MalformedError: Lengths, indexes or sums contradict each other.
@@ -149,18 +149,18 @@ def _storages(storage_rows: memoryview, piece_rows: memoryview, where: object) -
     for nbytes, piece_count, width, flag in _STORAGE.iter_unpack(storage_rows):
         end = begin + piece_count
         if end > len(pieces):
-            raise MalformedError("storages have more pieces than are listed", where=where)
+            raise MalformedError("the storages of a manifest need more pieces than it lists", where=where)
         yield StorageSpec(nbytes, width, _IS_FLOAT[flag], tuple(pieces[begin:end]))
         begin = end
     if begin != len(pieces):
-        raise MalformedError("pieces are left over that belong to no storage", where=where)
+        raise MalformedError("a manifest lists a piece without a storage", where=where)
 
 
 def check_logical(logical: Logical, limits: Limits, where: object) -> None:
-    """Refuse what contradicts itself: both before writing and after reading.
+    """Check the section, before writing and after reading.
 
     Raises:
-        MalformedError: Chunks do not add up, or tensors do not fit.
+        MalformedError: The pieces of a storage do not add up to it, or a tensor does not fit into its storage.
     """
     _check_chunks(logical.chunks, limits, where)
     _check_storages(logical.storages, logical.chunks, where)
@@ -169,23 +169,25 @@ def check_logical(logical: Logical, limits: Limits, where: object) -> None:
 
 
 def _check_tensors(logical: Logical, where: object) -> None:
-    # The layers of a model and the moments of its optimizer repeat few layouts.
-    judged: set[tuple[object, ...]] = set()
+    # A model has few distinct layouts, each repeated by many tensors.
+    checked: set[tuple[object, ...]] = set()
     for tensor in logical.tensors:
         if not 0 <= tensor.storage < len(logical.storages):
-            raise MalformedError("a tensor names a storage that is not there", where=where)
+            raise MalformedError("a tensor refers to a storage that does not exist", where=where)
         nbytes = logical.storages[tensor.storage].nbytes
         layout = (tensor.library, tensor.dtype, tensor.shape, tensor.strides, tensor.offset, nbytes)
-        if layout not in judged:
+        if layout not in checked:
             check_layout(tensor, itemsize_of(tensor.library, tensor.dtype) or 0, nbytes)
-            judged.add(layout)
+            checked.add(layout)
 
 
 def _check_chunks(chunks: Sequence[ChunkSpec], limits: Limits, where: object) -> None:
     nbytes_max = limits.chunk_nbytes_max
     for chunk in chunks:
         if not 0 < chunk.nbytes <= nbytes_max or chunk.element_width not in ELEMENT_WIDTHS:
-            raise MalformedError("a chunk is larger than the limit, empty, or of no element width", where=where)
+            raise MalformedError(
+                "a chunk is over the size limit, is empty, or has an invalid element width", where=where
+            )
     ids = {chunk.chunk_id for chunk in chunks}
     if len(ids) != len(chunks) or NO_BASE in ids:
         raise MalformedError("a manifest lists a chunk twice", where=where)
@@ -203,13 +205,13 @@ def _check_storages(storages: Sequence[StorageSpec], chunks: Sequence[ChunkSpec]
             is_used[index] = 1
             total += piece.nbytes
         if total != storage.nbytes or storage.element_width not in ELEMENT_WIDTHS:
-            raise MalformedError("the chunks of a storage do not add up to it", where=where)
+            raise MalformedError("the pieces of a storage do not add up to it", where=where)
     if not all(is_used):
         raise MalformedError("a manifest lists a chunk that no storage needs", where=where)
 
 
 def itemsize_of(library: str, dtype: str) -> int | None:
-    """Return the bytes of one element, or None where only the library knows."""
+    """Return the bytes of one element; None if only the library knows."""
     if library == "torch":
         return TORCH_ITEMSIZES.get(dtype)
     if library == "bytes":
@@ -224,7 +226,7 @@ def itemsize_of(library: str, dtype: str) -> int | None:
 def distinct_chunks(
     chunks: Sequence[ChunkSpec], storages: Sequence[StorageSpec]
 ) -> tuple[tuple[ChunkSpec, ...], tuple[StorageSpec, ...]]:
-    """List every chunk once, and number the pieces of the storages anew."""
+    """Return the chunks without repetitions, and the storages with renumbered pieces."""
     index_of: dict[bytes, int] = {}
     distinct: list[ChunkSpec] = []
     numbers: list[int] = []

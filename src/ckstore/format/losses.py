@@ -1,11 +1,11 @@
-"""What a checkpoint lost: for each storage that is not what was committed, how it was made and how far it is off.
+"""The losses of a checkpoint: the method and the errors of each storage that was stored lossily.
 
-Part of the logical section, because it says what the checkpoint *is*: a repack or a move leaves it alone, and the
-checkpoint id covers it. A checkpoint of which every byte is what was committed has no such table.
+Losses are part of the logical section, because they describe the content: a repack does not change them, and the
+checkpoint id covers them. An exact checkpoint has no such table.
 
 Invariants:
-- A storage that has no record here is, bit for bit, what was committed.
-- The header's fidelity is ``exact`` where there is no record, and never otherwise.
+- A storage without a row here is bit for bit what was committed.
+- The header's fidelity is ``exact`` if and only if there are no rows.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from ckstore.format.tensors import StorageSpec
 EXACT_FIDELITY = "exact"
 
 ROLES = ("weight", "first", "second", "rounded")
-"""What a storage was taken for: a weight, a first or second moment, or the rounding of another storage."""
+"""Roles of lossy storages: a weight, a first or second moment, or the rounding of another storage."""
 
 HOPS_MAX = 0xFFFF
 NUMBERS_MAX = 16
-"""Parameters of one method."""
+"""Most parameters of one method."""
 
 _WORD = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}", re.ASCII)
 _SLACK = 1 + 1e-6
-"""An RMS is at most the maximum, but for the rounding of a sum."""
+"""Tolerance for the rule that an RMS is at most the maximum, because the sum is rounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What became of one storage that was stored with a loss; errors are those of this commit alone.
+    """The loss of one lossy storage; errors are those of this commit alone.
 
     Args:
         storage: Index of the storage.
-        role: What it was taken for: ``"weight"``, ``"first"`` or ``"second"`` moment, ``"rounded"``.
-        method: How it was quantized, in a word: ``"grid"``, ``"rank1"``, ``"log"``, ``"ternary"``, ...
+        role: Its role: ``"weight"``, ``"first"`` or ``"second"`` moment, ``"rounded"``.
+        method: Name of the quantization method: ``"grid"``, ``"rank1"``, ``"log"``, ``"ternary"``, ...
         numbers: The method's parameters.
-        bits: Stored bits per element, as the commit wrote it.
-        max_abs: Greatest error of any element.
-        rms_error: Root of the mean squared error.
-        rms_value: Root of the mean square of what was committed.
+        bits: Stored bits per element.
+        max_abs: Largest absolute error of an element.
+        rms_error: Root mean square of the errors.
+        rms_value: Root mean square of the committed values.
         kept: Share of the elements whose code is not zero.
-        hops: Commits with a loss since the storage was last exact, this one included.
-        spike: Largest |update| / lr of a virtual next step of Adam, over every gradient; None where the optimizer's
-            constants are not known, and for what is no moment.
+        hops: Lossy commits since the storage was last exact, including this one.
+        spike: Largest |update| / lr of the next Adam step, over all possible gradients; None for weights, and if the
+            optimizer's constants are unknown.
     """
 
     storage: int
@@ -67,16 +67,16 @@ class Loss:
 
     @property
     def rel_rms(self) -> float:
-        """RMS error in the RMS of the values; infinite where those are zero and the error is not."""
+        """RMS error divided by RMS value; infinite if only the value is zero."""
         if self.rms_error == 0:
             return 0.0
         return self.rms_error / self.rms_value if self.rms_value else math.inf
 
 
 def fidelity_of(residual: Residual | None, losses: Sequence[Loss]) -> str:
-    """Return the fidelity that a manifest's header records: ``exact``, or the name of the residual policy.
+    """Return the fidelity for a manifest's header: ``exact``, or the name of the residual policy.
 
-    Characters that a header does not allow become hyphens. A policy that is called ``exact`` is recorded as ``own``.
+    Characters that a header does not allow become hyphens. A policy named ``exact`` is stored as ``own``.
     """
     if residual is None or not losses:
         return EXACT_FIDELITY
@@ -85,7 +85,7 @@ def fidelity_of(residual: Residual | None, losses: Sequence[Loss]) -> str:
 
 
 def encode_losses(losses: Sequence[Loss]) -> bytes:
-    """Return the table; nothing for a checkpoint that lost nothing."""
+    """Return the table; empty for an exact checkpoint."""
     if not losses:
         return b""
     return encode_inner(
@@ -109,16 +109,16 @@ def encode_losses(losses: Sequence[Loss]) -> bytes:
 
 
 def decode_losses(table: memoryview, *, where: object = None) -> tuple[Loss, ...]:
-    """Read the table, which may be missing but not empty.
+    """Decode the table, which may be missing but not without rows.
 
     Raises:
-        MalformedError: Other fields or types, or a table without a row.
+        MalformedError: Wrong fields or types, or a table without rows.
     """
     if not len(table):
         return ()
     rows = decode_stored(table, list[LossRow], where=where)
     if not rows:
-        raise MalformedError("a manifest's losses are an empty table", where=where)
+        raise MalformedError("the table of losses of a manifest has no rows", where=where)
     return tuple(
         Loss(
             storage=row.storage,
@@ -138,19 +138,21 @@ def decode_losses(table: memoryview, *, where: object = None) -> tuple[Loss, ...
 
 
 def check_losses(losses: Sequence[Loss], storages: Sequence[StorageSpec], where: object) -> None:
-    """Refuse what contradicts itself or cannot be: both before writing and after reading.
+    """Check the losses, before writing and after reading.
 
     Raises:
-        MalformedError: A storage is not there, no float, empty, or named twice; a number is out of range.
+        MalformedError: A storage is missing, not float, empty or repeated, or a number is out of range.
     """
     last = -1
     for loss in losses:
         if not last < loss.storage < len(storages):
-            raise MalformedError("losses name a storage that is not there, twice, or out of order", where=where)
+            raise MalformedError(
+                "losses name a storage that does not exist, or are not in ascending order", where=where
+            )
         last = loss.storage
         spec = storages[loss.storage]
         if not spec.is_float or spec.element_width not in (2, 4) or not spec.nbytes:
-            raise MalformedError("a storage that is no float, or empty, is said to have lost something", where=where)
+            raise MalformedError("a loss belongs to a storage that is empty or not float", where=where)
         numbers = (loss.bits, loss.max_abs, loss.rms_error, loss.rms_value, loss.spike or 0.0)
         if (
             loss.role not in ROLES
@@ -166,10 +168,10 @@ def check_losses(losses: Sequence[Loss], storages: Sequence[StorageSpec], where:
 
 
 def check_fidelity(fidelity: str, losses: Sequence[Loss], where: object) -> None:
-    """Refuse a checkpoint that says it is exact and is not, or the other way round.
+    """Check that the fidelity is ``exact`` if and only if there are no losses.
 
     Raises:
-        MalformedError: The text is no word, or contradicts the table.
+        MalformedError: It is not, or the fidelity is not a valid word.
     """
     if not _WORD.fullmatch(fidelity) or (fidelity == EXACT_FIDELITY) != (not losses):
-        raise MalformedError("a manifest's fidelity contradicts what it says of its losses", where=where)
+        raise MalformedError("the fidelity of a manifest contradicts its losses", where=where)

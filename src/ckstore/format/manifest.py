@@ -1,8 +1,8 @@
-"""One checkpoint: tree, tensors, and where every frame lies that it needs.
+"""The manifest of one checkpoint: its tree, its tensors, and the locations of all frames that it needs.
 
-A manifest is ``preamble | header | logical section | location section | trailer``. The header has a checksum of its
-own, for listing; the trailer has the BLAKE3 of everything before it. ``encode_manifest`` refuses what
-``decode_manifest`` would refuse, and the same manifest always becomes the same bytes.
+A manifest is ``preamble | header | logical section | location section | trailer``. The header has its own checksum, for
+listings. The trailer contains the BLAKE3 of everything before it. ``encode_manifest`` refuses what ``decode_manifest``
+refuses, and is deterministic.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _TRAILER = struct.Struct("<8sQQQQ32s")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a restore needs to know; see the docstrings of its parts."""
+    """All facts that a restore needs; the types of the fields document them."""
 
     header: ManifestHeader
     tree: Node
@@ -72,23 +72,23 @@ class Manifest:
     packs: tuple[PackRef, ...]
     frames: tuple[FrameRef, ...]
     choices: Choices | None = None
-    """Why it is stored so; None where the writer chose nothing, and before format version 2."""
+    """How the commit chose bases; None if it made no choice, and before format version 2."""
     losses: tuple[Loss, ...] = ()
-    """What it lost, by storage; empty for an exact one."""
+    """Losses by storage; empty for an exact checkpoint."""
 
     @property
     def store_id(self) -> bytes:
-        """The store that this manifest belongs to."""
+        """Id of the manifest's store."""
         return self.header.store_id
 
     @property
     def checkpoint_id(self) -> bytes:
-        """BLAKE3 of the logical section: the same after every repack or move."""
+        """BLAKE3 of the logical section; repacks and moves do not change it."""
         return self.header.checkpoint_id
 
     @property
     def logical(self) -> Logical:
-        """What the checkpoint id covers, but for the scalars in the header."""
+        """The logical section without the scalars that the header repeats."""
         return Logical(self.tree, self.tensors, self.storages, self.chunks, self.losses)
 
 
@@ -116,10 +116,10 @@ def build_manifest(
     choices: Choices | None = None,
     losses: Sequence[Loss] = (),
 ) -> Manifest:
-    """Make a manifest, and compute what follows from its parts.
+    """Build a manifest, and compute the fields that follow from its parts.
 
-    A chunk may be given more than once, once for each place in the plan that has these bytes; it is listed once, and
-    the pieces of the storages are numbered anew.
+    ``chunks`` may repeat a chunk, once for each occurrence in the plan of the commit. The manifest lists each chunk
+    once, and the pieces of the storages are renumbered.
     """
     distinct, renumbered = distinct_chunks(chunks, storages)
     logical = Logical(tree, tuple(tensors), renumbered, distinct, tuple(losses))
@@ -149,7 +149,7 @@ def build_manifest(
 
 
 def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -> Manifest:
-    """Return the same checkpoint as a new entry of its run, with the same frames and without new bytes."""
+    """Return the checkpoint as a new entry of its run, with the same frames; nothing is written to packs."""
     header = entry.header
     return build_manifest(
         store_id=header.store_id,
@@ -185,7 +185,7 @@ def relocated(
     chunks_new: int,
     choices: Choices | None,
 ) -> Manifest:
-    """Return a later generation of a manifest: the same checkpoint with the same id, its frames elsewhere."""
+    """Return a later generation of a manifest: the same checkpoint with other frame locations."""
     header = entry.header
     later = build_manifest(
         store_id=header.store_id,
@@ -210,7 +210,7 @@ def relocated(
         choices=choices,
         losses=entry.losses,
     )
-    assert later.checkpoint_id == header.checkpoint_id, "what moves stays what it was"
+    assert later.checkpoint_id == header.checkpoint_id, "a relocation does not change the checkpoint id"
     return later
 
 
@@ -225,10 +225,10 @@ def _computed(logical: Logical, frames: Sequence[FrameRef]) -> dict[str, Any]:
 
 
 def encode_manifest(manifest: Manifest, *, limits: Limits = _DEFAULT_LIMITS) -> bytes:
-    """Return the manifest as written.
+    """Return the bytes of a manifest.
 
     Raises:
-        MalformedError: A reader would refuse it.
+        MalformedError: A reader would refuse the manifest.
         UsageError: Its metrics do not fit into a header.
     """
     header = encode_header(manifest.header)
@@ -249,10 +249,10 @@ def encode_manifest(manifest: Manifest, *, limits: Limits = _DEFAULT_LIMITS) -> 
 def decode_manifest(
     content: Buffer, *, limits: Limits = _DEFAULT_LIMITS, expect: ManifestName | None = None, where: object = None
 ) -> Manifest:
-    """Read a whole manifest; ``expect`` is what the name of the file says.
+    """Decode a whole manifest; ``expect`` is the parsed name of the file.
 
     Raises:
-        ChecksumError: It is damaged.
+        ChecksumError: The manifest is damaged.
         MalformedError: It is torn, contradicts itself or its name, or exceeds the limits.
         UnsupportedError: An unknown version or mandatory flag.
     """
@@ -260,7 +260,8 @@ def decode_manifest(
     preamble = decode_preamble(view, where=where)
     if len(view) != preamble.file_nbytes:
         raise MalformedError(
-            f"a manifest of {preamble.file_nbytes} bytes has {len(view)}: it is torn or has trailing bytes", where=where
+            f"a manifest has {len(view)} bytes instead of {preamble.file_nbytes}: it is torn or has trailing bytes",
+            where=where,
         )
     _check_size(len(view), limits, where)
     _check_trailer(view, preamble, where)
@@ -290,13 +291,13 @@ def _check_trailer(view: memoryview, preamble: Preamble, where: object) -> None:
         raise MalformedError("a manifest does not end with a trailer: it is torn", where=where)
     if digest_of(view[:-DIGEST_NBYTES]) != digest:
         raise ChecksumError("the digest of a manifest differs", where=where)
-    said = (header_nbytes, logical_nbytes, location_nbytes, file_nbytes)
-    if said != (preamble.header_nbytes, preamble.logical_nbytes, preamble.location_nbytes, preamble.file_nbytes):
+    expected = (header_nbytes, logical_nbytes, location_nbytes, file_nbytes)
+    if expected != (preamble.header_nbytes, preamble.logical_nbytes, preamble.location_nbytes, preamble.file_nbytes):
         raise MalformedError("a manifest's trailer contradicts its preamble", where=where)
 
 
 def logical_record(header: ManifestHeader) -> bytes:
-    """Return the facts of a header that a checkpoint's id covers, encoded."""
+    """Return the encoded facts of a header that the checkpoint id covers."""
     facts = {name: getattr(header, name) for name in LogicalRecord.__struct_fields__}
     facts["metrics"] = dict(header.metrics)
     return encode_inner(LogicalRecord(**facts))
@@ -306,17 +307,17 @@ def _check_header(manifest: Manifest, logical_section: Buffer, where: object) ->
     header = manifest.header
     if digest_of(logical_section) != header.checkpoint_id:
         raise MalformedError("the checkpoint id of a manifest is not the digest of its logical section", where=where)
-    said = _computed(manifest.logical, manifest.frames)
-    if any(getattr(header, name) != value for name, value in said.items()):
+    expected = _computed(manifest.logical, manifest.frames)
+    if any(getattr(header, name) != value for name, value in expected.items()):
         raise MalformedError("the header of a manifest contradicts its sections", where=where)
     check_fidelity(header.fidelity, manifest.losses, where)
     _check_frames(manifest, where)
     if manifest.choices is not None and len(manifest.choices.storages) != len(manifest.storages):
-        raise MalformedError("a manifest has choices for another number of storages", where=where)
+        raise MalformedError("a manifest has decisions for another number of storages", where=where)
 
 
 def _check_frames(manifest: Manifest, where: object) -> None:
-    """Refuse a chunk that no frame holds, and a frame that neither holds a chunk of the state nor serves as base."""
+    """Refuse a chunk without a frame, and a frame that is neither a chunk of the state nor a base."""
     located = {frame.chunk_id for frame in manifest.frames}
     chunk_ids = {chunk.chunk_id for chunk in manifest.chunks}
     if not chunk_ids <= located:

@@ -1,8 +1,8 @@
-"""Superheader, directory and tail of a pack; and the forward scan that does without the last two.
+"""Superheader, directory and tail of a pack, and the scan that finds frames without directory and tail.
 
-A pack is ``superheader 4 KiB | frames | zeros | directory | zeros | tail 4 KiB``; directory and tail start at
-multiples of 4096, frames at multiples of 64, and the file ends with the tail. A pack without a tail is torn: what
-it holds is found by ``scan_frames``.
+A pack is ``superheader 4 KiB | frames | zeros | directory | zeros | tail 4 KiB``. Directory and tail start at multiples
+of 4096, frames at multiples of 64. The file ends with the tail. A pack without a tail is torn; ``scan_frames`` finds
+its frames.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Superheader:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryEntry:
-    """One frame of a pack; ``offset`` is that of its header, ``stored_nbytes`` counts its payload alone."""
+    """A frame in a pack's directory; ``offset`` is that of its header, ``stored_nbytes`` the payload length."""
 
     chunk_id: ChunkId
     base_id: ChunkId
@@ -78,14 +78,14 @@ class DirectoryEntry:
 
     @classmethod
     def of(cls, header: FrameHeader, *, offset: int) -> DirectoryEntry:
-        """Make the entry of a frame that lies at ``offset``."""
+        """Return the entry for a frame at ``offset``."""
         return cls(
             header.chunk_id, header.base_id, offset, header.stored_nbytes, header.plain_nbytes, header.element_width
         )
 
     @property
     def end(self) -> int:
-        """The offset just behind the payload."""
+        """The offset after the payload."""
         return self.offset + FRAME_HEADER_NBYTES + self.stored_nbytes
 
 
@@ -98,7 +98,7 @@ class PackDirectory:
 
 @dataclass(frozen=True, slots=True)
 class EncodedDirectory:
-    """A directory as written, and the BLAKE3 of it that tail and manifests repeat."""
+    """An encoded directory, and its BLAKE3, which the tail and manifests repeat."""
 
     encoded: bytes
     digest: bytes
@@ -107,7 +107,7 @@ class EncodedDirectory:
 
 @dataclass(frozen=True, slots=True)
 class PackTail:
-    """The last 4 KiB of a pack: where its directory lies, and the digest of it."""
+    """The last 4 KiB of a pack: location and digest of its directory."""
 
     store_id: bytes
     pack_id: PackId
@@ -131,11 +131,11 @@ def encode_superheader(*, store_id: bytes, pack_id: PackId) -> bytes:
 def decode_superheader(
     content: Buffer, *, store_id: bytes | None = None, pack_id: PackId | None = None, where: object = None
 ) -> Superheader:
-    """Read the first 4 KiB of a pack; the ids that are given must be those found.
+    """Decode the first 4 KiB of a pack, and compare its ids with the given ones.
 
     Raises:
-        ChecksumError: It is damaged.
-        MalformedError: Not a pack, or one of another name or store.
+        ChecksumError: The superheader is damaged.
+        MalformedError: Not a pack, or another id or store.
         UnsupportedError: An unknown version or mandatory flag.
     """
     view = exactly(content, SUPERHEADER_NBYTES, "a pack's superheader", where)
@@ -159,11 +159,11 @@ def _check_ids(
             f"this pack belongs to store {found_store.hex()}", where=where, todo="move it back to its own store"
         )
     if pack_id is not None and found_pack != pack_id:
-        raise MalformedError(f"this pack says that its id is {found_pack.hex()}", where=where)
+        raise MalformedError(f"the id in this pack is {found_pack.hex()}", where=where)
 
 
 def encode_directory(entries: Iterable[DirectoryEntry], *, limits: Limits = _DEFAULT_LIMITS) -> EncodedDirectory:
-    """Return the directory, ordered by offset, without padding.
+    """Return the directory, sorted by offset, without padding.
 
     Raises:
         MalformedError: A reader would refuse these entries.
@@ -190,11 +190,11 @@ def encode_directory(entries: Iterable[DirectoryEntry], *, limits: Limits = _DEF
 def decode_directory(
     content: Buffer, tail: PackTail, *, limits: Limits = _DEFAULT_LIMITS, where: object = None
 ) -> PackDirectory:
-    """Read the ``tail.directory_nbytes`` bytes at ``tail.directory_offset``.
+    """Decode the ``tail.directory_nbytes`` bytes at ``tail.directory_offset``.
 
     Raises:
-        ChecksumError: They are damaged, or of another pack.
-        MalformedError: Frames overlap, repeat, or lie where none can be.
+        ChecksumError: The directory is damaged, or belongs to another pack.
+        MalformedError: Frames overlap, repeat, or have impossible offsets.
     """
     view = exactly(content, tail.directory_nbytes, "a pack's directory", where)
     if digest_of(view) != tail.directory_digest:
@@ -202,7 +202,11 @@ def decode_directory(
     entries = []
     for chunk_id, base_id, offset, stored, plain, width, reserved, flags, reserved_too in _ENTRY.iter_unpack(view):
         if flags:
-            raise UnsupportedError(f"directory flags {flags:#x} are unknown here", where=where, todo="upgrade ckstore")
+            raise UnsupportedError(
+                f"this version of ckstore does not know the directory flags {flags:#x}",
+                where=where,
+                todo="upgrade ckstore",
+            )
         if reserved or reserved_too:
             raise MalformedError("reserved fields of a directory are set", where=where)
         entries.append(DirectoryEntry(chunk_id, base_id, offset, stored, plain, width))
@@ -211,9 +215,9 @@ def decode_directory(
 
 
 def _check_entries(entries: list[DirectoryEntry], frames_end: int, limits: Limits, where: object) -> None:
-    behind = SUPERHEADER_NBYTES
+    end = SUPERHEADER_NBYTES
     for entry in entries:
-        if entry.offset % FRAME_ALIGN or entry.offset < behind:
+        if entry.offset % FRAME_ALIGN or entry.offset < end:
             raise MalformedError(f"frames of a pack overlap or are misplaced at offset {entry.offset}", where=where)
         if (
             entry.element_width not in ELEMENT_WIDTHS
@@ -222,9 +226,9 @@ def _check_entries(entries: list[DirectoryEntry], frames_end: int, limits: Limit
             or entry.plain_nbytes % entry.element_width
             or entry.chunk_id in (NO_BASE, entry.base_id)
         ):
-            raise MalformedError(f"a directory entry is malformed, for offset {entry.offset}", where=where)
-        behind = entry.end
-    if behind > frames_end:
+            raise MalformedError(f"the directory entry for offset {entry.offset} is malformed", where=where)
+        end = entry.end
+    if end > frames_end:
         raise MalformedError("a frame reaches into the directory of its pack", where=where)
     if len({entry.chunk_id for entry in entries}) != len(entries):
         raise MalformedError("a directory names a chunk twice", where=where)
@@ -238,7 +242,7 @@ def encode_tail(
     directory_offset: int,
     limits: Limits = _DEFAULT_LIMITS,
 ) -> bytes:
-    """Return the last 4 KiB of a pack whose directory starts at this multiple of 4096.
+    """Return the tail of a pack whose directory starts at ``directory_offset``, a multiple of 4096.
 
     Raises:
         MalformedError: A reader would refuse this tail.
@@ -275,16 +279,16 @@ def decode_tail(
     limits: Limits = _DEFAULT_LIMITS,
     where: object = None,
 ) -> PackTail:
-    """Read the last 4 KiB of a pack; the size and ids that are given must be those found.
+    """Decode the last 4 KiB of a pack, and compare its size and ids with the given ones.
 
     Raises:
-        ChecksumError: It is damaged.
-        MalformedError: Not a tail, or that of another pack.
+        ChecksumError: The tail is damaged.
+        MalformedError: Not a tail, or the tail of another pack.
         UnsupportedError: An unknown version or mandatory flag.
     """
     view = exactly(content, TAIL_NBYTES, "a pack's tail", where)
     if view[:8] != TAIL_MAGIC:
-        raise MalformedError("this pack does not end with a tail", where=where, todo="it is torn; verify shows more")
+        raise MalformedError("this pack does not end with a tail", where=where, todo="it is torn; run `ckstore verify`")
     check_seal(view, "a pack's tail", where)
     _, version, reserved, reserved_too, mandatory, optional = _TAIL_HEAD.unpack_from(view)
     check_readable(version, mandatory, where=where)
@@ -296,7 +300,7 @@ def decode_tail(
     _check_ids(tail.store_id, tail.pack_id, store_id, pack_id, where)
     if pack_nbytes is not None and tail.pack_nbytes != pack_nbytes:
         raise MalformedError(
-            f"this pack has {pack_nbytes} bytes; its tail says {tail.pack_nbytes}", where=where, pack_id=tail.pack_id
+            f"this pack has {pack_nbytes} bytes instead of {tail.pack_nbytes}", where=where, pack_id=tail.pack_id
         )
     _check_tail(tail, limits, where)
     return tail
@@ -315,24 +319,26 @@ def _check_tail(tail: PackTail, limits: Limits, where: object) -> None:
 
 
 def check_entry(entry: DirectoryEntry, header: FrameHeader, *, where: object = None) -> None:
-    """Compare what the directory says of a frame with what the frame says.
+    """Compare a directory entry with the header of its frame.
 
     Raises:
         MalformedError: They differ.
     """
-    said = (entry.chunk_id, entry.base_id, entry.stored_nbytes, entry.plain_nbytes, entry.element_width)
+    listed = (entry.chunk_id, entry.base_id, entry.stored_nbytes, entry.plain_nbytes, entry.element_width)
     found = (header.chunk_id, header.base_id, header.stored_nbytes, header.plain_nbytes, header.element_width)
-    if said != found:
-        raise MalformedError("a frame is not what the directory of its pack says", where=where, offset=entry.offset)
+    if listed != found:
+        raise MalformedError(
+            "the header of a frame contradicts the directory of its pack", where=where, offset=entry.offset
+        )
 
 
 def scan_frames(
     read: Callable[[int, int], Buffer], nbytes: int, *, limits: Limits = _DEFAULT_LIMITS
 ) -> Iterator[tuple[int, FrameHeader]]:
-    """Find frames without a directory, from the front: yield their offsets and headers.
+    """Scan a pack from the front for frames, and yield their offsets and headers.
 
-    ``read`` returns the bytes at (offset, nbytes), fewer at the end of the file of ``nbytes`` bytes. Whoever salvages
-    must still check payloads and identities: a chunk may itself hold the bytes of a pack.
+    ``read(offset, nbytes)`` returns bytes of the file, fewer at its end; the file has ``nbytes`` bytes. The caller must
+    check payloads and chunk ids, because a chunk may contain the bytes of a pack.
     """
     at = SUPERHEADER_NBYTES
     while at + FRAME_HEADER_NBYTES < nbytes:
@@ -342,7 +348,7 @@ def scan_frames(
         jump = align_up(len(window) - FRAME_HEADER_NBYTES + 1, FRAME_ALIGN)
         for offset, header in _frames_in(window, limits):
             if at + offset + header.frame_nbytes > nbytes:
-                # The payload was cut off; whatever follows, lies in it.
+                # The payload is cut off, so all following bytes belong to it.
                 continue
             yield at + offset, header
             jump = max(jump, offset + frame_extent(header.stored_nbytes))
@@ -350,7 +356,7 @@ def scan_frames(
 
 
 def _frames_in(window: memoryview, limits: Limits) -> Iterator[tuple[int, FrameHeader]]:
-    """Yield the frames whose headers lie whole in the window, skipping what they cover."""
+    """Yield the frames whose headers are completely in the window, skipping their payloads."""
     content = bytes(window)
     offset = content.find(FRAME_MAGIC)
     while 0 <= offset <= len(content) - FRAME_HEADER_NBYTES:
@@ -359,7 +365,7 @@ def _frames_in(window: memoryview, limits: Limits) -> Iterator[tuple[int, FrameH
             try:
                 header = decode_frame_header(window[offset : offset + FRAME_HEADER_NBYTES], limits=limits)
             except (CorruptError, UnsupportedError):
-                # The magic by chance, in a payload, or a damaged header: the scan goes on one byte later.
+                # The magic occurs in a payload by chance, or the header is damaged: continue one byte later.
                 header = None
             if header is not None:
                 resume = offset + frame_extent(header.stored_nbytes)

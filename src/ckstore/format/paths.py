@@ -1,7 +1,7 @@
-"""Every file name in a store, built and parsed here and nowhere else.
+"""Build and parse every file name in a store; no other module does.
 
-Names are relative POSIX paths. Parsing is the exact inverse of building: a name that would not be built again
-letter for letter is foreign, and ``parse_*`` returns None for it.
+Names are relative POSIX paths. Parsing is the exact inverse of building: ``parse_*`` returns None for any name that
+these functions would not build.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TRASH_FOLDER = "trash"
 QUARANTINE_FOLDER = "quarantine"
 TMP_FOLDER = "tmp"
 CACHE_FOLDER = "cache"
-"""Made when it is first needed, and nobody's loss when it is removed."""
+"""Created when first needed; may be removed at any time."""
 RESERVE_FOLDER = "reserve"
-"""Room for making room; see ``store.reserve``."""
+"""Files whose removal gives a full disk space for gc; see ``store.reserve``."""
 
 TOP_FOLDERS = (
     PACKS_FOLDER,
@@ -55,17 +55,17 @@ _TOKEN = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 def pack_folder(pack_id: PackId) -> str:
-    """Return the folder that holds a pack."""
+    """Return the folder of a pack."""
     return f"{PACKS_FOLDER}/{pack_id[:1].hex()}"
 
 
 def pack_folders() -> list[str]:
-    """Return all 256 folders that hold packs."""
+    """Return all 256 folders of packs."""
     return [f"{PACKS_FOLDER}/{first:02x}" for first in range(256)]
 
 
 def pack_file(pack_id: PackId) -> str:
-    """Return the last part of a pack's name."""
+    """Return the file name of a pack, without its folder."""
     assert len(pack_id) == PACK_ID_NBYTES, "a pack id has 16 bytes"
     return f"{pack_id.hex()}.pack"
 
@@ -76,14 +76,14 @@ def pack_name(pack_id: PackId) -> str:
 
 
 def parse_pack_file(file: str) -> PackId | None:
-    """Return the pack that the last part of a name stands for."""
+    """Return the pack id in the file name of a pack."""
     found = _PACK.fullmatch(file)
     return PackId(bytes.fromhex(found[1])) if found else None
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ManifestName:
-    """What the name of a manifest says; orders by run, seq, step, generation."""
+    """The parts of a manifest's name; ordered by run, seq, step, generation."""
 
     run: str
     seq: int
@@ -92,12 +92,12 @@ class ManifestName:
 
     @property
     def file(self) -> str:
-        """The last part of the name."""
+        """The file name, without its folder."""
         return f"{self.seq:08d}-{self.step:012d}.{self.generation}.ckm"
 
     @property
     def path(self) -> str:
-        """The name."""
+        """The name, including its folder."""
         return f"{manifests_folder(self.run)}/{self.file}"
 
 
@@ -107,7 +107,7 @@ def manifests_folder(run: str) -> str:
 
 
 def parse_manifest_file(run: str, file: str) -> ManifestName | None:
-    """Return what the last part of a manifest's name says."""
+    """Return the parts of a manifest's file name."""
     found = _MANIFEST.fullmatch(file)
     if found is None:
         return None
@@ -117,7 +117,7 @@ def parse_manifest_file(run: str, file: str) -> ManifestName | None:
 
 @dataclass(frozen=True, slots=True)
 class ClaimName:
-    """What the name of a file among the claims says; ``token`` is the intent's."""
+    """The parts of a file name in a folder of claims; ``token`` is that of an intent."""
 
     seq: int
     kind: ClaimKind
@@ -130,17 +130,17 @@ def claims_folder(run: str) -> str:
 
 
 def claim_name(run: str, seq: int) -> str:
-    """Return the name of the claim that makes a seq exclusive."""
+    """Return the name of the claim that reserves a seq."""
     return f"{claims_folder(run)}/{seq:08d}"
 
 
 def drop_mark_name(run: str, seq: int) -> str:
-    """Return the name of the mark that every generation of a seq is to go."""
+    """Return the name of the mark that drops all generations of a seq."""
     return f"{claims_folder(run)}/{seq:08d}.dropped"
 
 
 def published_mark_name(run: str, seq: int) -> str:
-    """Return the name of the mark that a seq was published, by which the loss of its manifest shows."""
+    """Return the name of the mark that a seq was published, which makes the loss of its manifest detectable."""
     return f"{claims_folder(run)}/{seq:08d}.published"
 
 
@@ -151,7 +151,7 @@ def intent_name(run: str, seq: int, token: str) -> str:
 
 
 def parse_claim_file(file: str) -> ClaimName | None:
-    """Return what the last part of a name among the claims says."""
+    """Return the parts of a file name in a folder of claims."""
     found = _CLAIM.fullmatch(file)
     if found is None or f"{int(found[1]):08d}" != found[1]:
         return None
@@ -178,36 +178,36 @@ def lease_name(run: str) -> str:
 
 
 def draft_name(token: str, kind: str = "ckm") -> str:
-    """Return the name of a manifest, or of a file of another kind, that is not in place yet."""
+    """Return the name of a manifest, or of another kind of file, before it is published."""
     name = f"{token}.{kind}"
     assert parse_draft_file(name) == token, "a draft is 32 hex digits and a short kind"
     return f"{TMP_FOLDER}/{name}"
 
 
 def parse_draft_file(file: str) -> str | None:
-    """Return the token in the last part of a draft's name."""
+    """Return the token in a draft's file name."""
     found = _DRAFT.fullmatch(file)
     return found[1] if found else None
 
 
 def is_token(file: str) -> bool:
-    """Say whether a name is a fresh random one, as trash folders have."""
+    """Say whether a name is a random token, like the names of trash folders."""
     return _TOKEN.fullmatch(file) is not None
 
 
 def trash_folder(gc_id: str) -> str:
-    """Return the folder of one collection or drop; its id is never used again."""
+    """Return the trash folder of one collection or drop; ids are never reused."""
     assert _TOKEN.fullmatch(gc_id), "a gc id is 32 hex digits"
     return f"{TRASH_FOLDER}/{gc_id}"
 
 
 def trash_packs_folder(gc_id: str) -> str:
-    """Return the folder of the packs that one collection moved away."""
+    """Return the trash folder of the packs of one collection."""
     return f"{trash_folder(gc_id)}/packs"
 
 
 def trash_manifests_folder(gc_id: str, run: str) -> str:
-    """Return the folder of the manifests of a run that one collection or drop moved away."""
+    """Return the trash folder of a run's manifests of one collection or drop."""
     return f"{trash_folder(gc_id)}/manifests/{check_name(run, 'run')}"
 
 

@@ -1,14 +1,12 @@
-"""Typed, bounded decoding of small records; the only module that imports msgspec.
+"""Records and the format version: typed, bounded decoding of small structures. Only this module imports msgspec.
 
-Two forms. A *file record* is a file of its own that people may want to read (store.json, tags, leases, intents,
-config.json): JSON with a kind, a checksum and a body. An *inner record* lies inside a manifest: MessagePack.
-Unknown fields, wrong types, trailing bytes and numbers out of range are refused. Unknown fields of leases, intents and
-collectors' lists are ignored: whoever cannot read one of a newer ckstore would take its living maker for dead.
+A *file record* is a separate JSON file that users may read, with a kind, a checksum and a body: store.json,
+config.json, tags, leases, intents. An *inner record* is MessagePack inside a manifest. Unknown fields, wrong types,
+trailing bytes and numbers out of range are refused. Exceptions are leases, intents and deletion lists, whose unknown
+fields are ignored: a process that could not read those of a newer ckstore would take a live writer for dead.
 
-Format version and feature flags: who may read, who may write.
-
-The format version is not the package version. A mandatory flag changes what bytes mean, so a reader that does
-not know it must refuse; an optional flag may be ignored.
+The format version is independent of the package version. A mandatory flag changes the meaning of bytes, so a reader
+that does not know it must refuse the structure. An optional flag may be ignored.
 """
 
 from __future__ import annotations
@@ -23,43 +21,55 @@ from ckstore.errors import ChecksumError, MalformedError, UnsupportedError, Usag
 from ckstore.format.wire import BLOCK_NBYTES, xxh3_64
 
 FORMAT_VERSION = 3
-"""What is written. Version 2 added bases: delta and rounded frames, and the choices of a manifest. Version 3 added
-loss: frames of codes, and what a manifest says of them."""
+"""The version that is written. Version 2 added bases: delta and rounded frames, and decisions in manifests. Version 3
+added lossy frames, and losses in manifests."""
 
 READABLE_VERSIONS = (1, 2, 3)
 
 MANDATORY_FEATURES: dict[str, int] = {}
-"""Names in ``store.json`` and bits in packs and manifests; none is defined yet."""
+"""Names in ``store.json``, and bits in packs and manifests. Version 3 defines no features."""
 
 OPTIONAL_FEATURES: dict[str, int] = {}
-"""Features that a reader may ignore; none is defined yet."""
+"""Features that a reader may ignore. Version 3 defines no features."""
 
-_TODO = "upgrade ckstore; do not let this version change the store"
+_TODO = "upgrade ckstore; do not change the store with this version"
 _KNOWN_BITS = sum(MANDATORY_FEATURES.values())
 
 
 def check_readable(version: int, mandatory_flags: int = 0, *, where: object = None) -> None:
-    """Refuse what this reader cannot understand.
+    """Check that this version can read a structure.
 
     Raises:
         UnsupportedError: The version or a mandatory flag is unknown.
     """
     if version not in READABLE_VERSIONS:
-        raise UnsupportedError(f"format version {version} is unknown here", where=where, todo=_TODO, version=version)
+        raise UnsupportedError(
+            f"this version of ckstore cannot read format version {version}", where=where, todo=_TODO, version=version
+        )
     unknown = mandatory_flags & ~_KNOWN_BITS
     if unknown:
-        raise UnsupportedError(f"mandatory flags {unknown:#x} are unknown here", where=where, todo=_TODO, flags=unknown)
+        raise UnsupportedError(
+            f"this version of ckstore does not know the mandatory flags {unknown:#x}",
+            where=where,
+            todo=_TODO,
+            flags=unknown,
+        )
 
 
 def check_features(names: Iterable[str], *, where: object = None) -> None:
-    """Refuse a mandatory feature, by name, that this reader does not know.
+    """Check that this version knows all mandatory features.
 
     Raises:
         UnsupportedError: A feature is unknown.
     """
     for name in names:
         if name not in MANDATORY_FEATURES:
-            raise UnsupportedError(f"mandatory feature {name!r} is unknown here", where=where, todo=_TODO, feature=name)
+            raise UnsupportedError(
+                f"this version of ckstore does not know the mandatory feature {name!r}",
+                where=where,
+                todo=_TODO,
+                feature=name,
+            )
 
 
 RECORD_NBYTES_MAX = 1 << 20
@@ -74,14 +84,14 @@ R = TypeVar("R")
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of the records that are files of their own; ``kind`` is on disk."""
+    """Base of file records; ``kind`` is on disk."""
 
     kind: ClassVar[str]
     is_edited_by_people: ClassVar[bool] = False
 
 
 class StoreRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``store.json``: written once, when the store is made."""
+    """``store.json``: written once, when the store is created."""
 
     kind: ClassVar[str] = "ckstore"
 
@@ -99,7 +109,7 @@ class StoreRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class ConfigRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``config.json``: what a person may change; tiers are named here and nowhere else."""
+    """``config.json``: the settings that users may edit, and the only place with tier addresses."""
 
     kind: ClassVar[str] = "config"
     is_edited_by_people: ClassVar[bool] = True
@@ -110,7 +120,7 @@ class ConfigRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class TagRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A name that a person gave to a checkpoint."""
+    """A tag: a name that a user gave to a checkpoint."""
 
     kind: ClassVar[str] = "tag"
 
@@ -121,7 +131,7 @@ class TagRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class LeaseRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
-    """Who writes a run now: for people, not for safety."""
+    """The process that writes a run. Informs users and other processes; correctness does not depend on it."""
 
     kind: ClassVar[str] = "lease"
 
@@ -136,7 +146,7 @@ class LeaseRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=
 
 
 class IntentRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
-    """A drop or demotion that is about to be decided, and who decides it."""
+    """An intended drop or demotion, and the process that decides it."""
 
     kind: ClassVar[str] = "intent"
 
@@ -151,7 +161,7 @@ class IntentRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only
 
 
 class DoomedRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
-    """What a collector is about to remove where nothing can be renamed, and who it is."""
+    """A deletion list: the packs that a collector will remove from a bucket, and the collector's process."""
 
     kind: ClassVar[str] = "doomed"
 
@@ -165,14 +175,14 @@ class DoomedRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only
 
 
 class TierTurns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a store knows of a tier that it owns: its identity, and the last turns, the newest at the end."""
+    """A tier that a store owns: its id, and its last turns, newest last."""
 
     tier_id: Hex16
     turns: tuple[Hex16, ...]
 
 
 class HomeRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``home.json``: where a store that has tiers was made, by which a copy of it knows that it is one."""
+    """``home.json``: the place where a store with tiers was created, by which a copy recognizes that it is a copy."""
 
     kind: ClassVar[str] = "home"
 
@@ -182,7 +192,7 @@ class HomeRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class OwnerRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``owner.json`` of a tier: the store that may change it, and the last turn of a change."""
+    """``owner.json`` of a tier: the store that may change it, and the turn of the last change."""
 
     kind: ClassVar[str] = "owner"
 
@@ -192,7 +202,7 @@ class OwnerRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class HeaderRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The header of a manifest, as MessagePack map; see ``header.ManifestHeader`` for the meaning."""
+    """The header of a manifest, a MessagePack map; ``header.ManifestHeader`` documents the fields."""
 
     run: ShortText
     seq: Count
@@ -230,7 +240,7 @@ class LogicalRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ChoicesRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a commit decided for the whole state; see format/choices.py."""
+    """The decisions for a whole checkpoint; see format/choices.py."""
 
     base: ShortText
     base_seq: Count | None
@@ -239,7 +249,7 @@ class ChoicesRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One tensor, as MessagePack array."""
+    """One tensor, a MessagePack array."""
 
     library: ShortText
     dtype: DtypeText
@@ -252,7 +262,7 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 class LossRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """What one storage lost, as MessagePack array; see format/losses.py."""
+    """The loss of one storage, a MessagePack array; see format/losses.py."""
 
     storage: Count
     role: ShortText
@@ -282,30 +292,30 @@ F = TypeVar("F", bound=FileRecord)
 
 
 def encode_record(record: FileRecord) -> bytes:
-    """Return a file record as indented JSON, with the checksum of its body."""
+    """Return a file record as JSON, with an indented body and its checksum."""
     body = msgspec.json.format(msgspec.json.encode(record), indent=2)
     envelope = _Envelope(kind=record.kind, xxh3=f"{xxh3_64(body):016x}", body=msgspec.Raw(body))
     return msgspec.json.encode(envelope) + b"\n"
 
 
 def with_changes(record: F, **changes: Any) -> F:
-    """Return a copy of a file record with other values of some fields."""
+    """Return a copy of a file record with some fields changed."""
     return msgspec.structs.replace(record, **changes)
 
 
 def decode_record(content: bytes, kind: type[F], *, nbytes_max: int = RECORD_NBYTES_MAX, where: object = None) -> F:
-    """Read a file record.
+    """Decode a file record.
 
     Raises:
         MalformedError: Not a record of this kind.
-        ChecksumError: The body is not the one that was written.
-        UnsupportedError: The record announces a newer format.
+        ChecksumError: The body was changed.
+        UnsupportedError: The record has a newer format.
     """
     if len(content) > nbytes_max:
         raise MalformedError(f"a {kind.kind} record has more than {nbytes_max} bytes", where=where)
     envelope = _decode_json(content, _Envelope, where)
     if envelope.kind != kind.kind:
-        raise MalformedError(f"a record of kind {envelope.kind[:40]!r} lies where {kind.kind!r} belongs", where=where)
+        raise MalformedError(f"a record has the kind {envelope.kind[:40]!r} instead of {kind.kind!r}", where=where)
     _check_body(envelope, kind, where)
     body = bytes(envelope.body)
     if issubclass(kind, StoreRecord):
@@ -316,7 +326,7 @@ def decode_record(content: bytes, kind: type[F], *, nbytes_max: int = RECORD_NBY
     if isinstance(record, StoreRecord):
         _check_store(record, where)
     if isinstance(record, ConfigRecord) and not all(is_name(tier) for tier in record.tiers):
-        raise MalformedError("a tier in a config record has no valid name", where=where)
+        raise MalformedError("a tier in a config record has an invalid name", where=where)
     return record
 
 
@@ -324,19 +334,23 @@ def _check_body(envelope: _Envelope, kind: type[FileRecord], where: object) -> N
     if envelope.xxh3 is None and kind.is_edited_by_people:
         return
     if envelope.xxh3 != f"{xxh3_64(bytes(envelope.body)):016x}":
-        todo = "after editing it by hand, set its xxh3 to null" if kind.is_edited_by_people else None
+        todo = "if you edited it, set its xxh3 to null" if kind.is_edited_by_people else None
         raise ChecksumError(f"the checksum of a {kind.kind} record differs", where=where, todo=todo)
 
 
 def _check_store(record: StoreRecord, where: object) -> None:
     if record.hash_name != "blake3":
-        raise UnsupportedError(f"hash {record.hash_name!r} is unknown here", where=where, todo="upgrade ckstore")
+        raise UnsupportedError(
+            f"this version of ckstore does not know the hash {record.hash_name!r}", where=where, todo="upgrade ckstore"
+        )
     if record.block_nbytes != BLOCK_NBYTES:
-        raise UnsupportedError(f"blocks of {record.block_nbytes} bytes are unknown here", where=where)
+        raise UnsupportedError(
+            f"this version of ckstore does not support blocks of {record.block_nbytes} bytes", where=where
+        )
     if not 1 << 12 <= record.chunk_nbytes_max < 1 << 31:
-        raise MalformedError("chunk_nbytes_max lies out of range", where=where)
+        raise MalformedError("chunk_nbytes_max is out of range", where=where)
     if not record.depth_max < 1 << 16:
-        raise MalformedError("depth_max lies out of range", where=where)
+        raise MalformedError("depth_max is out of range", where=where)
 
 
 def _decode_json(content: bytes, kind: type[R], where: object) -> R:
@@ -354,7 +368,7 @@ def encode_inner(content: object) -> bytes:
     """Return an inner record, or plain lists, dicts and scalars, as MessagePack.
 
     Raises:
-        UsageError: Something in it has no form on disk: text that is no Unicode, a number beyond 64 bits.
+        UsageError: Something in it cannot be encoded: invalid Unicode, or an int of more than 64 bits.
     """
     try:
         return _ENCODER.encode(content)
@@ -363,15 +377,15 @@ def encode_inner(content: object) -> bytes:
 
 
 def encoded(content: object) -> object:
-    """Return what can stand in an inner record for the content, and is not encoded again; see ``encode_inner``."""
+    """Return encoded content that can be part of an inner record without being encoded again."""
     return msgspec.Raw(encode_inner(content))
 
 
 def decode_inner(content: bytes | memoryview, kind: type[R], *, where: object = None) -> R:
-    """Read an inner record; ``kind`` is a record, a builtin, or ``list[record]``.
+    """Decode an inner record; ``kind`` is a record, a builtin, or ``list[record]``.
 
     Raises:
-        MalformedError: Other types, unknown fields, trailing or missing bytes.
+        MalformedError: Wrong types, unknown fields, trailing or missing bytes.
     """
     decoder = _DECODERS.get(kind)
     if decoder is None:
@@ -384,13 +398,13 @@ def decode_inner(content: bytes | memoryview, kind: type[R], *, where: object = 
 
 
 def decode_stored(content: bytes | memoryview, kind: type[R], *, where: object = None) -> R:
-    """Read an inner record that lies on disk, in the one form that it has there.
+    """Decode an inner record from disk, which must have the canonical encoding.
 
     Raises:
-        MalformedError: As ``decode_inner``, and for bytes that another writer would not make again: what is written
-            anew, when it is demoted say, would have another identity although nothing in it is different.
+        MalformedError: As ``decode_inner``, and if the encoding is not canonical. Otherwise a rewrite, such as a
+            demotion, would change the identity of unchanged content.
     """
     found = decode_inner(content, kind, where=where)
     if _ENCODER.encode(found) != content:
-        raise MalformedError("a record is not in its shortest form", where=where)
+        raise MalformedError("a record does not have its shortest encoding", where=where)
     return found

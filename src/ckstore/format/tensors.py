@@ -1,24 +1,19 @@
 """Descriptions of tensors, storages and chunks, without their bytes.
 
 Invariants:
-- Nothing here imports numpy or torch: listing a store needs these names, and must start at once.
-- A storage is one span of bytes that one or more tensors view; it is stored once, however many view it.
-- Offsets count from the start of the stored span, in bytes, and point at element (0, ..., 0).
+- Nothing here imports numpy or torch, because listing a store needs these names and must start fast.
+- A storage is a span of bytes that one or more tensors view. It is stored once.
+- Offsets are in bytes from the start of the storage to element (0, ..., 0).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckstore.errors import MalformedError
 
-if TYPE_CHECKING:
-    pass
-
-
 RANK_MAX = 64
-"""Most dimensions a tensor may have."""
+"""Largest number of dimensions."""
 
 _NBYTES_LIMIT = 1 << 62
 
@@ -28,15 +23,15 @@ class TensorSpec:
     """One tensor: a view of a storage.
 
     Args:
-        library: Who makes it: ``"torch"``, ``"numpy"``, or ``"bytes"`` (a long bytes value).
-        dtype: The library's name of the element type: ``"bfloat16"``; for numpy ``"<f4"`` or, when it
-            has fields, a JSON description; ``""`` for bytes.
+        library: The tensor library: ``"torch"``, ``"numpy"``, or ``"bytes"`` (a long bytes value).
+        dtype: The library's name of the element type: ``"bfloat16"``; for numpy ``"<f4"``, or a JSON description if
+            it has fields; ``""`` for bytes.
         shape: Length of each dimension.
-        strides: Step of each dimension: in elements for torch, in bytes for the others.
+        strides: Step of each dimension: in elements for torch, in bytes for other libraries.
         storage: Index of the storage.
-        offset: Byte in the storage at which element (0, ..., 0) lies.
-        is_parameter: It was a torch.nn.Parameter.
-        requires_grad: Its gradient was wanted.
+        offset: Byte offset of element (0, ..., 0) in the storage.
+        is_parameter: Whether it was a torch.nn.Parameter.
+        requires_grad: Whether it required a gradient.
     """
 
     library: str
@@ -51,7 +46,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a run of a storage's bytes lies: in which chunk, from which byte, how many."""
+    """A run of a storage's bytes: a part of a chunk."""
 
     chunk: int
     offset: int
@@ -70,7 +65,7 @@ class StorageSpec:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpec:
-    """A chunk: its address, its length, and what its bytes mostly are."""
+    """A chunk: its id, its length, and the type of most of its elements."""
 
     chunk_id: bytes
     nbytes: int
@@ -87,12 +82,12 @@ def count_of(shape: tuple[int, ...]) -> int:
 
 
 def byte_strides_of(library: str, strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Return strides in bytes: torch counts in elements, all others in bytes."""
+    """Return strides in bytes; torch counts strides in elements, other libraries in bytes."""
     return tuple(step * itemsize for step in strides) if library == "torch" else strides
 
 
 def extent_of(shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """Return the lowest and one past the highest byte viewed, relative to element (0, ..., 0)."""
+    """Return the byte range that a tensor views, relative to element (0, ..., 0); the end is exclusive."""
     if 0 in shape:
         return 0, 0
     lo = hi = 0
@@ -105,14 +100,14 @@ def extent_of(shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: i
 
 
 def check_layout(spec: TensorSpec, itemsize: int, storage_nbytes: int) -> None:
-    """Refuse a spec whose elements do not all lie within its storage.
+    """Check that all elements of a tensor are within its storage.
 
     Raises:
-        MalformedError: No writer of ours makes such a spec.
+        MalformedError: They are not, or the spec has impossible values.
     """
     where = f"tensor of shape {spec.shape[:RANK_MAX]}"
     if len(spec.shape) > RANK_MAX or len(spec.strides) != len(spec.shape):
-        raise MalformedError("a tensor has too many dimensions, or not as many strides", where=where)
+        raise MalformedError("a tensor has too many dimensions, or another number of strides", where=where)
     if any(length < 0 or length >= _NBYTES_LIMIT for length in spec.shape):
         raise MalformedError("a tensor has an impossible dimension", where=where)
     if any(abs(step) >= _NBYTES_LIMIT for step in spec.strides):
@@ -120,7 +115,7 @@ def check_layout(spec: TensorSpec, itemsize: int, storage_nbytes: int) -> None:
     if spec.library == "torch" and any(step < 0 for step in spec.strides):
         raise MalformedError("a torch tensor has a negative stride", where=where)
     if count_of(tuple(length for length in spec.shape if length)) * max(itemsize, 1) >= _NBYTES_LIMIT:
-        raise MalformedError("a tensor has more elements than can be", where=where)
+        raise MalformedError("a tensor has an impossible number of elements", where=where)
     lo, hi = extent_of(spec.shape, byte_strides_of(spec.library, spec.strides, itemsize), itemsize)
     if spec.offset < 0 or spec.offset + lo < 0 or spec.offset + hi > storage_nbytes:
         raise MalformedError("a tensor reaches beyond its storage", where=where)
@@ -138,7 +133,7 @@ def is_dense(shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: in
 def overlaps_itself(
     shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: int, *, is_expanded_ok: bool = False
 ) -> bool:
-    """Say whether two elements may share a byte; expanded dimensions (stride 0) may be let pass."""
+    """Say whether two elements may share a byte; ``is_expanded_ok`` ignores dimensions with stride 0."""
     reach = itemsize
     for step, length in sorted((abs(step), length) for length, step in zip(shape, byte_strides, strict=True)):
         if length <= 1 or (step == 0 and is_expanded_ok):

@@ -1,7 +1,7 @@
-"""Fixed-width little-endian fields, lengths, and xxh3-64; the only module that imports xxhash.
+"""Fixed-width little-endian fields, lengths, and xxh3-64. Only this module imports xxhash.
 
-A *seal* is the xxh3-64 of a structure, stored as its last eight bytes. It finds bit rot and torn writes, as does a
-checksum of bytes that this process has hashed itself; identity and trust rest on BLAKE3 alone.
+A *seal* is the xxh3-64 of a structure, stored as its last eight bytes. It detects bit rot and torn writes. Identity
+relies on BLAKE3 alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ZERO_BLOCK = bytes(64 * 1024)
 
 
 def xxh3_64(content: Buffer) -> int:
-    """Return the xxh3-64 (seed 0) of the bytes; the GIL is released for long input."""
+    """Return the xxh3-64 (seed 0) of the bytes. Releases the GIL for long input."""
     return xxh3_64_intdigest(content)
 
 
@@ -35,7 +35,7 @@ class Checksum(Protocol):
     """A running xxh3-64."""
 
     def update(self, content: Buffer, /) -> object:
-        """Add bytes; the GIL is released for long input."""
+        """Add bytes. Releases the GIL for long input."""
         ...
 
     def intdigest(self) -> int:
@@ -43,22 +43,22 @@ class Checksum(Protocol):
         ...
 
     def digest(self) -> bytes:
-        """Return the same as eight bytes, big-endian."""
+        """Return the checksum as eight bytes, big-endian."""
         ...
 
 
 def new_xxh3() -> Checksum:
-    """Return a running xxh3-64 (seed 0) of no bytes."""
+    """Return a new running xxh3-64 (seed 0)."""
     return _Xxh3()
 
 
 def align_up(number: int, alignment: int) -> int:
-    """Return the smallest multiple of ``alignment`` that is not less than ``number``."""
+    """Round ``number`` up to a multiple of ``alignment``."""
     return -(-number // alignment) * alignment
 
 
 def sealed(body: bytes, nbytes: int) -> bytes:
-    """Return ``body``, zero-filled, with its seal, ``nbytes`` long in all."""
+    """Return ``body`` padded with zeros, followed by its seal, with ``nbytes`` in total."""
     assert len(body) <= nbytes - SEAL_NBYTES, "a fixed-size structure overflows"
     filled = body.ljust(nbytes - SEAL_NBYTES, b"\0")
     return filled + _U64.pack(xxh3_64(filled))
@@ -77,13 +77,13 @@ def check_seal(structure: memoryview, what: str, where: object) -> None:
 
 
 def is_zero(content: memoryview) -> bool:
-    """Say whether every byte is zero; no copy is made."""
+    """Say whether every byte is zero, without copying."""
     step = len(_ZERO_BLOCK)
     return all(content[at : at + step] == _ZERO_BLOCK[: len(content) - at] for at in range(0, len(content), step))
 
 
 def check_zero(content: memoryview, what: str, where: object) -> None:
-    """Refuse reserved bytes or padding that are not zero.
+    """Check that reserved bytes or padding are zero.
 
     Raises:
         MalformedError: Some byte is not zero.
@@ -93,10 +93,10 @@ def check_zero(content: memoryview, what: str, where: object) -> None:
 
 
 def exactly(content: Buffer, nbytes: int, what: str, where: object) -> memoryview:
-    """Return a flat view of a fixed-size structure.
+    """Return a flat view of a structure after checking its length.
 
     Raises:
-        MalformedError: There are fewer or more bytes.
+        MalformedError: The length is wrong.
     """
     view = memoryview(content).cast("B")
     if len(view) != nbytes:
@@ -105,11 +105,11 @@ def exactly(content: Buffer, nbytes: int, what: str, where: object) -> memoryvie
 
 
 class Reader:
-    """Takes one piece after another off a buffer, and never reads past its end.
+    """Reads consecutive pieces of a buffer, and never past its end.
 
     Args:
-        what: The structure, for messages.
-        where: The place, for messages.
+        what: Name of the structure, for messages.
+        where: Its location, for messages.
     """
 
     __slots__ = ("_at", "_view", "_what", "_where")
@@ -122,25 +122,25 @@ class Reader:
 
     @property
     def remaining(self) -> int:
-        """Bytes not yet taken."""
+        """Number of bytes that have not been taken."""
         return len(self._view) - self._at
 
     def take(self, nbytes: int) -> memoryview:
-        """Take the next bytes, as a view.
+        """Return a view of the next bytes.
 
         Raises:
-            MalformedError: Fewer are left.
+            MalformedError: Fewer bytes are left.
         """
         if nbytes < 0 or nbytes > self.remaining:
             raise MalformedError(
-                f"{self._what} ends early: {nbytes} bytes are announced, {self.remaining} are left", where=self._where
+                f"{self._what} ends early: it needs {nbytes} more bytes and has {self.remaining}", where=self._where
             )
         start = self._at
         self._at += nbytes
         return self._view[start : self._at]
 
     def done(self) -> None:
-        """State that everything was taken.
+        """Check that all bytes have been taken.
 
         Raises:
             MalformedError: Bytes are left over.

@@ -1,23 +1,17 @@
-"""Decide, without moving a byte, what a restore has to read, in which order, and where every byte goes.
+"""Plan a restore: which frames to read, in which order, and where every byte goes. Pure: no files, no clock.
 
-Pure: no files, no clock, no randomness.
+A frame with a base is decoded in place: the base is decoded to the destination of the chunk, and the frame is decoded
+on top of it. So a frame is read before the frames that need it, and is decoded to the destinations of all of them.
 
-A frame that needs a base is decoded onto it: the base lies where the chunk is to lie, because it was decoded there.
-So every frame is read before those that need it, and goes to the places of all of them.
-
-Invariants:
-- A read comes after the one that it needs, in the order in which reads are begun.
-- No two reads that are under way write to the same place, and none writes where another one's base stands.
-- What has no whole place of its own, such as tensors that share a chunk with others, is read aside, chain by chain.
-
-Of long storages that a selection views in part, only that part: the manifest as if it were stored alone.
-
-Trainers keep all parameters in one flat buffer and every tensor as a view of it. Who wants one of them back wants
-neither to read nor to hold the others.
+``narrowed`` prepares a restore with ``only=``. Some trainers keep all parameters in one flat buffer. If the selection
+views only a part of such a storage, the returned manifest has a storage for this part alone.
 
 Invariants:
-- Tensors of the selection that share a byte share it again.
-- Everything else in the manifest stays as it is, so that errors and losses are told of the right places.
+- In the order of the plan, a read comes after the read that it needs.
+- Two reads in progress never write to the same destination, and never to one that holds another read's base.
+- A chunk without a destination for all its bytes, for example one shared by several storages, is a ``BufferedRead``.
+- Narrowed: selected tensors that share bytes still share them. Everything else in the manifest is unchanged, so that
+  errors and losses name the right tensors.
 """
 
 from __future__ import annotations
@@ -36,21 +30,21 @@ from ckstore.format.wire import align_up
 from ckstore.hashing import NO_BASE, ChunkId
 
 GAP_NBYTES_MAX = 64 * KIB
-"""Reading this much for nothing costs less than a read of its own on every device we measured."""
+"""Reading a gap of this length costs less than a separate read on every measured device."""
 
 WASTE_MAX = 1 / 8
-"""Of what is read from afar, bytes for nothing to bytes that are needed: there requests are many at a time."""
+"""Largest ratio of unneeded to needed bytes in one read from a remote tier, where many requests run in parallel."""
 
 PLACES_MAX = 8
-"""Places that one read of a base may fill: zeros may be the base of everything, and nothing waits long for one read."""
+"""Most destinations that one read of a base fills. A chunk of zeros may be the base of very many chunks."""
 
 ROUNDING_NBYTES = 1
-"""Stored bytes of a rounding, by which it is told from a residual before its header is read."""
+"""Stored bytes of a rounding frame; distinguishes it from a delta before its header is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a part of a decoded chunk goes: bytes ``[chunk_offset, chunk_offset + nbytes)``."""
+    """Destination of the bytes ``[chunk_offset, chunk_offset + nbytes)`` of a decoded chunk."""
 
     storage: int
     storage_offset: int
@@ -60,19 +54,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class FrameRead:
-    """One frame to be decoded.
+    """One frame to read and decode.
 
     Args:
-        index: Its place in the order of the plan.
+        index: Position in the plan.
         frame: Index into the manifest's frames.
-        ref: What stands there.
-        chunk: The chunk of the state that it holds, or the first one that needs it as base.
-        nbytes: Plain bytes of its chunk.
-        places: Decoded to the first, copied to the others: its own place, and those of frames that need it. None:
-            it is decoded aside.
-        targets: Where bytes of the state lie then; empty for a frame that is only a base.
-        needs: Index of the read that must be done before; -1 for none.
-        master: Where the base stands, if that is not the first of the places.
+        ref: The manifest's entry for the frame.
+        chunk: The chunk of the state in this frame, or the first chunk that needs it as base.
+        nbytes: Plain bytes of the chunk.
+        places: Destinations of the whole chunk: its own, and those of the frames that need it. The frame is decoded to
+            the first and copied to the others. Empty: it is decoded to a scratch buffer.
+        targets: The parts of the state that this read completes; empty for a frame that is only a base.
+        needs: Index of the read that must be done before; -1: no such read.
+        master: Destination that holds the base, unless it is the first of ``places``.
     """
 
     index: int
@@ -88,7 +82,7 @@ class FrameRead:
 
 @dataclass(frozen=True, slots=True)
 class FrameGroup:
-    """Frames that lie close together in one pack and are fetched by one read."""
+    """Frames that are close together in one pack and are fetched with one read."""
 
     pack: int
     offset: int
@@ -98,7 +92,7 @@ class FrameGroup:
 
 @dataclass(frozen=True, slots=True)
 class BufferedRead:
-    """A chunk that is read through all of its chain, beside the state, and then copied to where it goes."""
+    """A chunk that is decoded with its whole chain in a scratch buffer and then copied to its targets."""
 
     frame: int
     chunk: int
@@ -108,14 +102,14 @@ class BufferedRead:
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """Groups in the order in which they are fetched, and what is read aside after them."""
+    """Groups in the order in which they are fetched, and the buffered reads that follow them."""
 
     groups: tuple[FrameGroup, ...]
-    asides: tuple[BufferedRead, ...]
+    buffered_reads: tuple[BufferedRead, ...]
 
     @property
     def reads(self) -> list[FrameRead]:
-        """Every frame read of the groups, in order."""
+        """All frame reads of the groups, in order."""
         return [read for group in self.groups for read in group.reads]
 
 
@@ -127,18 +121,18 @@ def plan_restore(
     wave_nbytes: int | None = None,
     distant: Container[int] = (),
 ) -> RestorePlan:
-    """List what must be read for these storages.
+    """Plan the reads for some storages of a manifest.
 
     Args:
-        manifest: Where everything lies.
-        storages: What is wanted, in the order in which memory for it is taken.
+        manifest: The manifest of the checkpoint.
+        storages: Indices of the storages, in the order in which their memory is allocated.
         group_nbytes_max: The longest range of one read.
-        wave_nbytes: Bring the state to its end in waves of about so many bytes, one after another, because the
-            memory of a storage is given back when it is complete; None: all of it level by level.
-        distant: Packs that are far away, by their index: of these, little is read that is not needed.
+        wave_nbytes: Complete the state in waves of about this many bytes, because the buffer of a storage is freed
+            when it is complete; None: process the whole state level by level.
+        distant: Indices of packs in remote tiers, of which few unneeded bytes are read.
 
     Raises:
-        MalformedError: Chunks of different lengths are residuals of one.
+        MalformedError: Chunks of different lengths are deltas of one base.
     """
     planner = _Planner(manifest)
     planner.want(storages, wave_nbytes)
@@ -146,11 +140,11 @@ def plan_restore(
     index_of = {id(draft): index for index, draft in enumerate(drafts)}
     reads = [draft.frozen(index_of) for draft in drafts]
     groups = _group(reads, [draft.key[:2] for draft in drafts], group_nbytes_max, distant)
-    return RestorePlan(tuple(groups), tuple(planner.asides))
+    return RestorePlan(tuple(groups), tuple(planner.buffered_reads))
 
 
 def chain_of(manifest: Manifest, frame: int) -> list[tuple[PackRef, FrameRef]]:
-    """Return a frame and the bases it needs, deepest base first, each with its pack."""
+    """Return a frame and its bases, deepest base first, each with its pack."""
     chain: list[tuple[PackRef, FrameRef]] = []
     while frame >= 0:
         ref = manifest.frames[frame]
@@ -162,8 +156,8 @@ def chain_of(manifest: Manifest, frame: int) -> list[tuple[PackRef, FrameRef]]:
 def packs_of(manifest: Manifest, plan: RestorePlan) -> set[int]:
     """Return the indices of all packs that a plan reads from."""
     packs = {group.pack for group in plan.groups}
-    for aside in plan.asides:
-        frame = aside.frame
+    for read in plan.buffered_reads:
+        frame = read.frame
         while frame >= 0:
             packs.add(manifest.frames[frame].pack)
             frame = manifest.frames[frame].base
@@ -171,14 +165,14 @@ def packs_of(manifest: Manifest, plan: RestorePlan) -> set[int]:
 
 
 def base_id_of(manifest: Manifest, frame: int) -> ChunkId:
-    """Return the chunk that a frame needs as its base; NO_BASE for none."""
+    """Return the id of a frame's base; NO_BASE if it has no base."""
     base = manifest.frames[frame].base
     return NO_BASE if base < 0 else manifest.frames[base].chunk_id
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """A chunk of the state that is wanted, and where it goes."""
+    """A chunk of the state to restore, and its targets."""
 
     chunk: int
     nbytes: int
@@ -187,13 +181,13 @@ class _Wanted:
 
     @property
     def place(self) -> Target | None:
-        """The first place that takes the whole chunk."""
+        """The first target that takes the whole chunk; None: no target does."""
         return next((t for t in self.targets if t.chunk_offset == 0 and t.nbytes == self.nbytes), None)
 
 
 @dataclass(slots=True, eq=False)
 class _Draft:
-    """A frame read being made; ``key`` is its place in the order: wave, depth, pack, offset."""
+    """A frame read under construction. ``key`` orders the plan: wave, depth, pack, offset."""
 
     frame: int
     ref: FrameRef
@@ -217,49 +211,49 @@ class _Planner:
         self._manifest = manifest
         self._frames = manifest.frames
         self._wanted: dict[int, _Wanted] = {}
-        self.asides: list[BufferedRead] = []
+        self.buffered_reads: list[BufferedRead] = []
 
     def want(self, storages: Iterable[int], wave_nbytes: int | None) -> None:
-        """Note by frame which chunks are wanted, and where they go."""
+        """Record the wanted chunks and their targets, by frame."""
         frame_of = {frame.chunk_id: index for index, frame in enumerate(self._frames)}
-        begun = 0
+        planned_nbytes = 0
         for index in storages:
             position = 0
             for piece in self._manifest.storages[index].pieces:
                 spec = self._manifest.chunks[piece.chunk]
-                wave = 0 if wave_nbytes is None else begun // wave_nbytes
+                wave = 0 if wave_nbytes is None else planned_nbytes // wave_nbytes
                 frame = frame_of[ChunkId(spec.chunk_id)]
                 wanted = self._wanted.setdefault(frame, _Wanted(piece.chunk, spec.nbytes, wave))
                 wanted.targets.append(Target(index, position, piece.offset, piece.nbytes))
                 position += piece.nbytes
-                begun += piece.nbytes
+                planned_nbytes += piece.nbytes
 
     def drafts(self) -> Iterator[_Draft]:
-        """Yield a draft of every read; bases after what needs them, because they take over its places."""
+        """Yield a draft of every read; bases after the frames that need them, because they take over their places."""
         needed = self._needed()
         onto: dict[int, list[_Draft]] = {}
-        beside: dict[int, list[_Draft]] = {}
+        roundings_of: dict[int, list[_Draft]] = {}
         for index in sorted(needed, reverse=True):
-            made = self._drafts_of(index, onto.pop(index, []), beside.pop(index, []))
+            made = self._drafts_of(index, onto.pop(index, []), roundings_of.pop(index, []))
             base = self._frames[index].base
             if base >= 0:
-                (beside if self._is_rounding(index) else onto).setdefault(base, []).extend(made)
+                (roundings_of if self._is_rounding(index) else onto).setdefault(base, []).extend(made)
             yield from made
 
-    def _drafts_of(self, index: int, onto: list[_Draft], beside: list[_Draft]) -> list[_Draft]:
-        """Make the reads of one frame: one, or several where many places want it."""
+    def _drafts_of(self, index: int, onto: list[_Draft], roundings_of: list[_Draft]) -> list[_Draft]:
+        """Return the reads of one frame: one, or several if it has many places."""
         wanted = self._wanted.get(index)
         frame = self._frames[index]
         nbytes = wanted.nbytes if wanted is not None else onto[0].nbytes
         if any(draft.nbytes != nbytes for draft in onto):
             raise MalformedError(
-                "chunks of different lengths are residuals of one", where=f"chunk {frame.chunk_id.hex()[:16]}"
+                "chunks of different lengths are deltas of one base", where=f"chunk {frame.chunk_id.hex()[:16]}"
             )
         made: list[_Draft] = []
         for users in _batches(onto):
             is_first = not made
             chunk = wanted.chunk if wanted is not None else users[0].chunk
-            waves = [user.key[0] for user in (*users, *(beside if is_first else ()))]
+            waves = [user.key[0] for user in (*users, *(roundings_of if is_first else ()))]
             if wanted is not None and is_first:
                 waves.append(wanted.wave)
             draft = _Draft(index, frame, chunk, nbytes, (min(waves), frame.depth, frame.pack, frame.offset))
@@ -270,13 +264,13 @@ class _Planner:
                 draft.places += user.places
                 user.needs = draft
             made.append(draft)
-        for user in beside:
-            # The master is wanted, so the first of its reads leaves it where it belongs, and there it stays.
+        for user in roundings_of:
+            # The master belongs to the state, so the first of its reads puts it at its destination, where it stays.
             user.needs, user.master = made[0], made[0].places[0]
         return made
 
     def _needed(self) -> set[int]:
-        """Return the frames that are decoded in place; put what is not among them aside."""
+        """Return the frames to decode in place; plan a buffered read for every other wanted chunk."""
         whole = {index for index, wanted in self._wanted.items() if wanted.place is not None}
         is_sound: list[bool] = []
         for index, frame in enumerate(self._frames):
@@ -290,8 +284,8 @@ class _Planner:
             if self._frames[index].base < 0:
                 needed.add(index)
             elif index not in needed:
-                self.asides.append(BufferedRead(index, wanted.chunk, wanted.nbytes, tuple(wanted.targets)))
-        self.asides.sort(key=lambda aside: (self._frames[aside.frame].pack, self._frames[aside.frame].offset))
+                self.buffered_reads.append(BufferedRead(index, wanted.chunk, wanted.nbytes, tuple(wanted.targets)))
+        self.buffered_reads.sort(key=lambda read: (self._frames[read.frame].pack, self._frames[read.frame].offset))
         return needed
 
     def _is_rounding(self, index: int) -> bool:
@@ -300,7 +294,7 @@ class _Planner:
 
 
 def _batches(users: Sequence[_Draft]) -> Iterator[list[_Draft]]:
-    """Yield the reads that one read of their base serves; at least one batch, which may be empty."""
+    """Yield batches of reads that share one read of their base; at least one batch, which may be empty."""
     batch: list[_Draft] = []
     count = 0
     for user in users:
@@ -318,7 +312,7 @@ def _group(
     group_nbytes_max: int,
     distant: Container[int],
 ) -> Iterator[FrameGroup]:
-    """Join what lies close together, within one wave and depth; a frame that is read again is not joined."""
+    """Group reads that are close together in one pack, wave and depth; a repeated frame starts a new group."""
     first = begin = end = used = 0
     for index, read in enumerate(reads):
         frame = read.ref
@@ -340,23 +334,23 @@ def _group(
             begin = end = frame.offset
             used = 0
         end = max(end, frame_end)
-        # Behind a frame there is padding anyway.
+        # The padding after a frame does not count as waste.
         used += align_up(frame.frame_nbytes, FRAME_ALIGN)
     if reads:
         yield FrameGroup(reads[first].ref.pack, begin, end - begin, tuple(reads[first:]))
 
 
 _GAP_NBYTES = 64 * KIB
-"""Views with a gap no wider than this between them stay in one storage."""
+"""Views with a gap of at most this length between them stay in one storage."""
 
 _ALIGN_NBYTES = 64
-"""A part begins at a multiple of this, so that elements of every size lie as they lay."""
+"""The part starts at a multiple of this, which preserves the alignment of elements."""
 
 Window = tuple[int, int]
 
 
 def narrowed(manifest: Manifest, only: str | Sequence[str]) -> Manifest:
-    """Return the manifest with storages of their own for what a selection views of longer ones."""
+    """Return a manifest in which the parts of storages that a selection views are storages of their own."""
     chosen = Selection(only, manifest.tree).prune(manifest.tree)
     views: dict[int, dict[int, Window]] = {}
     for index in () if chosen is None else tensors_of(chosen):
@@ -376,7 +370,7 @@ def narrowed(manifest: Manifest, only: str | Sequence[str]) -> Manifest:
 
 
 def _extent(spec: TensorSpec, storage: StorageSpec) -> Window:
-    """Return the bytes of its storage that a tensor views; all of them where only its library can tell."""
+    """Return the byte range of its storage that a tensor views; all bytes if only its library knows the itemsize."""
     itemsize = itemsize_of(spec.library, spec.dtype)
     if not itemsize:
         return 0, storage.nbytes
@@ -385,7 +379,7 @@ def _extent(spec: TensorSpec, storage: StorageSpec) -> Window:
 
 
 def _windows(extents: Iterable[Window]) -> Iterator[Window]:
-    """Yield the parts of a storage that some views need, joined where they lie close together."""
+    """Yield the parts of a storage that some views need; parts that are close together are joined."""
     begin, end = -1, -1
     for lo, hi in sorted(extents):
         if begin >= 0 and lo <= end + _GAP_NBYTES:

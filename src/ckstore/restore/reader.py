@@ -1,10 +1,10 @@
-"""Read frame groups of open packs, and hand each frame to threads that decode it once its base is in place.
+"""Fetch frame groups from packs, and pass the frames to threads that decode each one after its base.
 
-A frame that arrives before its base is done is set aside, with its buffer, and handed out when that is done. Nothing
-waits for ever: bases are asked for first, so of all that lies in buffers one frame can always be decoded.
+A frame that arrives before its base is decoded waits in its buffer. This cannot deadlock: bases are requested first,
+so at least one of the buffered frames can always be decoded.
 
-One read that fails does not end a restore: it is tried once more on its own, then in halves, so that the
-bad part is known to the byte; what cannot be read counts as damage.
+A failed read does not end a restore. The range is read once more alone, then in halves, so that the unreadable bytes
+are known exactly. Unreadable bytes count as damage.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ _log = logging.getLogger("ckstore")
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
-    """What one thread decodes with."""
+class DecodeTools:
+    """The decoder and the chain reader of one thread."""
 
     decoder: FrameDecoder
     reader: ChainReader
 
 
-class Filler(Protocol):
-    """Decodes what was fetched to where it goes; called on any thread."""
+class DestinationFiller(Protocol):
+    """Decodes fetched frames to their destinations; called on any thread."""
 
-    def fill(self, read: FrameRead, frame: memoryview, tools: Tools) -> None:
-        """Decode a frame, header included, whose bytes are gone when this returns; its base is in place."""
+    def fill(self, read: FrameRead, frame: memoryview, tools: DecodeTools) -> None:
+        """Decode a frame with its header, after its base. The frame's buffer is reused after this returns."""
         ...
 
-    def fill_buffered(self, aside: BufferedRead, tools: Tools) -> None:
-        """Read a chunk through its chain, and copy it to where it goes."""
+    def fill_buffered(self, read: BufferedRead, tools: DecodeTools) -> None:
+        """Read a chunk with its chain, and copy it to its targets."""
         ...
 
 
 def reader_nbytes(limits: Limits) -> int:
-    """Return the memory that one thread may use beside read buffers, in bytes."""
+    """Return the bytes of memory that one thread may use, without read buffers."""
     return decoder_nbytes(limits.chunk_nbytes_max) + chain_reader_nbytes(limits, has_pool=True)
 
 
 def fit_reading(policy: Policy, limits: Limits) -> tuple[int, int]:
-    """Return how many threads and read buffers fit into the memory of a policy.
+    """Return the numbers of threads and read buffers that fit into the memory of a policy.
 
-    Each thread comes with a buffer, beside those that are being filled: more threads than that would only wait.
+    Each thread needs one buffer in addition to those that are being filled; more threads would only wait.
     """
     buffer_nbytes = read_buffer_nbytes(limits)
     thread_count, buffer_count = fit_memory(
@@ -76,7 +76,7 @@ def fit_reading(policy: Policy, limits: Limits) -> tuple[int, int]:
 
 
 def group_nbytes_max(limits: Limits) -> int:
-    """Return the longest range one read may ask for; pages at both ends come on top."""
+    """Return the longest range of one read; direct I/O adds a page at both ends."""
     return read_buffer_nbytes(limits) - 2 * 4096
 
 
@@ -84,7 +84,7 @@ def group_nbytes_max(limits: Limits) -> int:
 def open_packs(
     repository: Repository, packs: Sequence[PackRef], needed: Iterable[int]
 ) -> Iterator[dict[int, ReadFile]]:
-    """Open all needed packs before anything is read: an open file stays readable when gc moves its name.
+    """Open all needed packs before reading: an open file stays readable when gc moves it.
 
     Raises:
         MissingChunkError: A pack is neither in place nor in the trash, or has another size.
@@ -102,7 +102,7 @@ def open_packs(
 def fetch(
     backend: Backend, groups: Sequence[FrameGroup], files: Mapping[int, ReadFile], pool: BufferPool
 ) -> Iterator[ReadResult]:
-    """Yield each group's bytes, tagged with its index, as they arrive."""
+    """Yield the bytes of each group as they arrive, tagged with the group's index."""
     waiting = set(range(len(groups)))
     try:
         requests = (ReadRequest(files[group.pack], group.offset, group.nbytes, tag) for tag, group in enumerate(groups))
@@ -111,9 +111,9 @@ def fetch(
             yield result
     except BackendError as error:
         if any(isinstance(files[groups[tag].pack], Fetching) for tag in waiting):
-            # A server was asked again and again; no half of a range comes where the whole does not.
+            # The client has already retried; a half of the range would fail as well.
             raise
-        log_safely(_log, logging.WARNING, "a read failed (%s); reading one range at a time", error)
+        log_safely(_log, logging.WARNING, "a read failed (%s); reading the remaining ranges one by one", error)
         for tag in sorted(waiting):
             yield _fetch_alone(groups[tag], files[groups[tag].pack], tag, pool)
 
@@ -134,7 +134,7 @@ class _Failure:
     error: BaseException | None = None
 
     def note(self, error: BaseException) -> None:
-        """Keep the first one."""
+        """Keep the first error."""
         self.error = self.error or error
 
 
@@ -143,23 +143,23 @@ def decode_all(
     plan: RestorePlan,
     packs: Sequence[PackRef],
     needed: Iterable[int],
-    filler: Filler,
+    filler: DestinationFiller,
     *,
     policy: Policy,
 ) -> None:
-    """Fetch every group of a plan and fill what it says, on as many threads as the policy and its memory allow.
+    """Execute a plan on as many threads as the policy and its memory allow.
 
-    The first failure ends the work and is raised; nothing is in flight any more then.
+    The first failure stops the work and is raised after all threads have finished.
 
     Args:
         repository: The store.
-        plan: What is read.
-        packs: What it numbers.
-        needed: Which of them it reads from.
-        filler: Decodes to where bytes go.
-        policy: Threads and memory.
+        plan: The reads.
+        packs: The manifest's packs, which the plan indexes.
+        needed: Indices of the packs to open.
+        filler: Decodes frames to their destinations.
+        policy: Limits of threads and memory.
     """
-    if plan.groups or plan.asides:
+    if plan.groups or plan.buffered_reads:
         failure = _Failure()
         run_uninterrupted(
             lambda: _decode_all(repository, plan, packs, needed, filler, policy, failure), on_interrupt=failure.note
@@ -171,13 +171,13 @@ def _decode_all(
     plan: RestorePlan,
     packs: Sequence[PackRef],
     needed: Iterable[int],
-    filler: Filler,
+    filler: DestinationFiller,
     policy: Policy,
     failure: _Failure,
 ) -> None:
     limits = repository.limits
     thread_count, buffer_count = fit_reading(policy, limits)
-    job_count = len(plan.groups) + len(plan.asides)
+    job_count = len(plan.groups) + len(plan.buffered_reads)
     with (
         open_packs(repository, packs, needed) as files,
         BufferPool(read_buffer_nbytes(limits), min(buffer_count, job_count + 1)) as pool,
@@ -185,7 +185,7 @@ def _decode_all(
         by_id = {packs[index].pack_id: file for index, file in files.items()}
 
         decoders = [FrameDecoder(limits.chunk_nbytes_max) for _ in range(min(thread_count, job_count))]
-        tools = [Tools(decoder, ChainReader(repository, decoder, pool=pool, files=by_id)) for decoder in decoders]
+        tools = [DecodeTools(decoder, ChainReader(repository, decoder, pool=pool, files=by_id)) for decoder in decoders]
         with _Decoders(plan, filler, tools, failure) as threads:
             results = fetch(repository.backend, plan.groups, files, pool)
             try:
@@ -196,12 +196,12 @@ def _decode_all(
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
-    """A group's bytes, and how many of its frames are still to be decoded."""
+class _FetchedGroup:
+    """The bytes of a group, and how many of its frames are not decoded yet."""
 
     group: FrameGroup
     result: ReadResult
-    left: int
+    pending_count: int
 
     def frame_of(self, read: FrameRead) -> memoryview:
         begin = read.ref.offset - self.group.offset
@@ -209,27 +209,31 @@ class _Held:
 
 
 class _Decoders:
-    """Threads that decode; leaving the context waits for them and raises their first failure."""
+    """Decoding threads. Leaving the context waits for them and raises the first failure."""
 
-    def __init__(self, plan: RestorePlan, filler: Filler, tools: Sequence[Tools], failure: _Failure) -> None:
+    def __init__(
+        self, plan: RestorePlan, filler: DestinationFiller, tools: Sequence[DecodeTools], failure: _Failure
+    ) -> None:
         self._plan = plan
         self._filler = filler
         self._failure = failure
-        self._inbox: queue.SimpleQueue[tuple[_Held, Sequence[FrameRead]] | BufferedRead | None] = queue.SimpleQueue()
-        # The lock guards what follows, and the counts of what is held.
+        self._inbox: queue.SimpleQueue[tuple[_FetchedGroup, Sequence[FrameRead]] | BufferedRead | None] = (
+            queue.SimpleQueue()
+        )
+        # The lock guards the next three attributes, and ``pending_count`` of groups.
         self._lock = threading.Lock()
-        self._left = sum(len(group.reads) for group in plan.groups)
-        self._is_done = bytearray(self._left)
-        self._set_aside: dict[int, list[tuple[_Held, FrameRead]]] = {}
-        self._is_settled = Latch()
+        self._pending_count = sum(len(group.reads) for group in plan.groups)
+        self._is_done = bytearray(self._pending_count)
+        self._waiting: dict[int, list[tuple[_FetchedGroup, FrameRead]]] = {}
+        self._is_finished = Latch()
         self._threads = [
             threading.Thread(target=self._work, args=(each,), name=f"ckstore-decode-{index}", daemon=True)
             for index, each in enumerate(tools)
         ]
 
     def __enter__(self) -> _Decoders:
-        if not self._left:
-            self._begin_asides()
+        if not self._pending_count:
+            self._queue_buffered_reads()
         for thread in self._threads:
             thread.start()
         return self
@@ -237,82 +241,82 @@ class _Decoders:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._failure.note(error)
-            self._is_settled.set()
-        self._is_settled.wait()
+            self._is_finished.set()
+        self._is_finished.wait()
         for _ in self._threads:
             self._inbox.put(None)
         for thread in self._threads:
             thread.join()
-        self._let_go_of_set_aside()
+        self._release_waiting()
         if error is None and self._failure.error is not None:
             raise self._failure.error
 
     def put(self, result: ReadResult) -> None:
-        """Hand over a group's bytes; raises what a decoder has raised meanwhile."""
+        """Queue a fetched group. Raises the first failure of a decoding thread, if there was one."""
         if self._failure.error is not None:
             result.release()
             raise self._failure.error
-        group = self._plan.groups[result.tag]
-        self._inbox.put((_Held(group, result, len(group.reads)), group.reads))
+        planned = self._plan.groups[result.tag]
+        self._inbox.put((_FetchedGroup(planned, result, len(planned.reads)), planned.reads))
 
-    def _begin_asides(self) -> None:
-        # Not before everything else is done: they borrow buffers, and a frame set aside must not hold the last one.
-        for aside in self._plan.asides:
-            self._inbox.put(aside)
-        self._is_settled.set()
+    def _queue_buffered_reads(self) -> None:
+        # Only after all other reads: these borrow buffers, and a waiting frame could hold the last one.
+        for read in self._plan.buffered_reads:
+            self._inbox.put(read)
+        self._is_finished.set()
 
-    def _work(self, tools: Tools) -> None:
+    def _work(self, tools: DecodeTools) -> None:
         while (task := self._inbox.get()) is not None:
             if isinstance(task, BufferedRead):
-                self._guarded(partial(self._filler.fill_buffered, task, tools))
+                self._run_unless_failed(partial(self._filler.fill_buffered, task, tools))
             else:
-                held, reads = task
+                group, reads = task
                 for read in reads:
-                    self._decode(held, read, tools)
-            # The buffer belongs to someone else now.
+                    self._decode(group, read, tools)
+            # Drop the reference: the buffer may be in use for another read.
             del task
         tools.reader.close()
 
-    def _decode(self, held: _Held, read: FrameRead, tools: Tools) -> None:
+    def _decode(self, group: _FetchedGroup, read: FrameRead, tools: DecodeTools) -> None:
         with self._lock:
             is_early = read.needs >= 0 and not self._is_done[read.needs]
             if is_early and self._failure.error is None:
-                self._set_aside.setdefault(read.needs, []).append((held, read))
+                self._waiting.setdefault(read.needs, []).append((group, read))
                 return
-        self._guarded(partial(self._fill, held, read, tools))
+        self._run_unless_failed(partial(self._fill, group, read, tools))
         with self._lock:
             self._is_done[read.index] = True
-            self._left -= 1
-            ready = self._set_aside.pop(read.index, [])
-            is_last = self._left == 0
-            self._let_go(held)
+            self._pending_count -= 1
+            ready = self._waiting.pop(read.index, [])
+            is_last = self._pending_count == 0
+            self._release(group)
         for each in ready:
             self._inbox.put((each[0], (each[1],)))
         if is_last:
-            self._begin_asides()
+            self._queue_buffered_reads()
 
-    def _fill(self, held: _Held, read: FrameRead, tools: Tools) -> None:
-        self._filler.fill(read, held.frame_of(read), tools)
+    def _fill(self, group: _FetchedGroup, read: FrameRead, tools: DecodeTools) -> None:
+        self._filler.fill(read, group.frame_of(read), tools)
 
-    def _guarded(self, step: Callable[[], None]) -> None:
-        """Run a step, unless there was a failure: then the rest is only let go of, so that nobody waits for buffers."""
+    def _run_unless_failed(self, step: Callable[[], None]) -> None:
+        """Run a step. After a failure only release buffers, so that no thread waits for one."""
         if self._failure.error is None:
             try:
                 step()
                 return
             except BaseException as error:
                 self._failure.note(error)
-        self._let_go_of_set_aside()
-        self._is_settled.set()
+        self._release_waiting()
+        self._is_finished.set()
 
-    def _let_go_of_set_aside(self) -> None:
+    def _release_waiting(self) -> None:
         with self._lock:
-            for each in self._set_aside.values():
-                for held, _ in each:
-                    self._let_go(held)
-            self._set_aside.clear()
+            for each in self._waiting.values():
+                for group, _ in each:
+                    self._release(group)
+            self._waiting.clear()
 
-    def _let_go(self, held: _Held) -> None:
-        held.left -= 1
-        if held.left == 0:
-            held.result.release()
+    def _release(self, group: _FetchedGroup) -> None:
+        group.pending_count -= 1
+        if group.pending_count == 0:
+            group.result.release()

@@ -1,8 +1,7 @@
-"""The story of a restore, stage by stage: a commit read backwards.
+"""Restore a checkpoint into prepared destinations.
 
-resolve -> plan -> open packs -> fetch -> decode and check -> place. Nothing is trusted on the way: a chunk
-counts only when its BLAKE3 is the one the manifest names. Of a chain of bases that is the last chunk; when it is
-not what it should be, every frame of the chain is judged alone.
+No stored byte is trusted: a chunk is accepted only if its BLAKE3 is the one in the manifest. For a chain of bases, only
+the last chunk is hashed. If its digest is wrong, every frame of the chain is checked to find the damaged one.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from ckstore.errors import ChecksumError, CkstoreError, CorruptError, MalformedE
 from ckstore.format.manifest import Manifest
 from ckstore.hashing import ChunkId
 from ckstore.restore.plan import BufferedRead, FrameRead, Target, base_id_of, chain_of, packs_of, plan_restore
-from ckstore.restore.reader import Tools, decode_all, group_nbytes_max
+from ckstore.restore.reader import DecodeTools, decode_all, group_nbytes_max
 from ckstore.state.placement import RestoreTargets
 from ckstore.store.damage import require_complete, tensor_paths
 from ckstore.store.pack_reader import distant_packs
 from ckstore.store.repository import Repository
 
 WAVE_NBYTES = 256 * MIB
-"""Host memory of what does not stay on the host: so much of the state is brought to its end before more is begun."""
+"""Size of a wave, in bytes. It bounds the host buffers of storages that are copied on to a device or a live tensor."""
 
 
 def restore(
@@ -37,12 +36,12 @@ def restore(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """Fill every destination of ``placement`` with what the manifest names, and return the state.
+    """Fill every destination of ``placement`` from the store, and return the state.
 
     Raises:
-        CorruptError: Stored bytes are not what was committed; names pack, offset and a tensor.
+        CorruptError: Stored bytes are not the committed ones; the error names pack, offset and a tensor.
         MissingChunkError: A pack is missing.
-        UnsupportedError: A codec of a newer version is needed.
+        UnsupportedError: A frame needs a codec of a newer version.
     """
     require_complete(manifest, placement.storages)
     plan = plan_restore(
@@ -52,10 +51,10 @@ def restore(
         wave_nbytes=None if placement.keeps_all else WAVE_NBYTES,
         distant=distant_packs(repository, manifest.packs),
     )
-    filler = _Filler(repository, manifest, placement, policy.verify_restored, on_progress)
+    filler = _DestinationFiller(repository, manifest, placement, policy.verify_restored, on_progress)
     for read in plan.reads:
         if read.master is not None:
-            filler.hold(read.master.storage)
+            filler.keep_until_read(read.master.storage)
     try:
         decode_all(repository, plan, manifest.packs, packs_of(manifest, plan), filler, policy=policy)
     except CorruptError:
@@ -64,8 +63,8 @@ def restore(
     return placement.finish()
 
 
-class _Filler:
-    """Decodes frames into destinations, and says when a storage has all its bytes."""
+class _DestinationFiller:
+    """Decodes frames into destinations, and completes each storage when all its bytes are there."""
 
     def __init__(
         self,
@@ -85,43 +84,43 @@ class _Filler:
         self._total = sum(self._missing.values())
         self._done = 0
 
-    def hold(self, storage: int) -> None:
-        """Keep a storage where it is until one more chunk was made from it."""
+    def keep_until_read(self, storage: int) -> None:
+        """Delay the completion of a storage until one more chunk has been decoded from its bytes."""
         self._missing[storage] += 1
 
-    def fill(self, read: FrameRead, frame: memoryview, tools: Tools) -> None:
-        """Decode a frame to its first place, onto its base, and copy it to where else it goes."""
+    def fill(self, read: FrameRead, frame: memoryview, tools: DecodeTools) -> None:
+        """Decode a frame to its first place, on top of its base, and copy it to the other places and targets."""
         plain = self._at(read.places[0]) if read.places else tools.decoder.own_buffer(read.nbytes)
         base = None
         if read.ref.base >= 0:
             base = plain if read.master is None else self._at(read.master)
         is_end = bool(read.targets)
-        # What is only a base is proved by what is decoded on top of it.
+        # A frame that is only a base is verified with the chunk that is decoded on top of it.
         check: Check = "none" if not is_end and self._check == "blake3" else self._check
         expected = Expected(read.ref.chunk_id, read.nbytes, base_id_of(self._manifest, read.frame))
         try:
             tools.decoder.decode(frame, expected, plain, base=base, check=check)
         except (ChecksumError, MalformedError, UnsupportedError) as error:
-            raise self._blamed(error, read, tools) from error
+            raise self._damage_error(error, read, tools) from error
         for place in read.places[1:]:
             kernels.copy_bytes(plain, self._at(place))
-        self._spread(plain, read.targets, is_there=read.places[:1])
+        self._spread(plain, read.targets, filled=read.places[:1])
         if read.master is not None:
             self._count(read.master.storage, 1, state_nbytes=0)
 
-    def fill_buffered(self, aside: BufferedRead, tools: Tools) -> None:
-        """Read a chunk through its chain, beside the state, and copy it to where it goes."""
-        plain = tools.decoder.own_buffer(aside.nbytes)
+    def fill_buffered(self, read: BufferedRead, tools: DecodeTools) -> None:
+        """Read a chunk with its chain into a scratch buffer, and copy it to its targets."""
+        plain = tools.decoder.own_buffer(read.nbytes)
         try:
-            tools.reader.read(chain_of(self._manifest, aside.frame), aside.nbytes, plain)
+            tools.reader.read(chain_of(self._manifest, read.frame), read.nbytes, plain)
         except CkstoreError as error:
-            raise self._located(error, aside.chunk) from error
-        self._spread(plain, aside.targets, is_there=())
+            raise self._with_tensor(error, read.chunk) from error
+        self._spread(plain, read.targets, filled=())
 
-    def _spread(self, plain: memoryview, targets: Sequence[Target], *, is_there: Sequence[Target]) -> None:
-        """Copy a chunk to its targets, and count their bytes."""
+    def _spread(self, plain: memoryview, targets: Sequence[Target], *, filled: Sequence[Target]) -> None:
+        """Copy a chunk to its targets, except those already filled, and count their bytes."""
         for target in targets:
-            if target not in is_there:
+            if target not in filled:
                 kernels.copy_bytes(plain[target.chunk_offset : target.chunk_offset + target.nbytes], self._at(target))
         for target in targets:
             self._count(target.storage, target.nbytes, state_nbytes=target.nbytes)
@@ -141,18 +140,18 @@ class _Filler:
         if is_complete:
             self._placement.complete(storage)
 
-    def _blamed(self, error: CkstoreError, read: FrameRead, tools: Tools) -> CkstoreError:
-        """Return the error of the frame that is damaged, which need not be the one that was found to be wrong."""
+    def _damage_error(self, error: CkstoreError, read: FrameRead, tools: DecodeTools) -> CkstoreError:
+        """Return the error for the damaged frame, which may be a base of the frame that failed."""
         frame_of = {frame.chunk_id: index for index, frame in enumerate(self._manifest.frames)}
         chain = chain_of(self._manifest, frame_of[ChunkId(self._manifest.chunks[read.chunk].chunk_id)])
         if len(chain) == 1:
-            return self._located(at_frame(error, self._repository, chain, 0), read.chunk)
-        # With a buffer of its own: those of the fetching may all be held until this one is given back.
+            return self._with_tensor(at_frame(error, self._repository, chain, 0), read.chunk)
+        # With its own buffer: all fetch buffers may be in use until this thread returns its buffer.
         with ChainReader(self._repository, tools.decoder) as reader:
-            return self._located(reader.blame(chain, self._manifest.chunks[read.chunk].nbytes, error), read.chunk)
+            return self._with_tensor(reader.blame(chain, self._manifest.chunks[read.chunk].nbytes, error), read.chunk)
 
-    def _located(self, error: CkstoreError, chunk: int) -> CkstoreError:
-        """Return the error with the checkpoint and the tensor that suffers put into its message."""
+    def _with_tensor(self, error: CkstoreError, chunk: int) -> CkstoreError:
+        """Return the error with the checkpoint and an affected tensor added to its message."""
         tensor = next(iter(tensor_paths(self._manifest, {chunk}, count_max=1)), "(none)")
         header = self._manifest.header
         return type(error)(

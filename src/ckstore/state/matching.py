@@ -515,7 +515,7 @@ def describe_differences(found: Sequence[KeyDifference]) -> tuple[str, str, str]
 
 
 def added_part(longer: Collection[str], shorter: Collection[str]) -> str | None:
-    """Return the part, such as ``module.``, that turns all shorter keys into longer ones; None: there is none."""
+    """Return the part, such as ``module.``, that turns all shorter keys into longer ones; None: no part does."""
     if not longer or not shorter:
         return None
     theirs, sample = set(longer), next(iter(shorter))

@@ -119,7 +119,7 @@ class _Builder:
         self._built: dict[int, object] = {}
 
     def adapter_of(self, library: str) -> LeafAdapter:
-        """Return the adapter of a library; UnsupportedError if there is none."""
+        """Return the adapter of a library; raise UnsupportedError without one."""
         try:
             return self.adapters[library]
         except KeyError:

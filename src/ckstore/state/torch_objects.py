@@ -182,7 +182,7 @@ class TorchOptimizer:
             )
 
     def _missing_settings(self, groups: list[dict[str, Any]]) -> tuple[int, list[str]] | None:
-        """Return the first group that would lack settings after loading, and their names; None: there is none."""
+        """Return the first group that would lack settings after loading, and their names; None: no group does."""
         kind = type(self._optimizer)
         if not _only_takes_over(self._optimizer):
             return None
@@ -221,7 +221,7 @@ class TorchOptimizer:
 
 
 def _moved_name(theirs: object, ours: object) -> str | None:
-    """Return the name of a parameter that has another position on the other side; None: there is none."""
+    """Return the name of a parameter that has another position on the other side; None: no parameter does."""
     if not isinstance(theirs, list) or not isinstance(ours, list) or len(theirs) != len(ours):
         return None
     position_of = {name: position for position, name in enumerate(ours) if isinstance(name, str)}

@@ -65,7 +65,7 @@ def test_what_a_read_needs_comes_before_it_and_lies_where_it_writes(manifests, w
 def test_every_target_is_written_once(manifests):
     for manifest in manifests:
         plan = plan_all(manifest)
-        targets = [target for read in (*plan.reads, *plan.asides) for target in read.targets]
+        targets = [target for read in (*plan.reads, *plan.buffered_reads) for target in read.targets]
         covered = dict.fromkeys(range(len(manifest.storages)), 0)
         for target in targets:
             covered[target.storage] += target.nbytes
@@ -99,12 +99,12 @@ def test_groups_are_near_frames_of_one_level_in_the_order_of_the_pack(manifests)
 
 
 def test_tensors_that_share_chunks_are_read_aside_only_where_they_have_bases(manifests):
-    assert plan_all(manifests[0]).asides == ()
+    assert plan_all(manifests[0]).buffered_reads == ()
     plan = plan_all(manifests[2])
-    assert plan.asides
-    for aside in plan.asides:
-        assert all(target.nbytes < aside.nbytes for target in aside.targets)
-        assert [frame.depth for _, frame in chain_of(manifests[2], aside.frame)] == [0, 1, 2]
+    assert plan.buffered_reads
+    for read in plan.buffered_reads:
+        assert all(target.nbytes < read.nbytes for target in read.targets)
+        assert [frame.depth for _, frame in chain_of(manifests[2], read.frame)] == [0, 1, 2]
     assert packs_of(manifests[2], plan) == set(range(len(manifests[2].packs)))
 
 
