@@ -49,7 +49,7 @@ def make(place: Path, count: int, *, tensors: int = TENSORS, changed: int = CHAN
             store_id=template.store_id, run=header.run, seq=step, step=step, parent=step - 1,
             time_ns=header.time_ns - (count - step) * _STEP_NS, tree=template.tree, tensors=template.tensors,
             storages=template.storages, chunks=chunks, bytes_written=pack.nbytes, chunks_new=changed,
-            metrics={"loss": 9.0 / step}, choices=template.choices, **_places(located, chunks),
+            metrics={"loss": 9.0 / step}, decisions=template.decisions, **_places(located, chunks),
         )  # fmt: skip
         encoded = encode_manifest(manifest)
         nbytes += len(encoded)

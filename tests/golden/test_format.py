@@ -38,7 +38,7 @@ def test_golden_manifests_of_every_version_are_read(folder):
         sample_manifest().frames,
         sample_manifest().packs,
     )
-    assert (found.choices is None) == (folder.parent.name == "v1")
+    assert (found.decisions is None) == (folder.parent.name == "v1")
     assert found.losses == (sample_manifest().losses if folder == FOLDER else ())
 
 

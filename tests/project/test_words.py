@@ -19,7 +19,6 @@ NOT_YET = (
     "src/ckstore/commit/",
     "src/ckstore/concurrency.py",
     "src/ckstore/delta/",
-    "src/ckstore/format/",
     "src/ckstore/interval.py",
     "src/ckstore/io/",
     "src/ckstore/ops/",

@@ -6,9 +6,9 @@ format version.
 
 from __future__ import annotations
 
-from ckstore.format.choices import DERIVED, FULL, RESIDUAL, StorageChoice
+from ckstore.format.decisions import DERIVED, FULL, RESIDUAL, StorageDecision
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, encode_frame_header, frame_extent
-from ckstore.format.manifest import Choices, ChunkSpec, FrameRef, Loss, Manifest, PackRef, build_manifest
+from ckstore.format.manifest import ChunkSpec, Decisions, FrameRef, Loss, Manifest, PackRef, build_manifest
 from ckstore.format.pack import (
     PACK_ALIGN,
     SUPERHEADER_NBYTES,
@@ -138,7 +138,7 @@ def sample_manifest() -> Manifest:
         ],
         bytes_written=16_384,
         chunks_new=1,
-        choices=sample_choices(),
+        decisions=sample_decisions(),
         fidelity="near",
         losses=[sample_loss()],
     )
@@ -150,17 +150,17 @@ def sample_loss() -> Loss:
     return Loss(0, "weight", "grid", 2.25, 0.125, 0.0625, 1.5, 0.25, hops=3, spike=None, numbers=numbers)
 
 
-def sample_choices() -> Choices:
-    """Return choices for the three storages of ``sample_manifest``."""
-    return Choices(
+def sample_decisions() -> Decisions:
+    """Return decisions for the three storages of ``sample_manifest``."""
+    return Decisions(
         base="keyframe",
         base_seq=1,
         keyframe_seq=1,
         reason="against the keyframe",
         storages=(
-            StorageChoice(RESIDUAL, 26.5, 21.25, 22.0, "keyframe", 2),
-            StorageChoice(DERIVED),
-            StorageChoice(FULL, 10.5, None, 11.0),
+            StorageDecision(RESIDUAL, 26.5, 21.25, 22.0, "keyframe", 2),
+            StorageDecision(DERIVED),
+            StorageDecision(FULL, 10.5, None, 11.0),
         ),
     )
 

@@ -27,15 +27,15 @@ from ckstore.commit.pipeline import ByteSource
 from ckstore.config import Limits, Policy
 from ckstore.delta.base_cache import BaseCache, base_frame, first_paths, read_nbytes
 from ckstore.delta.cost_model import BASE_KINDS, AgainstBase, BaseKind, Decision, Estimate, decide
-from ckstore.format.choices import (
+from ckstore.format.decisions import (
     DELTA,
     DERIVED,
     FULL,
     IDENTICAL,
     RESIDUAL,
     UNSAMPLED,
-    Choices,
-    StorageChoice,
+    Decisions,
+    StorageDecision,
     stored_bits,
 )
 from ckstore.format.manifest import Manifest
@@ -260,9 +260,9 @@ class Surveyor:
         last = self._last(unit)
         return 1 if last is None else last.age + 1
 
-    def _last(self, unit: Unit) -> StorageChoice | None:
+    def _last(self, unit: Unit) -> StorageDecision | None:
         path = self._paths.get(unit.storage)
-        return None if path is None else self._bases.choice_at(path)
+        return None if path is None else self._bases.decision_at(path)
 
     def _guess(self, unit: Unit, view: BaseKind, full_bits: float) -> float:
         """Return the bits that were estimated last time, or a figure that makes the chunk itself be tried."""
@@ -288,9 +288,9 @@ def sampled_of(unit: Unit) -> Sequence[int]:
     return [chunks[index * len(chunks) // count] for index in range(count)]
 
 
-def storage_choice(
+def storage_decision(
     sampled: SampledUnit, base: BaseKind | None, mode: int, came_out: float | None = None
-) -> StorageChoice:
+) -> StorageDecision:
     """Return what the manifest says of a storage that was stored in this mode.
 
     Args:
@@ -309,7 +309,7 @@ def storage_choice(
 
     view = base if base is not None and mode == DELTA else "none"
     age = estimate.age if mode in (DELTA, IDENTICAL) else 0
-    return StorageChoice(mode, stored_bits(estimate.full_bits), bits("previous"), bits("keyframe"), view, age)
+    return StorageDecision(mode, stored_bits(estimate.full_bits), bits("previous"), bits("keyframe"), view, age)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +375,7 @@ class BaseSelection:
                 modes.append(FULL if self.sampled else UNSAMPLED)
         return modes
 
-    def choices(self, modes: Sequence[int], came_out: Sequence[float | None] | None = None) -> Choices | None:
+    def decisions(self, modes: Sequence[int], came_out: Sequence[float | None] | None = None) -> Decisions | None:
         """Return what the manifest says, given the mode and the bits per element that each storage came out with."""
         if not self.sampled:
             return None
@@ -388,15 +388,15 @@ class BaseSelection:
         if lossy is not None and lossy.reason:
             told = f"{lossy.reason}; {told}"
         by_storage = {each.unit.storage: (each, view) for each, view in zip(self.sampled, views, strict=True)}
-        return Choices(
+        return Decisions(
             base=self.decision.base,
             base_seq=None if view is None else self.seqs[view],
             keyframe_seq=None if view is None else self.seqs["keyframe"],
             reason=told,
             storages=tuple(
-                storage_choice(*by_storage[index], mode, came_out[index] if came_out else None)
+                storage_decision(*by_storage[index], mode, came_out[index] if came_out else None)
                 if index in by_storage
-                else StorageChoice(mode)
+                else StorageDecision(mode)
                 for index, mode in enumerate(modes)
             ),
         )

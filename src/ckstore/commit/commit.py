@@ -277,7 +277,7 @@ def _manifest_of(repository: Repository, drafted: Drafted, request: CommitReques
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        choices=drafted.selection.choices(drafted.selection.modes(plan.storages, stored), _bits(drafted)),
+        decisions=drafted.selection.decisions(drafted.selection.modes(plan.storages, stored), _bits(drafted)),
         losses=stored.losses,
     )
 

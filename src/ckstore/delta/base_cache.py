@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckstore.delta.cost_model import BaseKind
-from ckstore.format.choices import Choices, StorageChoice
+from ckstore.format.decisions import Decisions, StorageDecision
 from ckstore.format.manifest import Manifest
 from ckstore.format.tree import Node, Path, TensorNode, leaves_of
 from ckstore.format.wire import xxh3_64
@@ -56,9 +56,9 @@ class BaseCache:
 
     def __init__(self) -> None:
         self.seq: int | None = None
-        self.choices: Choices | None = None
+        self.decisions: Decisions | None = None
         self._previous: dict[Place, BaseChunk] = {}
-        self._choice_at: dict[Path, StorageChoice] = {}
+        self._decision_at: dict[Path, StorageDecision] = {}
         self._hops_at: dict[Path, int] = {}
         self._samples: dict[ChunkId, bytes] = {}
         self._roots: dict[ChunkId, ChunkId] = {}
@@ -85,8 +85,8 @@ class BaseCache:
     @property
     def keyframe_seq(self) -> int | None:
         """The keyframe that the last checkpoint goes back to, itself where it is one."""
-        is_keyframe = self.choices is None or self.choices.keyframe_seq is None
-        return self.seq if is_keyframe or self.choices is None else self.choices.keyframe_seq
+        is_keyframe = self.decisions is None or self.decisions.keyframe_seq is None
+        return self.seq if is_keyframe or self.decisions is None else self.decisions.keyframe_seq
 
     @property
     def held_nbytes(self) -> int:
@@ -105,11 +105,11 @@ class BaseCache:
 
     def follow(self, manifest: Manifest) -> None:
         """Take an acknowledged checkpoint as the one that the next commit follows."""
-        self.seq, self.choices = manifest.header.seq, manifest.choices
+        self.seq, self.decisions = manifest.header.seq, manifest.decisions
         paths = first_paths(manifest.tree, [tensor.storage for tensor in manifest.tensors])
         self._previous = dict(_places(manifest, paths))
-        storages = manifest.choices.storages if manifest.choices is not None else ()
-        self._choice_at = {paths[index]: choice for index, choice in enumerate(storages) if index in paths}
+        storages = manifest.decisions.storages if manifest.decisions is not None else ()
+        self._decision_at = {paths[index]: choice for index, choice in enumerate(storages) if index in paths}
         self._hops_at = {paths[loss.storage]: loss.hops for loss in manifest.losses if loss.storage in paths}
         self._roots = dict(_roots(manifest))
         wanted = {chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values())
@@ -145,9 +145,9 @@ class BaseCache:
         """Return the chunk at the root of a previous chunk's chain, itself where it has no base."""
         return self._roots.get(chunk_id)
 
-    def choice_at(self, path: Path) -> StorageChoice | None:
+    def decision_at(self, path: Path) -> StorageDecision | None:
         """Return what was chosen last time for the storage of a path."""
-        return self._choice_at.get(path)
+        return self._decision_at.get(path)
 
     def hops_at(self, path: Path | None) -> int:
         """Return how many commits with a loss lie between the storage of a path and when it was exact; 0: none."""

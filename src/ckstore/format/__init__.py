@@ -9,7 +9,7 @@ Start reading here, from the outside in:
     header = decode_frame_header(content)          # frame.py: one stored chunk; pack.py: superheader, directory, tail
 
 - ``logical``: what the checkpoint id covers: ``tree`` (nested state), ``tensors``, ``losses``.
-- ``location``: packs and frames, and ``choices``: how the commit chose bases.
+- ``location``: packs and frames, and ``decisions``: how the commit chose bases.
 - ``records``: file records (JSON) and inner records (MessagePack), format version. ``wire``: fields, lengths, seals.
 
 Not here: opening files (``io``, ``store``), encoding of chunk payloads (``codec``), and live tensors (``state``).

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckstore.config import Limits, is_name
 from ckstore.errors import ChecksumError, MalformedError
-from ckstore.format.choices import Choices, decode_choices, encode_choices
+from ckstore.format.decisions import Decisions, decode_decisions, encode_decisions
 from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES
 from ckstore.format.header import TRAILER_NBYTES, ManifestHeader, decode_header_section, decode_preamble
 from ckstore.format.pack import DIRECTORY_ENTRY_NBYTES, PACK_ALIGN, SUPERHEADER_NBYTES, TAIL_NBYTES
@@ -76,14 +76,14 @@ class FrameRef:
         return FRAME_HEADER_NBYTES + self.stored_nbytes
 
 
-def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], choices: Choices | None = None) -> bytes:
+def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], decisions: Decisions | None = None) -> bytes:
     """Return the section in the current format version."""
     tiers = sorted({pack.tier for pack in packs})
     tier_table = encode_inner(tiers)
-    choices_table = encode_choices(choices)
+    decisions_table = encode_decisions(decisions)
     return b"".join(
         (
-            _HEADS[FORMAT_VERSION].pack(len(tier_table), len(packs), len(frames), len(choices_table)),
+            _HEADS[FORMAT_VERSION].pack(len(tier_table), len(packs), len(frames), len(decisions_table)),
             tier_table,
             *(
                 _PACK.pack(pack.pack_id, pack.directory_digest, pack.nbytes, tiers.index(pack.tier), 0, 0)
@@ -100,21 +100,21 @@ def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], choice
                 )
                 for frame in frames
             ),
-            choices_table,
+            decisions_table,
         )
     )
 
 
 def decode_location(
     section: memoryview, *, version: int, limits: Limits, where: object = None
-) -> tuple[tuple[PackRef, ...], tuple[FrameRef, ...], Choices | None]:
+) -> tuple[tuple[PackRef, ...], tuple[FrameRef, ...], Decisions | None]:
     """Decode the section of a manifest of this format version.
 
     Raises:
         MalformedError: Lengths or indexes contradict each other, or frames overlap, repeat or have impossible offsets.
     """
-    tiers, pack_rows, frame_rows, choices_table = split_location(section, version=version, where=where)
-    choices = decode_choices(choices_table, where=where)
+    tiers, pack_rows, frame_rows, decisions_table = split_location(section, version=version, where=where)
+    decisions = decode_decisions(decisions_table, where=where)
     packs = tuple(_packs(pack_rows, tiers, where))
     if tiers != sorted({pack.tier for pack in packs}):
         raise MalformedError("a manifest lists a tier twice, or a tier without packs", where=where)
@@ -125,7 +125,7 @@ def decode_location(
         ]
     )
     check_location(packs, frames, limits, where)
-    return packs, frames, choices
+    return packs, frames, decisions
 
 
 def split_location(
@@ -142,9 +142,9 @@ def split_location(
     tiers = decode_stored(reader.take(tiers_nbytes), list[str], where=where)
     pack_rows = reader.take(_PACK.size * pack_count)
     frame_rows = reader.take(_FRAME.size * frame_count)
-    choices_table = reader.take(rest[0]) if rest else memoryview(b"")
+    decisions_table = reader.take(rest[0]) if rest else memoryview(b"")
     reader.done()
-    return tiers, pack_rows, frame_rows, choices_table
+    return tiers, pack_rows, frame_rows, decisions_table
 
 
 def decode_tiers(begin: bytes, *, version: int, where: object = None) -> tuple[str, ...]:

@@ -147,7 +147,7 @@ def check_losses(losses: Sequence[Loss], storages: Sequence[StorageSpec], where:
     for loss in losses:
         if not last < loss.storage < len(storages):
             raise MalformedError(
-                "losses name a storage that does not exist, or are not in ascending order", where=where
+                "losses name a storage that does not exist, name one twice, or are out of order", where=where
             )
         last = loss.storage
         spec = storages[loss.storage]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckstore.config import Limits
 from ckstore.errors import ChecksumError, MalformedError
-from ckstore.format.choices import Choices
+from ckstore.format.decisions import Decisions
 from ckstore.format.header import (
     PREAMBLE_NBYTES,
     TRAILER_NBYTES,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Choices",
     "ChunkSpec",
+    "Decisions",
     "FrameRef",
     "Loss",
     "Manifest",
@@ -71,7 +71,7 @@ class Manifest:
     chunks: tuple[ChunkSpec, ...]
     packs: tuple[PackRef, ...]
     frames: tuple[FrameRef, ...]
-    choices: Choices | None = None
+    decisions: Decisions | None = None
     """How the commit chose bases; None if it made no choice, and before format version 2."""
     losses: tuple[Loss, ...] = ()
     """Losses by storage; empty for an exact checkpoint."""
@@ -113,7 +113,7 @@ def build_manifest(
     is_archival: bool = False,
     fidelity: str = EXACT_FIDELITY,
     metrics: Mapping[str, float] | None = None,
-    choices: Choices | None = None,
+    decisions: Decisions | None = None,
     losses: Sequence[Loss] = (),
 ) -> Manifest:
     """Build a manifest, and compute the fields that follow from its parts.
@@ -145,7 +145,7 @@ def build_manifest(
         **_computed(logical, frames),
     )
     places = tuple(packs), tuple(frames)
-    return Manifest(header, tree, logical.tensors, renumbered, distinct, *places, choices, logical.losses)
+    return Manifest(header, tree, logical.tensors, renumbered, distinct, *places, decisions, logical.losses)
 
 
 def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -> Manifest:
@@ -170,7 +170,7 @@ def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -
         is_archival=is_archival,
         fidelity=header.fidelity,
         metrics=header.metrics,
-        choices=entry.choices,
+        decisions=entry.decisions,
         losses=entry.losses,
     )
 
@@ -183,7 +183,7 @@ def relocated(
     frames: Sequence[FrameRef],
     bytes_written: int,
     chunks_new: int,
-    choices: Choices | None,
+    decisions: Decisions | None,
 ) -> Manifest:
     """Return a later generation of a manifest: the same checkpoint with other frame locations."""
     header = entry.header
@@ -207,7 +207,7 @@ def relocated(
         is_archival=header.is_archival,
         fidelity=header.fidelity,
         metrics=header.metrics,
-        choices=choices,
+        decisions=decisions,
         losses=entry.losses,
     )
     assert later.checkpoint_id == header.checkpoint_id, "a relocation does not change the checkpoint id"
@@ -233,7 +233,7 @@ def encode_manifest(manifest: Manifest, *, limits: Limits = _DEFAULT_LIMITS) -> 
     """
     header = encode_header(manifest.header)
     logical = encode_logical(logical_record(manifest.header), manifest.logical)
-    location = encode_location(manifest.packs, manifest.frames, manifest.choices)
+    location = encode_location(manifest.packs, manifest.frames, manifest.decisions)
     lengths = (len(header), len(logical), len(location))
     file_nbytes = PREAMBLE_NBYTES + sum(lengths) + TRAILER_NBYTES
     preamble = Preamble(FORMAT_VERSION, 0, 0, manifest.store_id, *lengths, file_nbytes, xxh3_64(header))
@@ -269,11 +269,11 @@ def decode_manifest(
     logical_end = preamble.head_nbytes + preamble.logical_nbytes
     section = view[preamble.head_nbytes : logical_end]
     record, logical = decode_logical(section, limits=limits, version=preamble.version, where=where)
-    packs, frames, choices = decode_location(
+    packs, frames, decisions = decode_location(
         view[logical_end:-TRAILER_NBYTES], version=preamble.version, limits=limits, where=where
     )
     parts = logical.tree, logical.tensors, logical.storages, logical.chunks
-    manifest = Manifest(header, *parts, packs, frames, choices, logical.losses)
+    manifest = Manifest(header, *parts, packs, frames, decisions, logical.losses)
     if record != logical_record(header):
         raise MalformedError("the header of a manifest contradicts its logical section", where=where)
     _check_header(manifest, section, where)
@@ -312,7 +312,7 @@ def _check_header(manifest: Manifest, logical_section: Buffer, where: object) ->
         raise MalformedError("the header of a manifest contradicts its sections", where=where)
     check_fidelity(header.fidelity, manifest.losses, where)
     _check_frames(manifest, where)
-    if manifest.choices is not None and len(manifest.choices.storages) != len(manifest.storages):
+    if manifest.decisions is not None and len(manifest.decisions.storages) != len(manifest.storages):
         raise MalformedError("a manifest has decisions for another number of storages", where=where)
 
 

@@ -160,7 +160,7 @@ class IntentRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only
     what: ShortText
 
 
-class DoomedRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
+class DeletionListRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
     """A deletion list: the packs that a collector will remove from a bucket, and the collector's process."""
 
     kind: ClassVar[str] = "doomed"
@@ -239,8 +239,8 @@ class LogicalRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     metrics: dict[ShortText, float]
 
 
-class ChoicesRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The decisions for a whole checkpoint; see format/choices.py."""
+class DecisionsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The decisions for a whole checkpoint; see format/decisions.py."""
 
     base: ShortText
     base_seq: Count | None

@@ -1,11 +1,11 @@
-"""Nested state as a tree of nodes: typed keys, order and kinds kept; paths and globs.
+"""The state tree: nested state as nodes with typed keys, order and kinds; its encoding; paths and globs.
 
 Invariants:
 - Nothing here imports numpy or torch, and nothing is pickled.
-- Two nodes are equal if and only if the values they stand for are equal bit for bit and type by type.
-- A decoded tree is not trusted: ``check_tree`` says what it must be like before anything is built.
+- Two nodes are equal if and only if their values are equal bit for bit and type by type.
+- A decoded tree is not trusted: ``check_tree`` must accept it before anything is built from it.
 
-A plain value is held in a form that any typed encoding can carry (``Value``):
+The value of a ``ValueNode`` has a type that MessagePack can represent (``Value``):
 
 ====================  =====================================================================
 type                  value
@@ -17,25 +17,23 @@ type                  value
 ``float``             bytes: 8, little-endian IEEE 754 (NaN payloads and -0.0 kept)
 ``complex``           bytes: 16, real part and imaginary part as ``float``
 ``str``               str
-``surrogates``        bytes: UTF-8 of a str that holds lone surrogates
+``surrogates``        bytes: UTF-8 of a str that contains lone surrogates
 ``bytes``             bytes
-``numpy...``          bytes or str: a scalar of numpy, see leaves.py
-``torch...``          str: a dtype, device, Size and the like of torch, see state/torch_adapter.py
+``numpy...``          bytes or str: a numpy scalar, see state/numpy_adapter.py
+``torch...``          str: a torch dtype, device, Size or similar, see state/torch_adapter.py
 ====================  =====================================================================
 
-Everything else is a ``ConvertedNode``: what it was made of, and the name of what makes it again. Names that begin with
-``ckstore:`` are defined in state/named_types.py and state/standard_types.py.
+Every other object is a ``ConvertedNode``: the node of its state, and the name of the conversion that builds it. Names
+with the prefix ``ckstore:`` are defined in state/named_types.py and state/standard_types.py.
 
-The state tree on disk: nested arrays of MessagePack.
-
-A tensor is its index, a bare integer. Every other node is an array that begins with its kind:
+On disk the tree consists of nested MessagePack arrays. A tensor is its index, an integer. Every other node is an array:
 ``[0, kind, keys, children, metadata, factory]`` a mapping, ``[1, children]`` a list, ``[2, children]`` a tuple,
-``[3, type, value]`` a plain value, ``[4, name, child]`` a converted one. Only the shape is judged here;
-``ckstore.format.tree`` knows which kinds and values can be rebuilt.
+``[3, type, value]`` a plain value, ``[4, name, child]`` a converted node. ``decode_tree`` checks only this shape;
+``check_tree`` checks kinds and values.
 
-What earlier readers do not know is written as a converted node, which they refuse only when it is to be restored: a
-mapping with keys that are neither text nor integers is a list that begins with the empty mapping and goes on with keys
-and values by turns; attributes of a tensor or mapping stand behind it in a tuple of two.
+Nodes that early readers do not know are encoded as converted nodes, which these readers refuse only when the leaf is
+restored. A mapping with keys other than text and integers is a list: the empty mapping, then keys and values in turn. A
+tensor or mapping with attributes is a tuple of the node and the attributes.
 """
 
 from __future__ import annotations
@@ -51,12 +49,12 @@ from ckstore.errors import MalformedError, UsageError, shown_object
 from ckstore.format.records import decode_stored, encode_inner, encoded
 
 BUILT_IN = "ckstore:"
-"""What the names of ckstore's own conversions begin with; a registered converter cannot have such a name."""
+"""Prefix of the names of built-in conversions; registered converters cannot have it."""
 
 Value = bool | int | str | bytes | None
 
 DEPTH_MAX = 100
-"""Most containers within one another."""
+"""Largest nesting depth of containers."""
 
 PACKED_NUMBERS = (f"{BUILT_IN}count", f"{BUILT_IN}numbers")
 PACKED_PLAIN = f"{BUILT_IN}plain"
@@ -77,18 +75,18 @@ FACTORIES: dict[str, Callable[[], object] | None] = {
     "bool": bool,
     "none": None,
 }
-"""The default factories of a defaultdict that can be stored, by their names on disk."""
+"""Default factories of a defaultdict that can be stored, by their names on disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class DictNode:
-    """A mapping, in order.
+    """A mapping; the order of its items is kept.
 
     Args:
         kind: One of DICT_KINDS.
         keys: Its keys, in order.
         children: One node for each key.
-        metadata: The ``_metadata`` of an OrderedDict that torch made, else None.
+        metadata: The ``_metadata`` that torch adds to an OrderedDict, else None.
         factory: A name in FACTORIES for a defaultdict, else None.
         attributes: A DictNode of the Python attributes of the mapping, else None.
     """
@@ -125,7 +123,7 @@ class ValueNode:
 
 @dataclass(frozen=True, slots=True)
 class TensorNode:
-    """A tensor, by its index; the same index twice is one object at two places.
+    """A tensor by its index. Two nodes with one index are one object at two paths.
 
     Args:
         tensor: The index.
@@ -138,7 +136,7 @@ class TensorNode:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedNode:
-    """A value that was turned into the child, and the name of what turns it back."""
+    """A converted object: the node of its state, and the name of the conversion that builds it."""
 
     name: str
     child: Node
@@ -149,7 +147,7 @@ Node = DictNode | ListNode | TupleNode | ValueNode | TensorNode | ConvertedNode
 
 @dataclass(frozen=True, slots=True)
 class OtherKey:
-    """A key of a mapping that is neither a str nor an int of 64 bits, as its node; no tensor lies below it."""
+    """A key of a mapping that is neither a str nor a 64-bit int, as a node without tensors."""
 
     node: Node
 
@@ -159,17 +157,17 @@ class OtherKey:
 
 Key = str | int | OtherKey
 Path = tuple[Key, ...]
-"""A leaf's identity: the typed keys that lead to it."""
+"""The typed keys from the root to a node."""
 
 
 def shown(node: Node) -> str:
-    """Return a node without tensors as people write it, for paths: ``0.5``, ``(1, 'a')``, ``Colour.RED``."""
+    """Return a readable form of a node without tensors, for paths: ``0.5``, ``(1, 'a')``, ``Colour.RED``."""
     if isinstance(node, ValueNode):
         return _shown_value(node)
     if isinstance(node, ConvertedNode):
         label = node.name.removeprefix(BUILT_IN).rpartition(":")[2]
         if node.name.startswith(f"{BUILT_IN}enum:") and isinstance(node.child, DictNode) and node.child.children:
-            # The first field of a member is its name.
+            # The first field of an enum member is its name.
             return f"{label}.{getattr(node.child.children[0], 'value', '?')}"
         return f"{label}({shown(node.child)})"
     if isinstance(node, TensorNode):
@@ -186,7 +184,7 @@ def _shown_value(node: ValueNode) -> str:
         numbers = struct.unpack(f"<{len(value) // 8}d", value)
         return repr(numbers[0] if kind == "float" else complex(*numbers))
     if kind == "surrogates" and isinstance(value, bytes):
-        # Escaped: what cannot be encoded cannot be printed.
+        # Escaped, because lone surrogates cannot be printed.
         try:
             return ascii(value.decode("utf-8", "surrogatepass"))[1:-1]
         except UnicodeDecodeError:
@@ -197,17 +195,17 @@ def _shown_value(node: ValueNode) -> str:
 
 
 def format_path(path: Path) -> str:
-    """Return the dotted form of a path, for people and globs: ``model.layers.0.weight``."""
+    """Return the dotted form of a path, for users and globs: ``model.layers.0.weight``."""
     return ".".join(str(key) for key in path)
 
 
 def place_of(path: Path) -> str:
-    """Return the dotted form for a message; the root has words instead."""
+    """Return the dotted form for a message; the root is "the state itself"."""
     return format_path(path) if path else "the state itself"
 
 
 def leaves_of(node: Node, path: Path = ()) -> Iterator[tuple[Path, ValueNode | TensorNode]]:
-    """Yield every leaf with its path, in order; an OrderedDict's metadata is not part of it."""
+    """Yield every leaf with its path, in order, without the metadata of an OrderedDict."""
     if isinstance(node, ValueNode | TensorNode):
         yield path, node
     elif isinstance(node, ConvertedNode):
@@ -218,13 +216,13 @@ def leaves_of(node: Node, path: Path = ()) -> Iterator[tuple[Path, ValueNode | T
 
 
 def items_of(node: DictNode | ListNode | TupleNode) -> Iterator[tuple[Key, Node]]:
-    """Yield key and child of a container; lists and tuples count from 0."""
+    """Yield the keys and children of a container; lists and tuples have the keys 0, 1, ..."""
     keys: Sequence[Key] = node.keys if isinstance(node, DictNode) else range(len(node.children))
     yield from zip(keys, node.children, strict=True)
 
 
 def tensors_of(node: Node) -> list[int]:
-    """Return the indices of the tensors below a node, metadata included, each once, in order."""
+    """Return the indices of the tensors below a node, including metadata, in order without repetitions."""
     found: dict[int, None] = {}
     pending = [node]
     while pending:
@@ -241,7 +239,7 @@ def tensors_of(node: Node) -> list[int]:
 
 
 def parts_of(node: Node) -> Iterator[Node]:
-    """Yield every node directly below one: children, metadata, attributes and keys."""
+    """Yield the nodes directly below a node: children, metadata, attributes and keys."""
     if isinstance(node, ConvertedNode):
         yield node.child
     elif isinstance(node, DictNode | ListNode | TupleNode):
@@ -255,7 +253,7 @@ def parts_of(node: Node) -> Iterator[Node]:
 
 
 def libraries_of(node: Node) -> set[str]:
-    """Return the libraries whose plain values lie below a node: the first part of ``torch.dtype``."""
+    """Return the libraries of the plain values and conversions below a node."""
     found: set[str] = set()
     pending = [node]
     while pending:
@@ -272,26 +270,26 @@ def libraries_of(node: Node) -> set[str]:
 
 
 def library_of_conversion(name: str) -> str | None:
-    """Return the library that makes a converted value again: ``torch`` of ``ckstore:torch.Generator``, else None."""
+    """Return the library of a conversion: ``torch`` for ``ckstore:torch.Generator``; None: ckstore or a user."""
     library, dot, _ = name.removeprefix(BUILT_IN).partition(":")[0].partition(".")
     return library if dot and name.startswith(BUILT_IN) else None
 
 
 def library_of(value_type: str) -> str | None:
-    """Return the library of a plain value's type: ``torch`` of ``torch.dtype``; None: Python itself."""
+    """Return the library of a plain type: ``torch`` for ``torch.dtype``; None: Python itself."""
     library, dot, _ = value_type.partition(".")
     return library if dot else None
 
 
 class Selection:
-    """Leaves chosen by globs over dotted paths, in which ``*`` crosses dots.
+    """Leaves selected by globs over dotted paths; ``*`` also matches dots.
 
-    A pattern that matches a container chooses all that is in it. A pattern that is the path of something, letter for
-    letter, means just that, whatever it matches as a glob: keys may hold brackets.
+    A pattern that matches a container selects everything in it. A pattern that equals the path of a node selects only
+    that node and is not used as a glob, because keys may contain brackets.
 
     Args:
         patterns: The globs.
-        trees: What is chosen from.
+        trees: The trees to select from.
     """
 
     def __init__(self, patterns: str | Sequence[str], *trees: Node) -> None:
@@ -304,33 +302,33 @@ class Selection:
         self._globs = globs.difference(paths)
 
     def matches(self, path: Path) -> bool:
-        """Say whether a pattern matches this very path."""
+        """Say whether a pattern matches this path itself."""
         dotted = format_path(path)
         return any(dotted == each or (each in self._globs and fnmatchcase(dotted, each)) for each in self.patterns)
 
     def covers(self, path: Path) -> bool:
-        """Say whether a pattern matches this path or a container that it lies in."""
+        """Say whether a pattern matches this path or one of its containers."""
         return any(self.matches(path[:length]) for length in range(len(path) + 1))
 
     def _may_match_below(self, node: ConvertedNode, path: Path) -> bool:
-        """Say whether a pattern may match a part of a long plain value, whose parts are not known here."""
+        """Say whether a pattern may match a part of a long plain value, whose parts are not in the tree."""
         dotted = f"{format_path(path)}."
         for each in self.patterns:
             for length in range(1, len(each) + 1):
                 begin = each[:length]
                 is_begin = fnmatchcase(dotted, begin) if each in self._globs else dotted == begin
-                # Parts of a list of numbers have numbers for names.
+                # The parts of a list of numbers have the keys 0, 1, ...
                 if is_begin and (node.name == PACKED_PLAIN or not set(each[length:]) - set("0123456789*?[]-!")):
                     return True
         return False
 
     def prune(self, node: Node, path: Path = ()) -> Node | None:
-        """Return the tree with what was chosen; dicts keep only that, everything else comes whole."""
+        """Return the selected part of the tree. Dicts keep selected items only; lists and tuples are kept whole."""
         if self.matches(path):
             return node
         if isinstance(node, DictNode):
-            kept = [(key, self.prune(child, (*path, key))) for key, child in items_of(node)]
-            chosen = [(key, child) for key, child in kept if child is not None]
+            pruned = [(key, self.prune(child, (*path, key))) for key, child in items_of(node)]
+            chosen = [(key, child) for key, child in pruned if child is not None]
             keys, children = tuple(key for key, _ in chosen), tuple(child for _, child in chosen)
             return replace(node, keys=keys, children=children) if chosen else None
         if isinstance(node, ConvertedNode):
@@ -354,16 +352,16 @@ def _paths_of(node: Node, path: Path) -> Iterator[Path]:
 
 
 def check_tree(node: Node, tensor_count: int, depth: int = 0) -> None:
-    """Refuse a tree that ``capture`` does not make.
+    """Refuse a tree that ``capture`` does not produce.
 
     Raises:
-        MalformedError: Too deep, keys twice or not as many as children, a tensor that is not there.
+        MalformedError: The tree is too deep, repeats keys, or refers to a tensor that does not exist.
     """
-    # One level more than containers may have: a converted leaf is a node with a child.
+    # One more level than containers may have, because a converted leaf is a node with a child.
     if depth > DEPTH_MAX + 1:
         raise MalformedError("the state tree is too deep", where=f"over {DEPTH_MAX} levels")
     if isinstance(node, TensorNode) and not 0 <= node.tensor < tensor_count:
-        raise MalformedError("the state tree names a tensor that is not there", where=f"tensor {node.tensor}")
+        raise MalformedError("the state tree refers to a tensor that does not exist", where=f"tensor {node.tensor}")
     if isinstance(node, DictNode):
         _check_dict(node)
     if isinstance(node, DictNode | TensorNode) and node.attributes is not None:
@@ -376,19 +374,19 @@ def _check_dict(node: DictNode) -> None:
     if node.kind not in DICT_KINDS:
         raise MalformedError("a dict of the state tree has an unknown kind", where=repr(node.kind[:40]))
     if len(node.keys) != len(node.children) or len(set(node.keys)) != len(node.keys):
-        raise MalformedError("a dict of the state tree has keys twice, or not as many as values")
+        raise MalformedError("a dict of the state tree repeats a key, or has different numbers of keys and values")
     if (node.kind == "defaultdict") != (node.factory is not None) or node.factory not in (None, *FACTORIES):
         raise MalformedError("a dict of the state tree has an impossible factory", where=repr(node.factory))
     if node.metadata is not None and node.kind != "OrderedDict":
         raise MalformedError("only an OrderedDict has metadata", where=node.kind)
     if any(tensors_of(key.node) for key in node.keys if isinstance(key, OtherKey)):
-        raise MalformedError("a tensor is the key of a dict")
+        raise MalformedError("a key of a dict contains a tensor")
 
 
 def _check_attributes(node: Node) -> None:
     is_plain = isinstance(node, DictNode) and node.kind == "dict" and all(type(key) is str for key in node.keys)
     if not is_plain or tensors_of(node):
-        raise MalformedError("the attributes of a tensor or dict are no plain values with names")
+        raise MalformedError("the attributes of a tensor or dict are not plain values with names")
 
 
 def new_dict(node: DictNode) -> dict[Any, Any]:
@@ -400,10 +398,10 @@ def new_dict(node: DictNode) -> dict[Any, Any]:
 
 
 NODE_DEPTH_MAX = DEPTH_MAX + 1
-"""Most nodes around one another: containers, and in the innermost one a plain value or tensor."""
+"""Largest nesting depth of nodes: containers, with a plain value or tensor in the innermost."""
 
-_WRITTEN_SPARE = 1000
-"""Nodes that may change before what was written of all of them is forgotten."""
+_STALE_COUNT_MAX = 1000
+"""Entries of changed nodes that the cache may collect before it is cleared."""
 
 _VALUE_TYPES = frozenset((type(None), bool, int, str, bytes))
 _DICT, _LIST, _TUPLE, _VALUE, _CONVERTED = range(5)
@@ -413,10 +411,10 @@ Plain = Callable[[Node | None, int], object]
 
 
 def encode_tree(root: Node) -> bytes:
-    """Return the tree as written.
+    """Return the encoded tree.
 
     Raises:
-        MalformedError: It is nested more deeply than a reader would follow.
+        MalformedError: The tree is nested too deeply for readers.
     """
     return encode_inner(_plain(root, 0))
 
@@ -464,46 +462,46 @@ def _node_of_key(key: str | int) -> ValueNode:
 
 
 class TreeWriter:
-    """Writes trees, one after the other, as ``encode_tree`` does; what was in an earlier one is not encoded again."""
+    """Encodes successive trees like ``encode_tree``, and reuses the encoding of nodes from earlier trees."""
 
     def __init__(self) -> None:
-        # The nodes are kept beside what became of them: an id means nothing once its object is gone.
-        self._written: dict[tuple[int, int], tuple[Node, object]] = {}
+        # The nodes are stored with their encodings: an id is only unique while its object is alive.
+        self._encodings: dict[tuple[int, int], tuple[Node, object]] = {}
         self._count_max = 0
 
     def encode(self, root: Node) -> bytes:
-        """Return a tree as written.
+        """Return the encoded tree.
 
         Raises:
-            MalformedError: It is nested more deeply than a reader would follow.
+            MalformedError: The tree is nested too deeply for readers.
         """
-        if len(self._written) > self._count_max:
-            self._written.clear()
+        if len(self._encodings) > self._count_max:
+            self._encodings.clear()
         content = encode_inner(self._plain(root, 0))
-        self._count_max = self._count_max or 2 * len(self._written) + _WRITTEN_SPARE
+        self._count_max = self._count_max or 2 * len(self._encodings) + _STALE_COUNT_MAX
         return content
 
     def _plain(self, node: Node | None, depth: int) -> object:
         if not isinstance(node, (DictNode, ListNode, TupleNode)):
             return _plain(node, depth)
         key = id(node), depth
-        found = self._written.get(key)
+        found = self._encodings.get(key)
         if found is None:
-            found = self._written[key] = node, encoded(_container(node, depth, self._plain))
+            found = self._encodings[key] = node, encoded(_container(node, depth, self._plain))
         return found[1]
 
 
 def _key_of_node(node: Node) -> Key:
-    # As ``_node_of_key`` made it; with another value it is refused when it is to be restored.
+    # The inverse of ``_node_of_key``. An invalid value is refused when the key is restored.
     is_bare = isinstance(node, ValueNode) and type(node.value) is {"int": int, "str": str}.get(node.type)
     return node.value if is_bare else OtherKey(node)  # type: ignore[union-attr, return-value]
 
 
 def decode_tree(content: bytes | memoryview, *, tensor_count: int, where: object = None) -> Node:
-    """Read a tree whose tensors are numbered below ``tensor_count``.
+    """Decode a tree with tensor indices below ``tensor_count``.
 
     Raises:
-        MalformedError: No writer of ours makes these bytes; keys of one mapping repeat.
+        MalformedError: ckstore does not write such bytes, or a mapping repeats a key.
     """
     return _Decoder(tensor_count, where).node(decode_stored(content, object, where=where), 0)
 
@@ -512,7 +510,7 @@ class _Decoder:
     def __init__(self, tensor_count: int, where: object) -> None:
         self._tensor_count = tensor_count
         self._where = where
-        # A byte may stand for a tensor: many mentions of one are one node, so that memory is bounded by the content.
+        # One byte can refer to a tensor. Sharing one node for all references keeps memory proportional to the content.
         self._tensors: dict[int, TensorNode] = {}
 
     def node(self, plain: Any, depth: int) -> Node:
@@ -520,10 +518,10 @@ class _Decoder:
             raise self._malformed(f"is more than {NODE_DEPTH_MAX} nodes deep")
         if type(plain) is int:
             if not 0 <= plain < self._tensor_count:
-                raise self._malformed("names a tensor that is not there")
+                raise self._malformed("refers to a tensor that does not exist")
             return self._tensors.setdefault(plain, TensorNode(plain))
         if type(plain) is not list or not plain:
-            raise self._malformed("has something else where a node belongs")
+            raise self._malformed("has another object in place of a node")
         kind = plain[0]
         if type(kind) is not int:
             raise self._malformed("has a node without a kind")
@@ -541,7 +539,7 @@ class _Decoder:
 
     def _children(self, plain: Any, depth: int) -> tuple[Node, ...]:
         if type(plain) is not list:
-            raise self._malformed("has something else where children belong")
+            raise self._malformed("has another object in place of children")
         return tuple([self.node(child, depth + 1) for child in plain])
 
     def _value(self, name: Any, value: Any) -> ValueNode:
@@ -557,7 +555,7 @@ class _Decoder:
             raise self._malformed("has a mapping with repeated or impossible keys")
         nodes = self._children(children, depth)
         if len(nodes) != len(keys):
-            raise self._malformed("has a mapping with more or fewer values than keys")
+            raise self._malformed("has a mapping with different numbers of keys and values")
         below = None if metadata is None else self.node(metadata, depth + 1)
         return DictNode(kind, tuple(keys), nodes, below, factory)
 

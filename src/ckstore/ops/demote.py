@@ -655,6 +655,6 @@ def _replacement(manifest: Manifest, drafted: _Drafted, wanted: DemotePolicy) ->
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        choices=drafted.selection.choices(drafted.selection.modes(plan.storages, stored)),
+        decisions=drafted.selection.decisions(drafted.selection.modes(plan.storages, stored)),
         losses=stored.losses,
     )

@@ -285,7 +285,7 @@ def _replacement(manifest: Manifest, rewrite: Rewrite, stored: WriteResult) -> M
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        choices=rewrite.selection.choices(rewrite.selection.modes(manifest.storages, stored)),
+        decisions=rewrite.selection.decisions(rewrite.selection.modes(manifest.storages, stored)),
     )
 
 

@@ -24,7 +24,7 @@ from ckstore.config import Policy, RepackPolicy
 from ckstore.delta.base_cache import BaseCache
 from ckstore.delta.cost_model import Decision
 from ckstore.errors import ConflictError
-from ckstore.format.choices import UNSAMPLED, Choices
+from ckstore.format.decisions import UNSAMPLED, Decisions
 from ckstore.format.frame import frame_extent
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.format.pack import DIRECTORY_ENTRY_NBYTES, PACK_ALIGN, SUPERHEADER_NBYTES, TAIL_NBYTES
@@ -294,16 +294,16 @@ class Sketch:
     def planned(self) -> Manifest:
         """Return the manifest as it would be, for those that are coded after it."""
         packs, frames = locate(self.frames)
-        return replace(self.manifest, packs=tuple(packs), frames=tuple(frames), choices=self.choices)
+        return replace(self.manifest, packs=tuple(packs), frames=tuple(frames), decisions=self.decisions)
 
     @property
-    def choices(self) -> Choices | None:
+    def decisions(self) -> Decisions | None:
         """What its manifest would say of its base."""
-        return self.selection.choices([UNSAMPLED] * len(self.manifest.storages))
+        return self.selection.decisions([UNSAMPLED] * len(self.manifest.storages))
 
     def unchanged(self) -> Manifest:
         """Return the manifest as it is; for those that are coded after it, a keyframe."""
-        return replace(self.manifest, choices=None)
+        return replace(self.manifest, decisions=None)
 
     def follow(self, bases: BaseCache, manifest: Manifest) -> None:
         """Let the next older checkpoint be coded against this one."""
@@ -640,12 +640,12 @@ def _told(what: str, after: int, before: int) -> str:
 
 
 def _rewritten(found: Sketch) -> Member:
-    decision, choices = found.selection.decision, found.choices
+    decision, decisions = found.selection.decision, found.decisions
     return Member(
         name=_name_of(found.manifest),
         action="keyframe" if decision.is_keyframe else "delta",
         reason=decision.reason,
-        base_seq=None if choices is None else choices.base_seq,
+        base_seq=None if decisions is None else decisions.base_seq,
         stored_before=found.stored_before,
         stored_after=found.stored_after,
         read_before=found.read_before,

@@ -416,7 +416,7 @@ def _next_generation(manifest: Manifest, known: Sequence[LocatedFrame], generati
         frames=frames,
         bytes_written=header.bytes_written,
         chunks_new=0,
-        choices=manifest.choices,
+        decisions=manifest.decisions,
     )
     counts = replace(replacement.header, chunks_new=header.chunks_new, chunks_reused=header.chunks_reused)
     return replace(replacement, header=counts)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from ckstore.clock import Clock
 from ckstore.errors import BackendError, CapacityError, CkstoreError, CorruptError, UnsupportedError, is_refused
 from ckstore.format import paths as layout
-from ckstore.format.records import DoomedRecord, decode_record, encode_record
+from ckstore.format.records import DeletionListRecord, decode_record, encode_record
 from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, Distant, map_concurrent
 from ckstore.processes import identity_of, owner_is_running
@@ -96,7 +96,7 @@ def remove_packs(
 
 def _write_list(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> str:
     names = tuple(sorted(pack_id.hex() for pack_id in packs))
-    record = DoomedRecord(**identity_of(os.getpid()), acquired_ns=clock.now_ns(), packs=names)
+    record = DeletionListRecord(**identity_of(os.getpid()), acquired_ns=clock.now_ns(), packs=names)
     path = f"{layout.trash_folder(record.token)}/{LIST_FILE}"
     _AT_WORK.add(path)
     put_small(backend, path, encode_record(record))
@@ -200,16 +200,16 @@ def remove_dead_lists(backend: Backend, clock: Clock, *, everyone: bool = False)
     return count
 
 
-def _read_list(backend: Backend, path: str) -> DoomedRecord | None:
+def _read_list(backend: Backend, path: str) -> DeletionListRecord | None:
     """Return what a list says; None where it cannot be read, and may name anything."""
     content = backend.read_bytes(path, nbytes_max=_LIST_NBYTES_MAX)
     try:
-        return decode_record(content, DoomedRecord, nbytes_max=_LIST_NBYTES_MAX)
+        return decode_record(content, DeletionListRecord, nbytes_max=_LIST_NBYTES_MAX)
     except (CorruptError, UnsupportedError):
         return None
 
 
-def _is_dead(backend: Backend, clock: Clock, path: str, record: DoomedRecord | None) -> bool:
+def _is_dead(backend: Backend, clock: Clock, path: str, record: DeletionListRecord | None) -> bool:
     """Whether a collector cannot be at work any more, and nothing that it has sent may still take effect."""
     info = backend.stat(path)
     if info is None:

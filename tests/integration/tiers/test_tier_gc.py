@@ -10,7 +10,7 @@ from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import BackendError, ConflictError
 from ckstore.format import paths
-from ckstore.format.records import DoomedRecord, decode_record, encode_record
+from ckstore.format.records import DeletionListRecord, decode_record, encode_record
 from ckstore.io.url import backend_for
 from ckstore.store import pending_deletes
 from ckstore.store.listing import packs_in
@@ -135,10 +135,10 @@ def put_list(there, pack_ids, **changes):
     packs = {bytes.fromhex(pack_id): 1 for pack_id in pack_ids}
     path = pending_deletes._write_list(there, SYSTEM_CLOCK, packs)
     if changes:
-        record = decode_record(there.read_bytes(path, nbytes_max=1 << 20), DoomedRecord)
+        record = decode_record(there.read_bytes(path, nbytes_max=1 << 20), DeletionListRecord)
         there.unlink(path)
         kept = {name: getattr(record, name) for name in record.__struct_fields__}
-        there.create(path, encode_record(DoomedRecord(**{**kept, **changes})), sync=True)
+        there.create(path, encode_record(DeletionListRecord(**{**kept, **changes})), sync=True)
     return path
 
 

@@ -9,7 +9,7 @@ import ckstore
 from ckstore import Policy
 from ckstore._testing import bases_of, repository_of
 from ckstore.delta.base_cache import BaseCache
-from ckstore.format.choices import DELTA, DERIVED, FULL, IDENTICAL
+from ckstore.format.decisions import DELTA, DERIVED, FULL, IDENTICAL
 from ckstore.format.manifest import Manifest
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.manifests import Manifests
@@ -44,8 +44,8 @@ def manifest_of(store, ref="latest") -> Manifest:
 
 
 def modes_of(store, ref="latest"):
-    choices = manifest_of(store, ref).choices
-    return None if choices is None else [storage.mode for storage in choices.storages]
+    decisions = manifest_of(store, ref).decisions
+    return None if decisions is None else [storage.mode for storage in decisions.storages]
 
 
 @pytest.fixture(params=["none", "memory"])
@@ -67,11 +67,11 @@ def test_weights_become_differences_and_moments_do_not(store, policy):
         store.commit(state, step, policy=policy)
     assert modes_of(store, 0)[:2] == [FULL, FULL]
     assert modes_of(store, 2)[:2] == [DELTA, FULL]
-    choices = manifest_of(store, 2).choices
-    assert (choices.base, choices.base_seq, choices.keyframe_seq) == ("previous", 1, 0)
-    assert (choices.storages[0].age, choices.storages[1].age) == (2, 0)
-    assert choices.storages[0].keyframe_bits < choices.storages[0].full_bits
-    assert "of a keyframe's bytes" in choices.reason
+    decisions = manifest_of(store, 2).decisions
+    assert (decisions.base, decisions.base_seq, decisions.keyframe_seq) == ("previous", 1, 0)
+    assert (decisions.storages[0].age, decisions.storages[1].age) == (2, 0)
+    assert decisions.storages[0].keyframe_bits < decisions.storages[0].full_bits
+    assert "of a keyframe's bytes" in decisions.reason
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u2"])
@@ -264,7 +264,7 @@ def test_weights_of_which_few_change_cost_fifty_times_less():
             assert torch.equal(store.restore(step)["w"].view(torch.int16), torch.from_numpy(bits))
             chosen = rng.integers(0, bits.size, bits.size // 100)
             bits[chosen] += rng.choice([-1, 1], chosen.size).astype(np.int16)
-        assert manifest_of(store).choices.base == "previous"
+        assert manifest_of(store).decisions.base == "previous"
         assert manifest_of(store).header.depth_max == 3
 
 

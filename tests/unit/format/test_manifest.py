@@ -56,7 +56,7 @@ def forged(
     if logical is None:
         logical = encode_logical(encode_inner(scalars | (record or {})), manifest.logical)
     if location is None:
-        location = encode_location(manifest.packs, manifest.frames, manifest.choices)
+        location = encode_location(manifest.packs, manifest.frames, manifest.decisions)
     head = encode_inner(facts | {"checkpoint_id": digest_of(logical)} | (header or {}))
     lengths = {"header_nbytes": len(head), "logical_nbytes": len(logical), "location_nbytes": len(location)}
     lengths["file_nbytes"] = PREAMBLE_NBYTES + sum(lengths.values()) + TRAILER_NBYTES
@@ -76,7 +76,7 @@ def test_a_manifest_comes_back():
     assert same(found, SAMPLE)
     assert (found.tree, found.tensors, found.storages) == (SAMPLE.tree, SAMPLE.tensors, SAMPLE.storages)
     assert (found.chunks, found.packs, found.frames) == (SAMPLE.chunks, SAMPLE.packs, SAMPLE.frames)
-    assert found.choices == SAMPLE.choices
+    assert found.decisions == SAMPLE.decisions
     assert found.store_id == STORE_ID
 
 
@@ -130,7 +130,7 @@ def test_a_listing_needs_neither_numpy_nor_torch():
 def test_a_manifest_under_another_name_is_refused(changes):
     expected = replace(NAME, **changes)
     for decode in (decode_header, decode_manifest):
-        with pytest.raises(MalformedError, match="says that it is"):
+        with pytest.raises(MalformedError, match="header of this manifest belongs to"):
             decode(ENCODED, expect=expected)
 
 

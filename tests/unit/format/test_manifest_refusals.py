@@ -53,7 +53,7 @@ def forged(
     if logical is None:
         logical = encode_logical(encode_inner(scalars | (record or {})), manifest.logical)
     if location is None:
-        location = encode_location(manifest.packs, manifest.frames, manifest.choices)
+        location = encode_location(manifest.packs, manifest.frames, manifest.decisions)
     head = encode_inner(facts | {"checkpoint_id": digest_of(logical)} | (header or {}))
     lengths = {"header_nbytes": len(head), "logical_nbytes": len(logical), "location_nbytes": len(location)}
     lengths["file_nbytes"] = PREAMBLE_NBYTES + sum(lengths.values()) + TRAILER_NBYTES
@@ -145,8 +145,8 @@ def test_what_a_reader_refuses_is_not_written(changes):
 def test_refusals_say_what_is_wrong():
     """Several checks catch some of these; the first must name the cause."""
     causes = {
-        "a base that is not listed": "does not stand before",
-        "a cycle": "does not stand before",
+        "a base that is not listed": "does not precede it",
+        "a cycle": "does not precede it",
         "a chunk that no frame holds": "does not locate",
         "a chunk twice": "lists a chunk twice",
         "a pack twice": "names a pack twice",
@@ -179,7 +179,7 @@ def test_other_magics_are_refused_behind_right_checksums():
         decode_manifest(body + digest_of(body))
 
 
-@pytest.mark.parametrize(("count", "cause"), [(3, "more pieces"), (1, "left over")])
+@pytest.mark.parametrize(("count", "cause"), [(3, "more pieces"), (1, "without a storage")])
 def test_pieces_belong_to_exactly_one_storage(count, cause):
     logical = bytearray(encode_logical(encode_inner({}), SAMPLE.logical))
     storages = len(logical) - len(LOSSES) - 2 * 40 - 3 * 12 - 3 * 16
@@ -200,7 +200,7 @@ def test_limits_are_those_of_the_store():
 
 
 def test_reserved_bytes_and_tier_tables_are_refused_behind_right_digests():
-    location = encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.choices)
+    location = encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.decisions)
     tiers_nbytes = len(encode_inner(["cold", "local"]))
     for at in (32 + tiers_nbytes + 58, 32 + tiers_nbytes + 60):
         wrong = bytearray(location)
@@ -240,7 +240,7 @@ def test_counts_of_the_logical_section_that_lie_are_refused(at, value):
 @pytest.mark.parametrize("at", [0, 8, 16, 24])
 @pytest.mark.parametrize("value", [0, 1, 1 << 32, (1 << 64) - 1])
 def test_counts_of_the_location_section_that_lie_are_refused(at, value):
-    location = bytearray(encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.choices))
+    location = bytearray(encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.decisions))
     location[at : at + 8] = value.to_bytes(8, "little")
     with pytest.raises(MalformedError):
         decode_manifest(forged(location=bytes(location)))
@@ -322,7 +322,7 @@ def test_any_change_of_a_section_behind_right_digests_raises_only_our_errors(dat
     logical = encode_logical(
         encode_inner({name: getattr(SAMPLE.header, name) for name in LogicalRecord.__struct_fields__}), SAMPLE.logical
     )
-    location = encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.choices)
+    location = encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.decisions)
     sections = {"logical": bytearray(logical), "location": bytearray(location)}
     for _ in range(data.draw(st.integers(1, 4))):
         section = sections[data.draw(st.sampled_from(("logical", "location")))]
@@ -349,4 +349,4 @@ def test_any_change_of_a_section_behind_right_digests_raises_only_our_errors(dat
 )
 def test_choices_that_contradict_themselves_or_the_state_are_not_written(changes):
     with pytest.raises(MalformedError):
-        encode_manifest(replace(SAMPLE, choices=replace(SAMPLE.choices, **changes)))
+        encode_manifest(replace(SAMPLE, decisions=replace(SAMPLE.decisions, **changes)))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckstore.codec import differences
 from ckstore.codec.chunk_codec import CODECS, QUANTIZED_STEPS
-from ckstore.format.choices import StorageChoice
+from ckstore.format.decisions import StorageDecision
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
 from ckstore.format.manifest import FrameRef, Manifest
 from ckstore.format.tree import Path, TensorNode, format_path, leaves_of
@@ -111,13 +111,13 @@ def coding_of(repository: Repository, manifest: Manifest, info: Info) -> Coding:
         CorruptError: A header is damaged, or a pack is missing.
     """
     chunks = chunk_codings(repository, manifest)
-    choices = manifest.choices
+    decisions = manifest.decisions
     tensors = tuple(
         _tensor_coding(manifest, path, storage, tensor, chunks) for path, storage, tensor in first_tensors(manifest)
     )
-    if choices is None:
+    if decisions is None:
         return Coding(info, "", None, None, "", tensors)
-    return Coding(info, choices.base, choices.base_seq, choices.keyframe_seq, choices.reason, tensors)
+    return Coding(info, decisions.base, decisions.base_seq, decisions.keyframe_seq, decisions.reason, tensors)
 
 
 def first_tensors(manifest: Manifest) -> Iterator[tuple[Path, int, int]]:
@@ -182,9 +182,9 @@ def _tensor_coding(
         coding.frame_nbytes * piece.nbytes / manifest.chunks[piece.chunk].nbytes
         for coding, piece in zip(codings, spec.pieces, strict=True)
     )
-    choice = manifest.choices.storages[storage] if manifest.choices is not None else None
+    choice = manifest.decisions.storages[storage] if manifest.decisions is not None else None
     lies = sorted({_MODES[coding.kind] for coding in codings})
-    choice = choice or StorageChoice(0)
+    choice = choice or StorageDecision(0)
     return TensorCoding(
         path=format_path(path),
         dtype=manifest.tensors[tensor].dtype,

@@ -132,7 +132,7 @@ class _Gathering:
             "groups": _groups(manifest),
             "lost": [shown(path) for path in lost[:LOST_SHOWN_MAX]],
             "lost_count": len(lost),
-            "reason": shown(manifest.choices.reason) if manifest.choices is not None else "",
+            "reason": shown(manifest.decisions.reason) if manifest.decisions is not None else "",
         }
 
     def tiers(self) -> list[dict[str, Any]]:

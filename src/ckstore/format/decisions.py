@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckstore.errors import MalformedError
 from ckstore.format.paths import SEQ_MAX
-from ckstore.format.records import ChoicesRecord, decode_stored, encode_inner
+from ckstore.format.records import DecisionsRecord, decode_stored, encode_inner
 from ckstore.format.wire import Reader
 
 UNSAMPLED, FULL, DELTA, DERIVED, IDENTICAL, RESIDUAL = range(6)
@@ -32,7 +32,7 @@ _NO_BITS = 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
-class StorageChoice:
+class StorageDecision:
     """The decision for one storage, and the estimates from a sample of it, in bits per element.
 
     Args:
@@ -59,7 +59,7 @@ class StorageChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class Decisions:
     """The decisions of one commit.
 
     Args:
@@ -74,7 +74,7 @@ class Choices:
     base_seq: int | None
     keyframe_seq: int | None
     reason: str
-    storages: tuple[StorageChoice, ...]
+    storages: tuple[StorageDecision, ...]
 
 
 def stored_bits(bits: float | None) -> float | None:
@@ -82,27 +82,27 @@ def stored_bits(bits: float | None) -> float | None:
     return None if bits is None else min(round(bits / BITS_STEP), _NO_BITS - 1) * BITS_STEP
 
 
-def encode_choices(choices: Choices | None) -> bytes:
+def encode_decisions(decisions: Decisions | None) -> bytes:
     """Return the table; empty for None.
 
     Raises:
         MalformedError: A reader would refuse the table.
     """
-    if choices is None:
+    if decisions is None:
         return b""
-    _check(choices, None)
+    _check(decisions, None)
     head = encode_inner(
-        ChoicesRecord(
-            base=choices.base,
-            base_seq=choices.base_seq,
-            keyframe_seq=choices.keyframe_seq,
-            reason=choices.reason,
+        DecisionsRecord(
+            base=decisions.base,
+            base_seq=decisions.base_seq,
+            keyframe_seq=decisions.keyframe_seq,
+            reason=decisions.reason,
         )
     )
-    return _HEAD.pack(len(head)) + head + b"".join(_rows(choices.storages))
+    return _HEAD.pack(len(head)) + head + b"".join(_rows(decisions.storages))
 
 
-def _rows(storages: Sequence[StorageChoice]) -> Iterator[bytes]:
+def _rows(storages: Sequence[StorageDecision]) -> Iterator[bytes]:
     for storage in storages:
         bits = (storage.full_bits, storage.previous_bits, storage.keyframe_bits)
         view = VIEWS.index(storage.view)
@@ -110,7 +110,7 @@ def _rows(storages: Sequence[StorageChoice]) -> Iterator[bytes]:
         yield _ROW.pack(storage.mode, view, *steps, min(storage.age, AGE_MAX))
 
 
-def decode_choices(table: memoryview, *, where: object = None) -> Choices | None:
+def decode_decisions(table: memoryview, *, where: object = None) -> Decisions | None:
     """Read the table.
 
     Raises:
@@ -120,7 +120,7 @@ def decode_choices(table: memoryview, *, where: object = None) -> Choices | None
         return None
     reader = Reader(table, "a manifest's decisions", where)
     (head_nbytes,) = _HEAD.unpack(reader.take(_HEAD.size))
-    record = decode_stored(reader.take(head_nbytes), ChoicesRecord, where=where)
+    record = decode_stored(reader.take(head_nbytes), DecisionsRecord, where=where)
     rows = reader.take((len(table) - _HEAD.size - head_nbytes) // _ROW.size * _ROW.size)
     reader.done()
     storages = []
@@ -128,25 +128,25 @@ def decode_choices(table: memoryview, *, where: object = None) -> Choices | None
         if view >= len(VIEWS) or mode >= len(MODE_NAMES):
             raise MalformedError("the decision for a storage has fields out of range", where=where)
         full, previous, keyframe = (None if value == _NO_BITS else value * BITS_STEP for value in steps)
-        storages.append(StorageChoice(mode, full, previous, keyframe, VIEWS[view], age))
-    choices = Choices(
+        storages.append(StorageDecision(mode, full, previous, keyframe, VIEWS[view], age))
+    decisions = Decisions(
         base=record.base,
         base_seq=record.base_seq,
         keyframe_seq=record.keyframe_seq,
         reason=record.reason,
         storages=tuple(storages),
     )
-    _check(choices, where)
-    return choices
+    _check(decisions, where)
+    return decisions
 
 
-def _check(choices: Choices, where: object) -> None:
-    is_keyframe = choices.base == "none"
+def _check(decisions: Decisions, where: object) -> None:
+    is_keyframe = decisions.base == "none"
     if (
-        choices.base not in BASES
-        or any(storage.view not in VIEWS for storage in choices.storages)
-        or is_keyframe != (choices.base_seq is None)
-        or is_keyframe != (choices.keyframe_seq is None)
-        or not all(0 <= (seq or 0) <= SEQ_MAX for seq in (choices.base_seq, choices.keyframe_seq))
+        decisions.base not in BASES
+        or any(storage.view not in VIEWS for storage in decisions.storages)
+        or is_keyframe != (decisions.base_seq is None)
+        or is_keyframe != (decisions.keyframe_seq is None)
+        or not all(0 <= (seq or 0) <= SEQ_MAX for seq in (decisions.base_seq, decisions.keyframe_seq))
     ):
         raise MalformedError("a manifest's decisions have fields out of range", where=where)
