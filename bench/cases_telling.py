@@ -16,7 +16,7 @@ from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench
 from ckstore.background import cuda
 from ckstore.background.arena import Arena
-from ckstore.background.arena_layout import DEVICE_LAZY, stow
+from ckstore.background.arena_layout import DEVICE_LAZY, plan_layout
 from ckstore.background.cuda import CudaCopies, pin
 from ckstore.codec.kernels import reference
 from ckstore.state.capture import capture
@@ -76,7 +76,7 @@ def telling_devices(bench: Bench) -> Result:
 @contextmanager
 def _copies(state: list[torch.Tensor]) -> Iterator[CudaCopies]:
     captured = capture(state, [TorchAdapter()])
-    stowage = stow(captured.storages, [DEVICE_LAZY] * len(captured.storages), [])
+    stowage = plan_layout(captured.storages, [DEVICE_LAZY] * len(captured.storages), [])
     arena = Arena.create(stowage.end)
     try:
         slot = arena.slots[0]

@@ -121,6 +121,10 @@ TURN_SECONDS = 0.004
 """How often a thread that may not begin looks whether it may by now."""
 
 
+def noop(*_: object) -> None:
+    """Do nothing. Replaces a callback that must be called only once."""
+
+
 class ThreadLimit:
     """How many threads may begin chunks at present.
 

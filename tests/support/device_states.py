@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckstore.background.arena import Arena
-from ckstore.background.arena_layout import stow
+from ckstore.background.arena_layout import plan_layout
 from ckstore.background.copying import CopyPool
 from ckstore.background.device_copy import kinds_of, starts_of
 from ckstore.background.staging import Staging
@@ -19,7 +19,7 @@ class Staged:
         starts = starts_of(self.captured.storages)
         found = kinds_of(self.captured, starts, guarded)
         self.kinds = found if kind is None else [kind] * len(found)
-        self.stowage = stow(self.captured.storages, self.kinds, [])
+        self.stowage = plan_layout(self.captured.storages, self.kinds, [])
         self.arena, self.crew, self.told = Arena.create(self.stowage.end), CopyPool(2), []
         self.slot = self.arena.slots[0]
         self.slot.start(1, self.stowage.end)

@@ -10,7 +10,7 @@ import numpy as np
 from ckstore._testing import guard_memory
 from ckstore.background import copying
 from ckstore.background.arena import STAGED
-from ckstore.background.saver.staged_state import decode_head
+from ckstore.background.staged_head import decode_head
 from ckstore.config import MIB
 from ckstore.errors import SaverError
 from ckstore.results import Receipt
@@ -61,7 +61,7 @@ class PretendSaver:
         self.begun[ticket] = (room, head, callbacks)
         self.parents.append((options["parent"], options["parent_ticket"]))
         self.held.append(options["start_delay_ms"])
-        self.kept.append(options["may_keep"])
+        self.kept.append(options["may_retain"])
         self.calls.append("begin")
         if self.has_run:
             callbacks.on_began()
@@ -115,7 +115,7 @@ class PretendSaver:
         callbacks.on_done(receipt)
         if self.is_keeping and self.kept[ticket - 1]:
             self.lying.add(ticket)
-            callbacks.on_kept()
+            callbacks.on_retained()
         else:
             callbacks.on_free()
 
@@ -141,7 +141,7 @@ class PretendSaver:
         self._free_all()
         return True
 
-    def forget_kept(self):
+    def release_retained(self):
         self.calls.append("forget")
         self._free_all()
 

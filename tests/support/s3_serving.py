@@ -21,7 +21,7 @@ from werkzeug.serving import make_server
 
 
 class _Lasting(MotoRequestHandler):
-    """Answers request after request on one connection; each is read to its end first, and answered in one piece."""
+    """Questions request after request on one connection; each is read to its end first, and answered in one piece."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True

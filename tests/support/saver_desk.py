@@ -14,7 +14,7 @@ import numpy as np
 import ckstore
 from ckstore.background.arena import STAGED, UNIT_NBYTES, Arena
 from ckstore.background.client import Callbacks, Saver
-from ckstore.background.saver.staged_state import HeadWriter, SampleRow
+from ckstore.background.staged_head import HeadWriter, SampleRow
 from ckstore.config import MIB, Policy
 from ckstore.processes import process_started
 from ckstore.state.capture import capture
@@ -154,7 +154,7 @@ class InFlightCommit:
             on_failed=note("failed", self.ended, "error"),
             on_free=note("free", self.free),
             on_began=note("began", self.began),
-            on_kept=note("kept", self.kept),
+            on_retained=note("kept", self.kept),
         )
 
     def stage(self, units=None):

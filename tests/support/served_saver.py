@@ -53,10 +53,10 @@ class Levels:
     def now(self):
         return self.noted[-1] if self.noted else None
 
-    def give_way(self):
+    def use_low_priority(self):
         self._note("give way")
 
-    def stand_aside(self):
+    def use_idle_class(self):
         self._note("stand aside")
 
     def hurry(self):
@@ -209,13 +209,13 @@ class ServedSaver:
         os.eventfd_write(self.bell, 1)
 
     def begin(
-        self, state, step, *, slot=0, parent=None, parent_ticket=0, may_keep=False, start_delay_ms=0, lease="", **head
+        self, state, step, *, slot=0, parent=None, parent_ticket=0, may_retain=False, start_delay_ms=0, lease="", **head
     ):
         """Begin a ticket of which nothing is staged but its head."""
         self.ticket += 1
         room, captured, places, place, nbytes = lay_out(self.arena, self.ticket, state, step, slot=slot, **head)
         self.say(
-            protocol.Begin(self.ticket, slot, place, nbytes, parent, parent_ticket, may_keep, start_delay_ms, lease)
+            protocol.Begin(self.ticket, slot, place, nbytes, parent, parent_ticket, may_retain, start_delay_ms, lease)
         )
         return Begun(self, self.ticket, room, captured, places)
 

@@ -6,10 +6,10 @@ import os
 
 import numpy as np
 
-from ckstore.background.arena_layout import LAZY, NOW, stow
+from ckstore.background.arena_layout import LAZY, NOW, plan_layout
 from ckstore.background.copying import HostCopy
 from ckstore.background.device_copy import starts_of
-from ckstore.background.saver.staged_state import places_to_sample
+from ckstore.background.staged_head import places_to_sample
 from ckstore.background.staging import Staging
 from ckstore.config import Limits
 from ckstore.state.capture import capture
@@ -27,7 +27,7 @@ class Staged:
         self.captured = captured or capture(state)
         kinds = kinds or [LAZY if index in lazy else NOW for index in range(len(self.captured.storages))]
         sampled = places_to_sample(self.captured.storages, Limits())
-        self.stowage = stow(self.captured.storages, kinds, sampled)
+        self.stowage = plan_layout(self.captured.storages, kinds, sampled)
         self.slot = arena.slots[0]
         self.slot.reserve(self.stowage.end)
         self.slot.start(1, self.stowage.end)

@@ -194,7 +194,7 @@ class Trainer:
         logging.getLogger("ckstore").addHandler(Telling(self.life))
         from ckstore.background import client
 
-        client.PATIENCE_SECONDS = job["patience"]
+        client.WARN_AFTER_SECONDS = job["patience"]
         if job["pause"]:
             copy_slowly(job["pause"])
         task = {"numpy": NumpyTask, "torch": TorchTask}[job["task"]](job["seed"], job["nbytes"])

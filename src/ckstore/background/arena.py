@@ -193,9 +193,9 @@ class Slot:
         self._mapping: Mapping | None = None
         self._populated: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._taken: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self.release_devices: Callable[[], bool] | None = None
+        self.unpin_pages: Callable[[], bool] | None = None
         """Makes devices forget the pages that they were told of; returns whether they have."""
-        self.nbytes_told = 0
+        self.nbytes_pinned = 0
         """How many of its first bytes devices were told of; their pages stay in memory."""
         self.nbytes_begun = 0
         """How many of its first bytes the commit takes that it was last given to here, in whole units."""
@@ -301,7 +301,7 @@ class Slot:
                 self._populate_unit(begin)
                 begin += 1
             # A device has been told of its pages, which cannot become others any more.
-            if not self._taken[begin:end].any() and self.release_devices is None:
+            if not self._taken[begin:end].any() and self.unpin_pages is None:
                 place, count = DATA_OFFSET + begin * UNIT_NBYTES, end - begin
                 self._mapped.take_huge_pages(place, count * UNIT_NBYTES)
             for unit in range(begin, end):
@@ -328,7 +328,7 @@ class Slot:
         """Give the memory of a slot that nobody uses back to the system; return how many bytes."""
         nbytes = self.nbytes_taken
         # A device would go on to write to pages that are gone.
-        if not nbytes or not self.let_devices_go():
+        if not nbytes or not self.unpin():
             return 0
         # Before they are gone: what is populated in vain costs time, what is not there when it is written, the trainer.
         self._populated[:] = False
@@ -342,16 +342,16 @@ class Slot:
         """Let go of the memory, when no thread of this process uses it any more; what is known of it stays so."""
         self._mapping, self.marks, self._facts = None, np.zeros(0, np.uint8), self._facts.copy()
 
-    def tell_devices(self, nbytes: int, release: Callable[[], bool]) -> None:
+    def note_pinned(self, nbytes: int, release: Callable[[], bool]) -> None:
         """Take note that devices were told of its first so many bytes, whose pages are in memory from then on."""
-        self.release_devices, self.nbytes_told = release, nbytes
+        self.unpin_pages, self.nbytes_pinned = release, nbytes
         self._taken[: units_of(nbytes)] = True
 
-    def let_devices_go(self) -> bool:
+    def unpin(self) -> bool:
         """Have devices forget its pages; return whether they have."""
-        if self.release_devices is not None and not self.release_devices():
+        if self.unpin_pages is not None and not self.unpin_pages():
             return False
-        self.release_devices, self.nbytes_told = None, 0
+        self.unpin_pages, self.nbytes_pinned = None, 0
         return True
 
     def start(self, ticket: int, nbytes: int) -> None:
@@ -387,7 +387,7 @@ class Slot:
         # Shared memory stays when it is mapped again; its page tables are filled by populating once more.
         self._populated = np.zeros(units, np.bool_)
         self._taken = np.concatenate((self._taken, np.zeros(max(0, units - self._taken.size), np.bool_)))
-        self.release_devices, self.nbytes_told = None, 0
+        self.unpin_pages, self.nbytes_pinned = None, 0
         self.marks = np.frombuffer(self._mapping.view(0, units), np.uint8)
 
     def _populate_unit(self, unit: int) -> None:

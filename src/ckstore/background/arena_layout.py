@@ -13,7 +13,7 @@ them than that takes: a saver begins with what lies first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, takewhile
@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.background.arena import UNIT_NBYTES
-from ckstore.background.saver.staged_state import SampleRow
-from ckstore.background.spot_checks import WORD_NBYTES, spots_of
+from ckstore.background.staged_head import SampleRow
 from ckstore.codec.kernels.bytes_reference import RUN_COUNT, SAMPLE_NBYTES, run_of
 from ckstore.commit.chunking import SHARED_NBYTES_MAX, StorageShape
 from ckstore.config import MIB
+from ckstore.format.tensors import byte_strides_of
+from ckstore.state.capture import Captured
 
 RUN_NBYTES_MAX = 64 * MIB
 """Bytes of one copy: launching one takes some microseconds, and its end is when its units are marked."""
@@ -124,14 +125,14 @@ class Section:
         begin: Where the first unit lies.
         firsts: The first row of each unit, and the number of rows.
         rows: Storage, offset in it, place in the slot, length; no row crosses the end of a unit.
-        apart: How many of them, the first ones, are samples of chunks: nothing that is stored is read from there.
+        sample_row_count: How many of the first rows are samples of chunks. Stored bytes are never read from samples.
         runs: What a device is told to copy; only of a section that lies in devices.
     """
 
     begin: int
     firsts: NDArray[np.uint64]
     rows: NDArray[np.int64]
-    apart: int = 0
+    sample_row_count: int = 0
     runs: tuple[Run, ...] = ()
     words: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, _COLUMNS), np.int64))
     """Some words of what is copied, in columns as ``rows``: by them changes beside the guard are found."""
@@ -186,7 +187,7 @@ class ArenaLayout:
 
     Args:
         places: Where each storage begins in the slot.
-        samples: What is staged apart from its storage, and before it.
+        samples: What is staged sample_row_count from its storage, and before it.
         sections: One for each of ``NOW``, ``LAZY``, ``DEVICE_NOW``, ``DEVICE_LAZY``.
         end: Where the storages end, and the head may lie.
     """
@@ -197,7 +198,7 @@ class ArenaLayout:
     end: int
 
 
-def stow(
+def plan_layout(
     storages: Sequence[StorageShape], kinds: Sequence[int], sampled: Iterable[Sampled], pitches: Sequence[int] = ()
 ) -> ArenaLayout:
     """Lay out a state.
@@ -206,36 +207,36 @@ def stow(
         storages: What is to be staged.
         kinds: When, of each.
         sampled: The chunks that a commit samples before it codes.
-        pitches: How long a row of each storage is, in bytes; without it no row is looked at by itself.
+        pitches: How long a row of each storage is, in bytes; without it no row is result_or_error at by itself.
     """
-    loader = _LayoutBuilder(storages, kinds)
-    apart: dict[int, list[Sampled]] = {NOW: [], LAZY: []}
+    builder = _LayoutBuilder(storages, kinds)
+    samples_by_kind: dict[int, list[Sampled]] = {NOW: [], LAZY: []}
     for each in sampled:
-        if each[2] > SAMPLE_NBYTES and kinds[each[0]] in apart:
-            apart[kinds[each[0]]].append(each)
+        if each[2] > SAMPLE_NBYTES and kinds[each[0]] in samples_by_kind:
+            samples_by_kind[kinds[each[0]]].append(each)
     excerpts = _possible_masters(storages)
     sections = []
     for kind in (NOW, LAZY, DEVICE_NOW, DEVICE_LAZY):
-        loader.begin()
-        for each in apart.get(kind, ()):
-            loader.add_sample(*each)
-        loader.end_samples()
+        builder.begin()
+        for each in samples_by_kind.get(kind, ()):
+            builder.add_sample(*each)
+        builder.end_samples()
         indices = [index for index, its in enumerate(kinds) if its == kind]
-        if kind in apart:
+        if kind in samples_by_kind:
             for index in indices:
                 if index in excerpts:
-                    loader.add_excerpt(index)
+                    builder.add_excerpt(index)
         for index in sorted(indices, key=lambda index: storages[index].nbytes >= SHARED_NBYTES_MAX):
-            loader.add_storage(index)
-        section = loader.section()
+            builder.add_storage(index)
+        section = builder.section()
         # Once: a layout is used again by many commits.
         is_far = kind in (DEVICE_NOW, DEVICE_LAZY)
         sections.append(replace(section, runs=runs_of(section)) if is_far else section)
-    places = tuple(loader.places[index] for index in range(len(storages)))
+    places = tuple(builder.places[index] for index in range(len(storages)))
     lazy = [index for index, its in enumerate(kinds) if its == LAZY]
     spots = spots_of({index: (storages[index].nbytes, pitches[index]) for index in lazy if index < len(pitches)})
     sections[LAZY] = replace(sections[LAZY], words=_words_of(sections[LAZY], spots, places))
-    return ArenaLayout(places, tuple(loader.samples), tuple(sections), loader.end)
+    return ArenaLayout(places, tuple(builder.samples), tuple(sections), builder.end)
 
 
 def _words_of(section: Section, spots: NDArray[np.int64], places: Sequence[int]) -> NDArray[np.int64]:
@@ -243,7 +244,7 @@ def _words_of(section: Section, spots: NDArray[np.int64], places: Sequence[int])
 
     But not of samples of chunks: nothing that is stored is read from there, and they have ten times as many rows.
     """
-    firsts = section.rows[section.apart :].copy()
+    firsts = section.rows[section.sample_row_count :].copy()
     lengths = np.minimum(firsts[:, _NBYTES], WORD_NBYTES)
     lasts = firsts.copy()
     lasts[:, (_OFFSET, _PLACE)] += (firsts[:, _NBYTES] - lengths)[:, None]
@@ -274,7 +275,7 @@ class _LayoutBuilder:
         self.end = 0
         self._begin = 0
         self._rows: list[Row] = []
-        self._apart = 0
+        self._sample_row_count = 0
 
     def begin(self) -> None:
         """Begin a section."""
@@ -283,7 +284,7 @@ class _LayoutBuilder:
 
     def end_samples(self) -> None:
         """Take note that all samples of the section's chunks are laid down."""
-        self._apart = len(self._rows)
+        self._sample_row_count = len(self._rows)
 
     def section(self) -> Section:
         """End it."""
@@ -291,7 +292,7 @@ class _LayoutBuilder:
         self.end = _aligned(self.end, UNIT_NBYTES)
         units = np.arange(self._begin // UNIT_NBYTES, self.end // UNIT_NBYTES + 1)
         firsts = np.searchsorted(rows[:, _PLACE] // UNIT_NBYTES, units).astype(np.uint64)
-        return Section(self._begin, firsts, rows, self._apart)
+        return Section(self._begin, firsts, rows, self._sample_row_count)
 
     def add_storage(self, index: int) -> None:
         """Lay down a storage."""
@@ -353,3 +354,57 @@ def _possible_masters(storages: Sequence[StorageShape]) -> set[int]:
 
 def _aligned(place: int, to: int) -> int:
     return -(-place // to) * to
+
+
+WORD_NBYTES = 8
+
+
+SPOTS_MAX = 1 << 15
+"""Of all guarded memory. A word that no cache has takes up to 50 ns, and a call behind a guard waits for them."""
+
+
+_PITCH_NBYTES = 4096
+"""Between two words of what has no rows."""
+
+
+_PITCH_NBYTES_MIN = 64
+
+
+_SPREAD = 40503
+"""Odd, and far from a small part of any length of a row (Knuth's multiplicative hashing, 16 bits)."""
+
+
+def pitches_of(captured: Captured) -> list[int]:
+    """Return for each storage how long a row of the tensors in it is, in bytes: of the slowest of their dimensions."""
+    pitches: list[int] = [0] * len(captured.storages)
+    for spec in captured.tensors:
+        if len(spec.shape) >= 2:
+            width = captured.storages[spec.storage].element_width
+            pitch = max(byte_strides_of(spec.library, spec.strides, width))
+            if pitch > 0:
+                pitches[spec.storage] = min(pitch, pitches[spec.storage] or pitch)
+    return [max(pitch, _PITCH_NBYTES_MIN) if pitch else _PITCH_NBYTES for pitch in pitches]
+
+
+def spots_of(rows: Mapping[int, tuple[int, int]]) -> NDArray[np.int64]:
+    """Return storage and offset of the words to compare.
+
+    Args:
+        rows: Length and pitch of each storage. Those with few rows have all of them compared, and larger ones share
+            what is left of ``SPOTS_MAX``.
+    """
+    counts = {index: -(-nbytes // pitch) for index, (nbytes, pitch) in rows.items() if nbytes >= WORD_NBYTES}
+    spots: list[NDArray[np.int64]] = [np.empty((0, 2), np.int64)]
+    left = SPOTS_MAX
+    for number, (index, count) in enumerate(sorted(counts.items(), key=lambda item: item[1])):
+        taken = min(count, left // (len(counts) - number))
+        if taken:
+            left -= taken
+            spots.append(_spots_in(index, *rows[index], chosen=(np.arange(taken, dtype=np.int64) * count) // taken))
+    return np.concatenate(spots)
+
+
+def _spots_in(index: int, nbytes: int, pitch: int, *, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+    columns = chosen * _SPREAD % max(1, pitch // WORD_NBYTES) * WORD_NBYTES
+    offsets = np.minimum(chosen * pitch + columns, nbytes - WORD_NBYTES)
+    return np.stack((np.full_like(offsets, index), offsets), axis=1)

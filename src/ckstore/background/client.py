@@ -1,12 +1,14 @@
-"""The trainer's end of a saver: start it, hand it tickets, hear what became of them, see it die, end it.
+"""The trainer's client of a saver process: start it, send it tickets, receive what became of them, end it.
+
+A ticket is the number of one background commit. ``Tickets`` and ``Questions`` match the saver's messages to callers.
 
 Invariants:
-- Every ticket that was begun ends in ``on_done`` or ``on_failed``, once, and then in ``on_free``, whatever becomes of
-  the saver: its death is seen by pidfd, not by the end of a socket.
-- One thread listens; it sleeps until there is a message, so a trainer that computes is not disturbed.
-- Nothing here waits for a saver without looking whether it lives; a forked child has no part in it.
-
-What becomes of what a saver was given to do: each ticket is told once how it ended, each question answered.
+- Every begun ticket ends in exactly one call of ``on_done`` or ``on_failed``, followed by one call of ``on_free``. This
+  holds even if the saver dies.
+- The death of the saver is detected by pidfd. The end of the socket does not prove it, because a forked child may hold
+  the socket open.
+- One thread receives all messages. It sleeps until a message arrives, so it does not disturb training.
+- Every wait for the saver also ends when the saver dies. A forked child cannot use its parent's saver.
 """
 
 from __future__ import annotations
@@ -27,63 +29,56 @@ from typing import Any
 
 from ckstore.background import protocol
 from ckstore.background.arena import Arena
-from ckstore.background.protocol import Began, Done, Failed, Kept, Message, Progress, SlotFree, error_of
-from ckstore.background.saver_process import SHORT_OF_MEMORY, Watch, death_of, hello_to, launch
+from ckstore.background.protocol import Message, ProcessWatch
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.concurrency import Latch, log_safely
+from ckstore.concurrency import Latch, log_safely, noop
 from ckstore.config import EngineName
 from ckstore.errors import CkstoreError, MalformedError, SaverError, UsageError
-from ckstore.processes import close_in_children, is_stopped, process_started
+from ckstore.processes import close_in_children, is_stopped, process_started, start_python
 from ckstore.results import Receipt
 
 _log = logging.getLogger("ckstore")
 
-OF_TICKET = (Began, Progress, Done, Failed, Kept, SlotFree)
-
-
-def _ignore(*facts: object) -> None:
-    """Do nothing."""
-
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What is called, on the listening thread, as a ticket goes on; none of them may wait.
+    """Functions that report the progress of a ticket. They run on the listening thread and must not wait.
 
     Args:
-        on_done: It is durable.
-        on_failed: It was not acknowledged; with the error of the saver, or SaverError if that died.
-        on_free: The slot may be used again; comes last, and always.
-        on_began: The saver holds the lease for it. From here on the checkpoint is published even if the trainer
-            dies, provided that all was staged; and a trainer that is started again waits for it.
-        on_progress: Stage, bytes done, bytes in all.
-        on_kept: The ticket has ended, and its slot is still needed; ``on_free`` comes later.
+        on_done: The checkpoint is durable.
+        on_failed: The commit failed, with the saver's error, or with SaverError if the saver died.
+        on_free: The slot may be reused. Always the last call.
+        on_began: The saver holds the lease for this ticket. From here on a fully staged state is published even if the
+            trainer dies, and a restarted trainer waits for it.
+        on_progress: Stage, bytes done, bytes in total.
+        on_retained: The commit has ended, but the saver still reads the slot. ``on_free`` follows later.
     """
 
     on_done: Callable[[Receipt], None]
     on_failed: Callable[[Exception], None]
     on_free: Callable[[], None]
-    on_began: Callable[[], None] = _ignore
-    on_progress: Callable[[str, int, int], None] = _ignore
-    on_kept: Callable[[], None] = _ignore
+    on_began: Callable[[], None] = noop
+    on_progress: Callable[[str, int, int], None] = noop
+    on_retained: Callable[[], None] = noop
 
 
 class Tickets:
-    """The tickets that have not ended yet; thread-safe."""
+    """Tickets whose slots are still in use. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._callbacks: dict[int, Callbacks] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._is_closed = False
 
     @property
-    def untold(self) -> int:
-        """How many were neither acknowledged nor given up."""
+    def unfinished_count(self) -> int:
+        """Number of tickets that have neither succeeded nor failed."""
         with self._lock:
-            return len(self._callbacks) - len(self._told)
+            return len(self._callbacks) - len(self._reported)
 
     def add(self, number: int, callbacks: Callbacks) -> bool:
-        """Add a ticket; False: it is too late, the saver is dead or about to end."""
+        """Add a ticket. Return False if the saver is dead or about to end."""
         with self._lock:
             if not self._is_closed:
                 self._callbacks[number] = callbacks
@@ -91,63 +86,63 @@ class Tickets:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no more are taken."""
+        """Whether new tickets are refused."""
         return self._is_closed
 
     def close(self) -> bool:
-        """Take no more, unless one was not told yet how it ended; return whether none is taken any more."""
+        """Refuse new tickets if no ticket is unfinished. Return whether new tickets are refused."""
         with self._lock:
-            self._is_closed = self._is_closed or len(self._callbacks) == len(self._told)
+            self._is_closed = self._is_closed or len(self._callbacks) == len(self._reported)
             return self._is_closed
 
     def remove(self, number: int) -> None:
-        """Take back a ticket that was not handed over."""
+        """Remove a ticket that could not be sent."""
         with self._lock:
             self._callbacks.pop(number, None)
 
-    def take(self, message: Began | Progress | Done | Failed | Kept | SlotFree) -> None:
-        """Call what a message calls for.
+    def take(self, message: protocol.TicketMessage) -> None:
+        """Call the function that belongs to a message.
 
         Raises:
-            MalformedError: There is no such ticket.
+            MalformedError: The ticket is unknown.
         """
         number = message.ticket
         with self._lock:
             callbacks = self._callbacks.get(number)
-            if isinstance(message, SlotFree):
+            if isinstance(message, protocol.SlotFree):
                 self._callbacks.pop(number, None)
-                self._told.discard(number)
-            elif isinstance(message, (Done, Failed)):
-                self._told.add(number)
+                self._reported.discard(number)
+            elif isinstance(message, (protocol.Done, protocol.Failed)):
+                self._reported.add(number)
         if callbacks is None:
-            raise MalformedError("the saver tells of a ticket that it was not given", where=f"ticket {number}")
-        if isinstance(message, Began):
+            raise MalformedError("the saver reported on an unknown ticket", where=f"ticket {number}")
+        if isinstance(message, protocol.Began):
             _call(callbacks.on_began)
-        elif isinstance(message, Progress):
+        elif isinstance(message, protocol.Progress):
             _call(callbacks.on_progress, message.stage, message.nbytes_done, message.nbytes_total)
-        elif isinstance(message, Done):
+        elif isinstance(message, protocol.Done):
             _call(callbacks.on_done, message.receipt)
-        elif isinstance(message, Failed):
-            _call(callbacks.on_failed, error_of(message))
+        elif isinstance(message, protocol.Failed):
+            _call(callbacks.on_failed, protocol.error_of(message))
         else:
-            _call(callbacks.on_kept if isinstance(message, Kept) else callbacks.on_free)
+            _call(callbacks.on_retained if isinstance(message, protocol.Retained) else callbacks.on_free)
 
     def end(self, death: Callable[[], Exception]) -> None:
-        """The saver is dead: end every ticket; ``death`` makes an error for each."""
+        """End every ticket because the saver is dead. ``death`` makes a new error for each."""
         with self._lock:
             self._is_closed = True
             callbacks, self._callbacks = self._callbacks, {}
         for number, each in callbacks.items():
-            if number not in self._told:
+            if number not in self._reported:
                 _call(each.on_failed, death())
             _call(each.on_free)
 
 
-class Answers:
-    """Questions that a saver answers in the order in which they were asked; thread-safe.
+class Questions:
+    """Questions to the saver, which answers in the order of asking. Thread-safe.
 
-    Each has a number, and an answer is one to all before it: whoever is interrupted before a question was sent, or
-    before its answer came, leaves nothing that another one could take for theirs.
+    Questions are numbered. An answer also answers all earlier questions. So a caller that is interrupted before its
+    question is sent, or before its answer arrives, cannot leave an answer that a later caller takes for its own.
     """
 
     def __init__(self) -> None:
@@ -157,7 +152,7 @@ class Answers:
         self._is_closed = False
 
     def ask(self) -> tuple[int, Latch]:
-        """Return the number of the next question, and what is set when it was answered, or nobody is there to do so."""
+        """Return the number of the next question, and an event that is set by the answer or by the saver's death."""
         answered = Latch()
         with self._lock:
             self._last += 1
@@ -168,20 +163,20 @@ class Answers:
             return self._last, answered
 
     def take(self, number: int) -> None:
-        """Take an answer.
+        """Handle an answer.
 
         Raises:
-            MalformedError: Nobody asked that.
+            MalformedError: This question was never asked.
         """
         with self._lock:
             if not 0 < number <= self._last:
-                raise MalformedError("the saver answers what nobody asked", where=f"question {number}")
+                raise MalformedError("the saver answered a question that was not asked", where=f"question {number}")
             answered = [self._open.pop(each) for each in sorted(self._open) if each <= number]
         for event in answered:
             event.set()
 
     def end(self) -> None:
-        """The saver is dead: let nobody wait."""
+        """Wake every waiting caller because the saver is dead."""
         with self._lock:
             self._is_closed = True
             waiting, self._open = self._open, {}
@@ -196,43 +191,47 @@ def _call(callback: Callable[..., None], *facts: object) -> None:
         log_safely(_log, logging.ERROR, "a callback of a background commit failed", exc_info=True)
 
 
-PATIENCE_SECONDS = 10.0
-"""Whoever waits for longer is told for what; and again after six times as long."""
+WARN_AFTER_SECONDS = 10.0
+"""A wait that takes longer logs a warning, then again every six times as long."""
 
 GRACE_SECONDS = 5.0
-"""For a saver to be gone after it has closed its socket."""
+"""Time for a saver to exit after it has closed its socket."""
 
-SPEAK_SECONDS = 0.02
-"""Between two tries to say something to a saver that does not read; it takes hundreds of messages to get there."""
-
+SEND_RETRY_SECONDS = 0.02
+"""Between two attempts to send while the socket is full, which takes hundreds of unread messages."""
 
 _NO_RULES: Mapping[str, Any] = MappingProxyType({})
 
-_TAKE_TIME = (protocol.Begin, protocol.Release, protocol.Warm, protocol.Forget, protocol.Quit)
+_WORK_MESSAGES = (protocol.Begin, protocol.Release, protocol.Warm, protocol.Forget, protocol.Quit)
+"""Messages that give the saver work."""
 
 
 class Saver:
-    """A saver process, as its trainer sees it; thread-safe."""
+    """A saver process, as seen by its trainer. Thread-safe."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], channel: socket.socket, bell: int, watch: Watch, clock: Clock
+        self, process: subprocess.Popen[bytes], channel: socket.socket, bell: int, watch: ProcessWatch, clock: Clock
     ) -> None:
         self._process = process
         self._channel = channel
-        self._bell = bell
-        # Not before: another file may get its number.
+        self.bell = bell
+        """The eventfd that wakes the saver when more bytes are staged. Stays open as long as this object."""
+        # Not closed when the saver dies: another file could get the same number while a thread still writes to it.
         self._close_bell = weakref.finalize(self, os.close, bell)
         self._watch = watch
         self._clock = clock
         self._owner = os.getpid()
-        self.lease: str | None = ""  # The token of what was lent; None: asked back, and not known to be given back.
-        # A handle that is collected in the middle of a message says goodbye on the same thread.
-        self._speaking = threading.RLock()
-        self._said, self._hurried = object(), object()  # What takes time, and for what of it the saver was hurried.
-        self._tickets, self._answers = Tickets(), Answers()
+        self.lease: str | None = ""
+        """Token of the lease that was transferred to the saver. None: asked to give it up, and not yet confirmed."""
+        # Reentrant: garbage collection in the middle of a send may finalize a store, which sends Quit on this thread.
+        self._sending = threading.RLock()
+        # Identify the last message that gave work, and the one for which the saver was last asked to hurry.
+        self._last_request, self._hurried_request = object(), object()
+        self._tickets, self._answers = Tickets(), Questions()
         self._ready, self._dead = Latch(), Latch()
-        self._is_leaving = False  # A signal has asked it to end.
-        self._why: Exception | None = None
+        self._is_leaving = False
+        """Whether a signal asked the saver to end."""
+        self._death_cause: Exception | None = None
         self._listener = threading.Thread(target=self._listen, name="ckstore-saver", daemon=True)
         close_in_children(self)
 
@@ -249,59 +248,53 @@ class Saver:
         clock: Clock = SYSTEM_CLOCK,
         store_id: str = "",
     ) -> Saver:
-        """Start a saver; returns at once, and tickets may be handed to it at once.
+        """Start a saver process. Return without waiting for it; tickets may be sent immediately.
 
         Args:
-            address: The store's folder or URL; it goes through the socket, never onto a command line.
+            address: Folder or URL of the store. It is sent over the socket and never appears on a command line.
             run: The run to commit to.
-            arena: What tickets are staged in; the saver maps it too.
-            nice: Added to the saver's niceness.
-            engine: What moves packs.
-            retention: Rules by which checkpoints may go when the disk is full.
-            clock: Where time comes from.
-            store_id: Identity of the store, hexadecimal; the saver refuses another one. Empty: it takes any.
+            arena: Shared memory for staged states, which the saver maps too.
+            nice: Added to the saver's nice value.
+            engine: I/O engine for packs.
+            retention: Rules by which checkpoints may be deleted when the disk is full.
+            clock: Time source.
+            store_id: Identity of the store in hexadecimal; the saver refuses any other store. Empty: any store.
 
         Raises:
-            SaverError: No process can be started.
+            SaverError: The process or its listening thread cannot be started.
         """
         try:
-            hello = hello_to(address, run, engine, nice, retention, store_id)
+            hello = protocol.hello_to(address, run, engine, nice, retention, store_id)
             process, channel, bell = launch(hello, arena.fd)
         except OSError as error:
-            raise SaverError(f"no saver can be started ({error})", todo="commit without one") from error
-        watch = Watch(process.pid, process_started(process.pid) or "")
+            raise SaverError(f"cannot start a saver process ({error})", todo="use commit instead") from error
+        watch = ProcessWatch(process.pid, process_started(process.pid) or "")
         saver = cls(process, channel, bell, watch, clock)
         try:
             saver._listener.start()
         except RuntimeError as error:
-            # There is no memory for a thread, or no more of them are allowed.
-            saver._why = SaverError(f"no saver can be listened to ({error})", todo="commit without one")
+            saver._death_cause = SaverError(
+                f"cannot start a thread that listens to the saver ({error})", todo="use commit instead"
+            )
             process.kill()
-            saver._bury()
-            raise saver._death() from error
+            saver._reap()
+            raise saver._death_error() from error
         return saver
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """Process id."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the saver lives and listens, and this is the process that started it."""
+        """Whether the saver is alive and connected, and this process started it."""
         return not self._dead.is_set() and self._owner == os.getpid()
 
     @property
     def takes_tickets(self) -> bool:
-        """Whether it lives, and is not about to end because a signal has asked it to."""
+        """Whether the saver accepts tickets: it is alive, and no signal has asked it to end."""
         return self.is_alive and not self._tickets.is_closed
-
-    @property
-    def bell(self) -> int:
-        """The eventfd that tells the saver that more is staged; open as long as this object."""
-        return self._bell
-
-    # Tickets
 
     def begin(
         self,
@@ -313,64 +306,62 @@ class Saver:
         *,
         parent: int | None = None,
         parent_ticket: int = 0,
-        may_keep: bool = False,
+        may_retain: bool = False,
         start_delay_ms: int = 0,
     ) -> None:
-        """Hand over a slot that is being staged; its head (``head.HeadWriter``) is there.
+        """Send ``Begin`` for a slot whose head is complete and whose state is being staged.
 
         Args:
-            ticket: A number of the trainer's, greater than every earlier one.
-            slot: Which slot.
-            head_place: Where in the slot the head lies.
-            head_nbytes: How long it is.
-            callbacks: What to call as it goes on.
-            parent: The seq that the state comes from.
-            parent_ticket: The ticket that it comes from, whose seq is not known yet; it wins if it is published.
-            may_keep: Whether the saver may go on to read the slot for the next ticket, and give it back later.
-            start_delay_ms: For how long it is to leave all processors to those who copy.
+            ticket: Number of the commit, greater than all earlier ones.
+            slot: Index of the slot.
+            head_place: Offset of the head in the slot.
+            head_nbytes: Length of the head.
+            callbacks: Called as the commit progresses.
+            parent: The seq of the checkpoint that this state continues.
+            parent_ticket: The earlier ticket that this state continues. If that was published, it replaces ``parent``.
+            may_retain: Whether the saver may keep the slot as the delta base of the next commit.
+            start_delay_ms: How long the saver leaves all processors to the copy threads.
 
         Raises:
-            SaverError: The saver is dead, or about to end; nothing will be called.
+            SaverError: The saver is dead, or about to end. No callback will be called.
             UsageError: This is a forked child.
         """
         self._check_owner()
         if not self._tickets.add(ticket, callbacks):
-            raise self._death()
+            raise self._death_error()
         try:
-            whose = parent, parent_ticket, may_keep, start_delay_ms, self.lease or ""
-            self._say(protocol.Begin(ticket, slot, head_place, head_nbytes, *whose))
+            options = parent, parent_ticket, may_retain, start_delay_ms, self.lease or ""
+            self._send(protocol.Begin(ticket, slot, head_place, head_nbytes, *options))
         except BaseException:
             self._tickets.remove(ticket)
             raise
 
     def staged(self, ticket: int) -> None:
-        """Tell that a ticket is staged whole, its slot marked and its state ``STAGED``; a dead saver is no error."""
+        """Report that all bytes of a ticket are staged. A dead saver is not an error."""
         with contextlib.suppress(Exception):
-            self._say(protocol.Staged(ticket))
+            self._send(protocol.Staged(ticket))
 
     def abort(self, ticket: int) -> None:
-        """Give a ticket up; it still ends in a callback: failed, or done where it was too late."""
+        """Cancel a ticket. It still ends in a callback: ``on_failed``, or ``on_done`` if it was already published."""
         with contextlib.suppress(Exception):
-            self._say(protocol.Abort(ticket))
-
-    # Waiting, and the end
+            self._send(protocol.Abort(ticket))
 
     def wait_ready(self, timeout: float | None = None) -> bool:
-        """Wait until the saver has opened the store; False: not in this time.
+        """Wait until the saver has opened the store. Return False after the timeout.
 
         Raises:
-            CkstoreError: It could not, or died.
+            CkstoreError: The saver could not open it, or died.
         """
         is_ready = self.wait(self._ready, timeout, "open the store")
         if self._dead.is_set():
-            raise self._death()
+            raise self._death_error()
         return is_ready
 
     def release_lease(self, timeout: float | None = None) -> bool:
-        """Let the saver finish what it has, give up the writer lease and forget the run; return whether it has in time.
+        """Have the saver finish its tickets, give up the lease and forget the run. Return False after the timeout.
 
         Raises:
-            SaverError: It lives, and cannot be asked. A dead one holds no lease.
+            SaverError: The saver is alive, but the message cannot be sent. A dead saver holds no lease.
         """
         self.lease = None
         if is_answered := self._ask(protocol.Release, timeout, "give up the writer lease"):
@@ -378,20 +369,20 @@ class Saver:
         return is_answered
 
     def warm(self, block_count: int, nbytes: int, timeout: float | None = None) -> bool:
-        """Let the saver map the arena, and take write blocks for a state; return whether it has answered in time."""
+        """Have the saver map the arena and allocate write blocks for a state. Return False after the timeout."""
         return self._ask(partial(protocol.Warm, block_count=block_count, nbytes=nbytes), timeout, "take memory ahead")
 
-    def forget_kept(self) -> None:
-        """Let the saver give back what it keeps for the next commit, when it has done what was begun; does not wait."""
+    def release_retained(self) -> None:
+        """Ask the saver to free retained slots after its current tickets. Does not wait."""
         with contextlib.suppress(Exception):
-            self._say(protocol.Forget())
+            self._send(protocol.Forget())
 
     def quit(self, timeout: float | None = None, *, is_waited: bool = True) -> bool:
-        """End the saver when it has done what was begun, waited for or not; return whether it has, in that time."""
+        """Have the saver finish its tickets and exit. Return whether it has exited by now."""
         if self._owner != os.getpid():
             return True
         with contextlib.suppress(Exception):
-            self._say(protocol.Quit(), is_patient=is_waited)
+            self._send(protocol.Quit(), is_blocking=is_waited)
         if not (is_waited and self.wait(self._dead, timeout, "finish", is_urgent=True)):
             return not self.is_alive
         if threading.current_thread() is not self._listener:
@@ -399,21 +390,18 @@ class Saver:
         return True
 
     def wait(self, event: Latch, timeout: float | None, doing: str, *, is_urgent: bool = False) -> bool:
-        """Wait for an event that the listening thread sets, at the latest when the saver dies; say so after a while.
+        """Wait for an event that the listening thread sets, or the death of the saver. Return whether it is set.
 
         Args:
-            event: Callbacks or this class set it.
-            timeout: Seconds; None: as long as the saver lives.
-            doing: What the saver is to do, as in "waiting for the saver to ...".
-            is_urgent: Let it not give way to others meanwhile.
-
-        Returns:
-            Whether the event is set.
+            event: An event that a callback or this class sets.
+            timeout: Seconds. None: as long as the saver lives.
+            doing: What the saver is expected to do, for the warning "still waiting for the saver to ...".
+            is_urgent: Raise the saver's priority meanwhile.
         """
         if event.is_set():
             return True
         self._check_owner()
-        begun, patience = self._clock.monotonic(), PATIENCE_SECONDS
+        begun, patience = self._clock.monotonic(), WARN_AFTER_SECONDS
         if is_urgent and (timeout is None or timeout > 0):
             self.hurry()
         while True:
@@ -424,57 +412,60 @@ class Saver:
             if event.wait(patience - waited if left is None else max(0.0, min(left, patience - waited))):
                 return True
             if self._clock.monotonic() - begun >= patience:
-                patience = self._clock.monotonic() - begun + 6 * PATIENCE_SECONDS
-                stopped = "; it is stopped: SIGCONT lets it go on" if is_stopped(self.pid) else ""
+                patience = self._clock.monotonic() - begun + 6 * WARN_AFTER_SECONDS
+                stopped = "; the process is stopped: send it SIGCONT" if is_stopped(self.pid) else ""
                 _log.warning("still waiting for the saver (pid %d) to %s%s", self.pid, doing, stopped)
 
     def hurry(self) -> None:
-        """Let the saver not give way until it has nothing left to do; once: who polls would fill its socket."""
-        said = self._said
-        if self._hurried is not said:
+        """Raise the saver's priority until it has no work left. Sent once per work, so that polling is cheap."""
+        request = self._last_request
+        if self._hurried_request is not request:
             with contextlib.suppress(Exception):
-                self._say(protocol.Hurry())
-                self._hurried = said  # Not what it is by now: another thread may have begun something.
+                self._send(protocol.Hurry())
+                # Not the current value of _last_request: another thread may have sent new work meanwhile.
+                self._hurried_request = request
 
     def _check_owner(self) -> None:
-        # Before any lock: in a forked child somebody may hold it who is not there.
+        # Checked before any lock is taken: in a forked child, a lock may be held by a thread that does not exist there.
         if self._owner != os.getpid():
             raise UsageError("a forked child cannot use its parent's saver", todo="open the store again")
 
     def _ask(self, kind: type[protocol.Release] | partial[protocol.Warm], timeout: float | None, doing: str) -> bool:
-        """Ask something that is answered in its turn, and wait for that; a dead saver answers everything."""
+        """Send a question and wait for its answer. The death of the saver also ends the wait."""
         self._check_owner()
         number, answered = self._answers.ask()
         try:
-            self._say(kind(number), is_patient=True)
+            self._send(kind(number), is_blocking=True)
         except Exception:
             if not self._dead.is_set():
                 raise
         return self.wait(answered, timeout, doing, is_urgent=True)
 
-    def _say(self, message: Message, *, is_patient: bool = False) -> None:
-        """Send a message; where the saver does not read, raise, or be patient until it does or is dead."""
+    def _send(self, message: Message, *, is_blocking: bool = False) -> None:
+        """Send a message. If the socket is full, raise SaverError, or wait for room if ``is_blocking``."""
         self._check_owner()
         while True:
             try:
-                with self._speaking:
+                with self._sending:
                     protocol.send(self._channel, message)
-                if isinstance(message, _TAKE_TIME):
-                    self._said = object()
+                if isinstance(message, _WORK_MESSAGES):
+                    self._last_request = object()
                 return
             except BlockingIOError:
-                if is_patient and not self._dead.wait(SPEAK_SECONDS):
+                if is_blocking and not self._dead.wait(SEND_RETRY_SECONDS):
                     continue
-                raise SaverError(f"the saver (pid {self.pid}) does not read what it is told", pid=self.pid) from None
+                raise SaverError(
+                    f"the saver (pid {self.pid}) does not read its messages", todo="stop that process", pid=self.pid
+                ) from None
             except OSError as error:
-                if error.errno in SHORT_OF_MEMORY and is_patient and not self._dead.wait(SPEAK_SECONDS):
+                if error.errno in protocol.SHORT_OF_MEMORY and is_blocking and not self._dead.wait(SEND_RETRY_SECONDS):
                     continue
-                # The listening thread is about to find out how it ended.
+                # The listening thread will determine within seconds how the saver ended.
                 if threading.current_thread() is not self._listener and self._dead.wait(2 * GRACE_SECONDS):
-                    raise self._death() from None
-                raise SaverError(f"the saver (pid {self.pid}) does not listen ({error})", pid=self.pid) from None
+                    raise self._death_error() from None
+                raise SaverError(f"lost the connection to the saver (pid {self.pid}): {error}", pid=self.pid) from None
 
-    # The listening thread
+    # On the listening thread
 
     def _listen(self) -> None:
         poll = select.poll()
@@ -482,24 +473,24 @@ class Saver:
         if self._watch.fd >= 0:
             poll.register(self._watch.fd, select.POLLIN)
         try:
-            while self._hear():
+            while self._receive_all():
                 if not self._watch.is_alive:
-                    # What it said before it died is still there.
-                    self._hear()
+                    # Messages that were sent before the death are still in the socket.
+                    self._receive_all()
                     break
                 poll.poll(self._watch.timeout_ms)
         except BaseException as error:
-            # It must not go on to write unheard.
-            self._why = error if isinstance(error, CkstoreError) else None
+            # A saver whose messages cannot be read must not continue to write.
+            self._death_cause = error if isinstance(error, CkstoreError) else None
             self._process.kill()
             log_safely(
-                _log, logging.ERROR, "the saver (pid %d) is killed, for it cannot be understood: %s", self.pid, error
+                _log, logging.ERROR, "killed the saver (pid %d) because of an invalid message: %s", self.pid, error
             )
         finally:
-            self._bury()
+            self._reap()
 
-    def _hear(self) -> bool:
-        """Take all messages there are; False at the end of the connection."""
+    def _receive_all(self) -> bool:
+        """Handle all messages in the socket. Return False at the end of the connection."""
         while True:
             try:
                 message = protocol.receive(self._channel, protocol.TO_TRAINER)
@@ -509,9 +500,9 @@ class Saver:
                 return False
             if message is None:
                 return False
-            self._take(message)
+            self._handle(message)
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if isinstance(message, protocol.Log):
             log_safely(_log, message.level, "saver (pid %d): %s", self.pid, message.text)
         elif isinstance(message, protocol.Ready):
@@ -519,50 +510,79 @@ class Saver:
         elif isinstance(message, protocol.Answer):
             self._answers.take(message.question)
         elif isinstance(message, protocol.Failed) and message.ticket == 0:
-            self._why = protocol.error_of(message)
-        elif isinstance(message, OF_TICKET):
+            self._death_cause = protocol.error_of(message)
+        elif isinstance(message, protocol.TicketMessage):
             self._tickets.take(message)
         self._is_leaving = self._is_leaving or isinstance(message, protocol.Leaving)
-        # What was begun before a signal asked it to end is carried through, and what comes next another one's.
+        # A saver that was asked to end by a signal finishes what it has begun. The next commit starts a new saver.
         is_end = self._is_leaving and not self._tickets.is_closed and self._tickets.close()
-        # Where a signal has come to who speaks, its handler may wait for what this thread is to hear: then it is said
-        # by whoever starts another saver.
-        if is_end and self._speaking.acquire(blocking=False):
+        # Not blocking: the thread that holds the lock may be in a signal handler that waits for this thread. Then Quit
+        # is sent when the next saver is started.
+        if is_end and self._sending.acquire(blocking=False):
             with contextlib.suppress(Exception):
-                self._say(protocol.Quit(is_parting=True))
-            self._speaking.release()
+                self._send(protocol.Quit(is_parting=True))
+            self._sending.release()
 
-    def _bury(self) -> None:
-        """Make sure that it is dead, take its exit code, and tell everybody who waits."""
+    def _reap(self) -> None:
+        """Ensure that the process is dead, collect its exit code, and end every ticket and every wait."""
         try:
             code = self._process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:  # It has closed its socket, and lives on.
+        except subprocess.TimeoutExpired:
+            # It closed its socket without exiting.
             self._process.kill()
             code = self._process.wait()
-        is_busy = self._tickets.untold > 0
-        if self._why is None:
-            self._why = death_of(self.pid, code, is_busy=is_busy, error_was_raised=self._is_leaving)
+        is_busy = self._tickets.unfinished_count > 0
+        if self._death_cause is None:
+            self._death_cause = protocol.death_of(self.pid, code, is_busy=is_busy, was_signalled=self._is_leaving)
         self._dead.set()
         self._watch.close()
-        with self._speaking:
+        with self._sending:
             self._channel.close()
         if is_busy or code:
-            log_safely(_log, logging.ERROR, "%s", self._why)
-        self._tickets.end(self._death)
+            log_safely(_log, logging.ERROR, "%s", self._death_cause)
+        self._tickets.end(self._death_error)
         self._answers.end()
         self._ready.set()
 
-    def _death(self) -> Exception:
-        """Return the error of whoever needs the saver: a new one each time, since each is raised elsewhere."""
-        why = self._why or SaverError(f"the saver (pid {self.pid}) was told by a signal to end", pid=self.pid)
+    def _death_error(self) -> Exception:
+        """Return a new error that says how the saver ended. Each caller raises its own."""
+        why = self._death_cause or SaverError(f"the saver (pid {self.pid}) was asked to end by a signal", pid=self.pid)
         return protocol.error_of(protocol.failed_of(0, why))
 
     def close_in_child(self) -> None:
-        """In a forked child: keep nothing that the trainer or the saver could be taken to live by."""
-        # No lock is touched: whoever held it is not here.
+        """Close the saver's descriptors in a forked child, which must not keep trainer or saver alive."""
+        # Takes no lock: a lock may be held by a thread that does not exist in the child.
         self._watch.close()
         self._channel.close()
         if self._close_bell.detach():
-            os.close(self._bell)
-        # Not this process's child: nothing to wait for.
+            os.close(self.bell)
+        # The saver is not a child of this process, so there is no exit code to wait for.
         self._process.returncode = 0
+
+
+def launch(hello: protocol.Hello, arena: int) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+    """Start the saver process. Return it with this end of the socket and the eventfd that is its bell.
+
+    Raises:
+        OSError: The process cannot be started. All descriptors are closed.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        # Sent before the process starts, so that it never waits for its first message.
+        protocol.send(ours, hello)
+        # A session of its own keeps the terminal's signals away.
+        process = start_python(
+            ["-m", "ckstore.background.saver"],
+            fds=(theirs.fileno(), bell, arena),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return process, ours, bell
+    except BaseException:
+        ours.close()
+        os.close(bell)
+        raise
+    finally:
+        theirs.close()

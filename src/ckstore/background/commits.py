@@ -1,18 +1,16 @@
-"""Hand captured states to the saver: tickets, and what happens while an earlier one is still being written.
+"""The trainer's side of background commits: submit a state, limit how many are in flight, collect the results.
+
+The life of one commit, top to bottom: ``BackgroundCommits.submit`` finds a slot, sends ``Begin`` to the saver and
+copies the state into the slot. ``Staging`` reports when all bytes are copied. The saver commits them, and its messages
+resolve the ``Pending`` that ``submit`` has returned.
 
 Invariants:
-- At most two states are on their way at a time: queues are not where a trainer's memory goes. A third one may still
-  lie in the arena, the last that was committed: what the next is coded against.
-- How a commit ended is told: to whoever asks the pending one, to the log at once, and to the next commit.
-- Nothing that a callback does waits.
-
-The states that lie in an arena, on their way or kept for the next one to be coded against, and room for one more.
-
-Invariants:
-- A slot is used again when its saver reads nothing of it any more and no thread of ours writes to it.
-- What is kept makes way for what is to be committed: where memory is short, or the policy allows less.
-
-A captured state on its way to the saver: what was asked for, and the slot that it lies in.
+- At most two commits are in flight: one is being written, and one waits for its turn. A third slot may hold the state
+  that was committed last, as the delta base of the next one.
+- A slot is reused only when the saver no longer reads it and no thread of this process writes to it.
+- When memory is short, or the policy allows less, retained states are freed before a commit is refused.
+- Every failure is logged, raised by ``Pending.result``, and otherwise raised by the next commit.
+- Callbacks never wait.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ from ckstore.background.arena import FREE, UNIT_NBYTES, Slot, units_of
 from ckstore.background.arena_layout import ArenaLayout
 from ckstore.background.client import Callbacks, Saver
 from ckstore.background.device_copy import Span
-from ckstore.background.pending import Pending, as_failure, deferred_error, left_out_error, skipped
-from ckstore.background.saver.staged_state import HeadWriter
+from ckstore.background.pending import Pending, as_failure, deferred_error, skip_error, skipped
+from ckstore.background.staged_head import HeadWriter
 from ckstore.background.staging import Staging, StagingArea
 from ckstore.commit.pipeline import threads_and_blocks
 from ckstore.concurrency import Latch, log_safely, run_uninterrupted
@@ -47,21 +45,21 @@ from ckstore.store.lease import Lease
 from ckstore.store.orphans import note_abandoned
 from ckstore.store.repository import Repository
 
-ASK_AGAIN_SECONDS = 30.0
-"""Until a saver that has not given a slot back, or a ticket up, is asked once more."""
+RETRY_SECONDS = 30.0
+"""After this time, the saver is asked again to end a ticket or to free a slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncRequest:
-    """A commit to be handed over.
+    """A state to commit in the background.
 
     Args:
         captured: The state.
         step: The trainer's step.
-        metrics: Numbers to find it by.
-        tags: Names for it.
-        policy: How to store it, and how it goes into the background.
-        guarded: Memory that a guard protects.
+        metrics: Numbers to find the checkpoint by.
+        tags: Names for the checkpoint.
+        policy: How to store it, and what to do if an earlier commit is in flight.
+        guarded: Address ranges that a guard protects, so that they may be copied while training continues.
     """
 
     captured: Captured
@@ -74,92 +72,94 @@ class AsyncRequest:
 
 @dataclass(slots=True, eq=False)
 class InFlightCommit:
-    """A state in a slot."""
+    """A commit whose state occupies a slot."""
 
     ticket: int
     pending: Pending
     slot: Slot
     saver: Saver
-    may_keep: bool
-    """Whether the saver may keep the slot, for the next commit to be coded against."""
+    may_retain: bool
+    """Whether the saver may keep the slot as the delta base of the next commit."""
     start_delay_ms: int
-    """For how long the saver leaves every processor to those who copy."""
+    """How long the saver leaves all processors to the copy threads."""
     staging: Staging = field(init=False)
     ended: Latch = field(default_factory=Latch)
-    """The saver commits it no more."""
+    """The saver has succeeded or failed."""
     freed: Latch = field(default_factory=Latch)
-    """The saver reads nothing of the slot any more."""
+    """The saver no longer reads the slot."""
     is_begun: bool = False
+    """Whether the saver was sent ``Begin``."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended; its slot may be used again if it is free, too."""
+        """Whether both saver and staging have ended. The slot may be reused once it is freed, too."""
         return self.ended.is_set() and self.staging.is_over.is_set()
 
     def transfer_lease(self, lease: Lease) -> None:
-        """Have the saver hold the run's lease, before it is told of the state, if that needs no waiting.
+        """Make the saver the holder of the run's lease before it is sent the state, if that needs no waiting.
 
-        Else nobody would wait for it until it has started, if the trainer dies or drops its handle before.
+        The saver takes some time to start. If the trainer dies before that, a restarted trainer finds the saver's
+        lease and waits for it.
         """
-        # What it was to give back it may give back at any moment, and then takes another one.
+        # A saver that was asked to give up its lease may do so at any moment. It then takes a new lease by itself.
         if lease.is_held or self.saver.lease == "":
             self.saver.lease = lease.transfer_to(self.saver.pid, self.pending.step)
 
     def finish_copying(self, is_receipt_wanted: bool) -> None:
-        """Wait until all is copied, as soon as can be; or somewhat later, if the receipt comes sooner by that.
+        """Wait until all bytes are copied: as soon as possible, or a little later if the receipt comes sooner then.
 
-        Where the crew wants every processor the saver would have none until all is copied, and the disk nothing to do.
-        The half of it that copies behind a guard leaves some, and the saver begins at once (``async_wall``).
+        If the copy threads use every processor, the saver cannot start until all is copied, and the disk is idle. Half
+        of the threads leave some processors free, so the saver can start immediately.
         """
         is_shared = is_receipt_wanted and self.start_delay_ms > 0 and self.staging.leaves_processors
         if is_shared:
             self.saver.hurry()
         self.staging.finish(is_rushed=not is_shared)
 
-    def wait_over(self) -> None:
-        """Wait until it has ended."""
+    def wait_ended(self) -> None:
+        """Wait until the commit has ended."""
         self.finish_copying(True)
         doing = f"end the commit of step {self.pending.step}"
         while not self.ended.is_set():
             is_given_up = self.pending.error_or_none() is not None
             if is_given_up:
-                # Where memory is short it may not have heard, and would wait for what is never staged.
+                # An earlier Abort is lost if there was no memory to send it. The saver would then wait forever.
                 self.saver.abort(self.ticket)
-            self.saver.wait(self.ended, ASK_AGAIN_SECONDS if is_given_up else None, doing, is_urgent=True)
+            self.saver.wait(self.ended, RETRY_SECONDS if is_given_up else None, doing, is_urgent=True)
 
-    def wait_freed(self) -> None:
-        """Have the saver give its slot back, which it keeps for the next commit."""
+    def wait_slot_freed(self) -> None:
+        """Ask the saver to free the slot, which it retains for the next commit, and wait for that."""
         while not self.freed.is_set():
-            # Where memory is short it may not have heard.
-            self.saver.forget_kept()
+            # An earlier request is lost if there was no memory to send it.
+            self.saver.release_retained()
             doing = f"give back the memory of step {self.pending.step}"
-            self.saver.wait(self.freed, ASK_AGAIN_SECONDS, doing, is_urgent=True)
+            self.saver.wait(self.freed, RETRY_SECONDS, doing, is_urgent=True)
 
     def callbacks(self, on_done: Callable[[Receipt], None], on_failed: Callable[[Exception], None]) -> Callbacks:
-        """Return what the saver's messages call."""
+        """Return the functions that the saver's messages call."""
         return Callbacks(
             on_done,
             on_failed,
             self.free,
             on_began=self.pending.note_began,
             on_progress=self.pending.note_progress,
-            on_kept=self.ended.set,
+            on_retained=self.ended.set,
         )
 
     def fail(self, error: Exception) -> None:
-        """Take note that the saver has given it up."""
+        """Record that the saver has failed this commit."""
         if isinstance(error, ConflictError) and self.saver.lease:
-            # The lease was taken over: for the next state it is lent anew.
+            # Another writer took the lease. The next commit transfers a new one.
             self.saver.lease = ""
         self.staging.cancel(error)
 
     def free(self) -> None:
-        """Take note that the saver is done with it."""
+        """Record that the saver no longer reads the slot."""
         self.freed.set()
         self.ended.set()
 
-    def tell_staged(self) -> None:
-        """Say that all is copied, here and to the saver."""
+    def report_staged(self) -> None:
+        """Report to the caller and to the saver that all bytes are copied."""
         self.pending.note_staged()
         self.saver.staged(self.ticket)
 
@@ -168,206 +168,210 @@ _log = logging.getLogger("ckstore")
 
 
 class InFlight:
-    """What was handed over and still takes a slot; used by one thread at a time."""
+    """The commits whose states occupy slots. Used by one thread at a time."""
 
-    def __init__(self, dock: StagingArea) -> None:
-        self._dock = dock
-        self.going: list[InFlightCommit] = []
-        """On their way, oldest first."""
-        self.kept: list[InFlightCommit] = []
-        """Over, and still in their slots: the next one is coded against them."""
+    def __init__(self, area: StagingArea) -> None:
+        self._area = area
+        self.writing: list[InFlightCommit] = []
+        """Commits that have not ended, oldest first."""
+        self.retained: list[InFlightCommit] = []
+        """Commits that have ended, and whose slots the saver still reads as delta bases."""
         self._has_waited = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is on its way."""
-        return all(handed.is_over for handed in self.going)
+        """Whether no commit is in flight."""
+        return all(commit.is_over for commit in self.writing)
 
-    def sweep(self) -> None:
-        """Take back the slots that are not used any more."""
-        # Ctrl-C may come between any two lines: nothing is in no list, and what was begun is done by the next call.
-        for handed in [each for each in self.going if each.is_over]:
-            if handed not in self.kept:
-                self.kept.append(handed)
-            self.going.remove(handed)
-        for handed in [each for each in self.kept if each.freed.is_set()]:
-            handed.slot.state = FREE
-            self.kept.remove(handed)
+    def reclaim_slots(self) -> None:
+        """Free the slots of commits that have ended."""
+        # Ctrl-C may interrupt between any two lines. A commit is always in one of the lists, and the next call resumes.
+        for commit in [each for each in self.writing if each.is_over]:
+            if commit not in self.retained:
+                self.retained.append(commit)
+            self.writing.remove(commit)
+        for commit in [each for each in self.retained if each.freed.is_set()]:
+            commit.slot.state = FREE
+            self.retained.remove(commit)
 
-    def leave(self) -> None:
-        """Let go of what is over, without a word to the saver, which is ending; what is copied ends by itself."""
-        self.sweep()
-        for handed in self.going:
-            handed.staging.leave()
-        self.kept.clear()
+    def detach(self) -> None:
+        """Stop tracking all slots, since the saver is ending. Copies in progress finish by themselves."""
+        self.reclaim_slots()
+        for commit in self.writing:
+            commit.staging.leave()
+        self.retained.clear()
 
     def slot_for(self, end: int, head_nbytes: int, policy: Policy) -> Slot:
-        """Return a free slot with room for a state, and memory for its head behind it.
+        """Return a free slot with room for a state of ``end`` bytes, and with memory for its head behind it.
 
         Raises:
-            CapacityError: There is no memory, or the policy allows less.
-            SaverError: The saver has them all.
+            CapacityError: There is not enough memory, or the policy allows less.
+            SaverError: The saver holds every slot.
         """
         needed = end + head_nbytes
-        if self._dock.is_short:
-            # It would be taken while the state is copied, when it is too late to look for some.
-            self._forget_kept()
-            self._dock.give_back_all_but(self._free_slot())
+        if self._area.is_short:
+            # Free memory now: the state's memory is taken during the copy, when it is too late to free any.
+            self._release_retained()
+            self._area.release_all_but(self._free_slot())
         while True:
             slot = self._free_slot()
             try:
-                self._dock.reserve(slot, needed, policy)
+                self._area.reserve(slot, needed, policy)
                 slot.populate(end, head_nbytes)
                 return slot
             except CapacityError:
-                # Rather slower, or coded against what is read back from the store, or later, than not committed.
-                if not (self._dock.give_back_all_but(slot) or self._forget_kept() or self._see_off(needed, policy)):
+                # Prefer a slower commit, a base from disk, or a later commit to a failed one.
+                has_freed_memory = self._area.release_all_but(slot) or self._release_retained()
+                if not has_freed_memory and not self._wait_for_room(needed, policy):
                     raise
 
     def prewarm(self, nbytes: int, policy: Policy) -> None:
-        """Take the memory that states of this length will need beside those that lie there.
+        """Take the memory that states of this length will need, in addition to the occupied slots.
 
         Raises:
-            CapacityError: There is none for a single one, or the policy allows less.
+            CapacityError: There is no memory for a single state, or the policy allows less.
         """
-        self.sweep()
-        lying = len(self.going) + len(self.kept)
+        self.reclaim_slots()
+        occupied_count = len(self.writing) + len(self.retained)
         try:
-            self._dock.prewarm(nbytes, policy, lying=lying)
+            self._area.prewarm(nbytes, policy, occupied_count=occupied_count)
         except CapacityError:
-            if not self._dock.give_back_all_but(self._free_slot()):
+            if not self._area.release_all_but(self._free_slot()):
                 raise
-            self._dock.prewarm(nbytes, policy, lying=lying)
+            self._area.prewarm(nbytes, policy, occupied_count=occupied_count)
 
     def _free_slot(self) -> Slot:
-        free = self._dock.free_slots()
-        if not free and self._forget_kept():
-            free = self._dock.free_slots()
+        free = self._area.free_slots()
+        if not free and self._release_retained():
+            free = self._area.free_slots()
         if not free:
-            raise SaverError("the saver has every slot of the arena", todo="close the store and open it again")
+            raise SaverError("the saver holds every slot of the arena", todo="close the store and open it again")
         return free[0]
 
-    def _see_off(self, needed: int, policy: Policy) -> bool:
-        """Wait until what is being written has ended, if there would be room then; return whether that was so."""
+    def _wait_for_room(self, needed: int, policy: Policy) -> bool:
+        """Wait for the oldest commit if its end would make room. Return whether that was the case."""
         bound = policy.arena_nbytes_max
-        if not self.going or (bound is not None and units_of(needed) * UNIT_NBYTES > bound):
+        if not self.writing or (bound is not None and units_of(needed) * UNIT_NBYTES > bound):
             return False
         if not self._has_waited:
             self._has_waited = True
-            step = self.going[0].pending.step
-            _log.warning("no room for a second state in the arena: the next waits until step %d is written", step)
-        self.going[0].wait_over()
-        self.sweep()
+            step = self.writing[0].pending.step
+            _log.warning("no memory for a second staged state: the next commit waits until step %d is written", step)
+        self.writing[0].wait_ended()
+        self.reclaim_slots()
         return True
 
-    def _forget_kept(self) -> bool:
-        """Wait until the saver has given back what it keeps for the next commit; return whether there was any."""
-        kept = list(self.kept)
-        for handed in kept:
-            handed.wait_freed()
-        self.sweep()
-        return bool(kept)
+    def _release_retained(self) -> bool:
+        """Have the saver free all retained slots, and wait for that. Return whether there were any."""
+        retained = list(self.retained)
+        for commit in retained:
+            commit.wait_slot_freed()
+        self.reclaim_slots()
+        return bool(retained)
 
 
 _HEAD_NBYTES = 4 << 20
-"""Room for a head, where its length is not known yet."""
+"""Memory that ``prewarm`` takes for a head, whose length is not known yet."""
 
-_OUTSTANDING_MAX = 2
-"""States on their way: one is being written, one may wait for its turn."""
+_WRITING_MAX = 2
+"""Commits in flight: one is being written, one waits for its turn."""
 
 _START_SECONDS = 30.0
-"""For a saver to open the store, where nothing needs it yet."""
+"""How long ``prewarm`` waits for a saver to open the store."""
 
 _WARM_SECONDS = 2.0
-"""For a saver to take and map memory. What is left then comes later, or when it is used."""
+"""How long ``prewarm`` waits for the saver to map memory. The rest is mapped later."""
 
-_HOLD_MS = 10
-"""Until a saver begins with what is staged by then, where copies take every processor: a call that returns in 5 ms
-behind a guard (``stall_return`` in docs/BENCH.md) has returned. A thread of the saver that wakes has a processor until
-the next tick of the scheduler, milliseconds, whoever else wants it."""
+_START_DELAY_MS = 10
+"""Delay before the saver starts if the copy threads use every processor. By then a call with guarded memory has
+returned. A saver thread that wakes earlier occupies a processor until the next scheduler tick, for milliseconds."""
 
 
 class BackgroundCommits:
-    """The trainer's side of the background commits of one handle; one verb at a time, but for ``guard``."""
+    """The background commits of one store handle. One method at a time, except ``guard``, which any thread may call."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
         self._owner = os.getpid()
-        self._dock = StagingArea(repository.limits)
+        self._area = StagingArea(repository.limits)
         self._heads = HeadWriter()
         self._saver: Saver | None = None
         self._nice, self._ticket = 0, 0
-        self._lying = InFlight(self._dock)
+        self._in_flight = InFlight(self._area)
         self._published: int | None = None
         self._failed: list[Pending] = []
         self.parent: int | None = None
-        """The seq that the next state comes from; whoever restores or commits otherwise sets it."""
+        """The seq that the next state continues. Set by the handle after a restore or a commit in this process."""
         _background_commits.add(self)
 
     @property
     def arena_nbytes(self) -> int:
         """Shared memory that is held for staged states, in bytes."""
-        return self._dock.nbytes
+        return self._area.nbytes
 
     @property
     def saver_pid(self) -> int | None:
-        """The saver's process, if one lives."""
+        """Process id of the saver, if it is alive."""
         return self._saver.pid if self._saver is not None and self._saver.is_alive else None
 
-    def submit(self, order: AsyncRequest) -> Pending:
-        """Stage a state, and let the saver commit it; returns when what no guard protects was copied.
+    def submit(self, request: AsyncRequest) -> Pending:
+        """Stage a state and have the saver commit it. Return when everything except guarded memory is copied.
 
         Raises:
-            CapacityError: There is no memory to stage it in, or the policy allows less.
+            CapacityError: There is no memory to stage the state, or the policy allows less.
             SaverError: No saver can be started.
         """
-        stowage, starts = self._dock.stow(order.captured, order.guarded)
-        busy = self._wait_for_slot(order)
+        layout, starts = self._area.plan_layout(request.captured, request.guarded)
+        busy = self._wait_for_slot(request)
         if busy is not None:
             return busy
-        handed: InFlightCommit | None = None
+        commit: InFlightCommit | None = None
         try:
-            handed = self._begin(order, stowage, starts)
-            handed.staging.copy_now()
-            return handed.pending
+            commit = self._hand_to_saver(request, layout, starts)
+            commit.staging.copy_now()
+            return commit.pending
         except BaseException as error:
-            if handed is not None:
-                self.give_up(handed.pending, error)
+            if commit is not None:
+                self.give_up(commit.pending, error)
             raise
 
     def give_up(self, pending: Pending, error: BaseException) -> None:
-        """Give a commit up whose caller is told by an exception, unless it is staged already."""
-        for handed in [each for each in self._lying.going if each.pending is pending]:
-            # Whoever called may change from here on what was not copied yet.
+        """Cancel a commit whose caller gets an exception, unless it is fully staged."""
+        for commit in [each for each in self._in_flight.writing if each.pending is pending]:
+            # Waits for the copy threads: the caller may change the state as soon as this returns.
             pending.error_was_raised = True
-            handed.staging.give_up(error)
+            commit.staging.give_up(error)
 
     def prewarm(self, captured: Captured, guarded: Sequence[Span], policy: Policy) -> None:
-        """Start the saver, and take the memory that a state needs, so that its first commit need not."""
-        stowage, _ = self._dock.stow(captured, guarded)
-        saver = self._living_saver(policy)
-        self._lying.prewarm(stowage.end + _HEAD_NBYTES, policy)
-        # Else it would still be starting, on the same processors, while the first state is copied. What keeps it from
-        # opening the store is told by the commit.
+        """Start the saver and take the memory for a state in advance, so that the first commit is fast."""
+        layout, _ = self._area.plan_layout(captured, guarded)
+        saver = self._saver_for(policy)
+        self._in_flight.prewarm(layout.end + _HEAD_NBYTES, policy)
+        # Wait for the saver, so that its start does not compete with the first copy for processors. If it cannot open
+        # the store, the first commit reports that.
         with contextlib.suppress(CkstoreError):
-            if saver.wait_ready(_START_SECONDS) and not self._lying.going:
-                saver.warm(threads_and_blocks(policy, self._repository.limits)[1], stowage.end, _WARM_SECONDS)
+            if saver.wait_ready(_START_SECONDS) and not self._in_flight.writing:
+                saver.warm(threads_and_blocks(policy, self._repository.limits)[1], layout.end, _WARM_SECONDS)
 
     def guard(self, *, is_host_waiting: bool = False) -> None:
-        """Return when what guards protect may be changed; a device is waited for, or else held on this stream only."""
+        """Return when guarded memory may be changed: wait for the host, and on devices for this stream or the device.
+
+        Args:
+            is_host_waiting: Wait until devices have copied. Else only the current streams wait for the copies.
+        """
         if self._owner != os.getpid():
             return
-        for handed in list(self._lying.going):
-            if not handed.staging.is_over.is_set():
+        for commit in list(self._in_flight.writing):
+            if not commit.staging.is_over.is_set():
                 begun = self._repository.clock.monotonic()
-                handed.staging.guard(is_host_waiting=is_host_waiting)
-                handed.pending.stall_seconds += self._repository.clock.monotonic() - begun
+                commit.staging.guard(is_host_waiting=is_host_waiting)
+                commit.pending.stall_seconds += self._repository.clock.monotonic() - begun
 
     def wait_all(self) -> None:
-        """Wait until every commit has ended, one way or the other."""
-        for handed in list(self._lying.going):
-            handed.wait_over()
-        self._lying.sweep()
+        """Wait until every commit has succeeded or failed."""
+        for commit in list(self._in_flight.writing):
+            commit.wait_ended()
+        self._in_flight.reclaim_slots()
 
     def release(self) -> None:
         """Wait until every commit has ended, and have the saver give up the lease."""
@@ -376,234 +380,234 @@ class BackgroundCommits:
             self._saver.release_lease()
 
     def pop_published_seq(self) -> int | None:
-        """Return the seq that was published last, if any was since the last call."""
+        """Return the last seq that was published since the last call, if any."""
         seq, self._published = self._published, None
         return seq
 
-    def raise_unreported(self, *, is_instead: bool) -> None:
-        """Raise the error of the first commit that failed, if nobody has been told of it but the log; once for all.
+    def raise_unreported(self, *, call_did_nothing: bool) -> None:
+        """Raise the first failure that was only logged so far. Each failure is raised at most once.
 
         Args:
-            is_instead: What was called for has not been done, and will not be.
+            call_did_nothing: Whether the calling method has done nothing yet, so that the user can repeat the call.
 
         Raises:
-            CkstoreError: Why it failed.
+            CkstoreError: Why the commit failed.
         """
         failed, self._failed = self._failed, []
-        told = [
+        unreported = [
             (pending, error)
             for pending in failed
             if not pending.error_was_raised and (error := pending.error_or_none())
         ]
-        for pending, _ in told:
+        for pending, _ in unreported:
             pending.error_was_raised = True
-        if told:
-            pending, error = told[0]
-            raise deferred_error(pending.step, error, is_instead=is_instead) from error
+        if unreported:
+            pending, error = unreported[0]
+            raise deferred_error(pending.step, error, call_did_nothing=call_did_nothing) from error
 
     def close(self) -> None:
-        """Wait for what is pending, and end the saver and all threads; who is interrupted has abandoned them."""
+        """Wait for all commits, then end the saver and all threads. An interrupted call abandons them instead."""
         try:
             if self._owner == os.getpid():
                 self.wait_all()
                 if self._saver is not None:
                     self._saver.quit()
                 self._saver = None
-                self._lying.leave()
-                self._dock.close(is_waited=True)
+                self._in_flight.detach()
+                self._area.close(is_waited=True)
         except BaseException:
             self.abandon()
             raise
         _background_commits.discard(self)
 
     def abandon(self) -> None:
-        """End everything without waiting; what has begun is carried through, by our threads and the saver."""
-        is_idle = self._lying.is_idle
+        """Stop without waiting. The copy threads and the saver finish what has begun."""
+        is_idle = self._in_flight.is_idle
         if self._owner != os.getpid() or is_idle:
-            # What is still on its way is waited for at exit.
+            # Commits in flight stay registered, so that they are waited for at exit.
             _background_commits.discard(self)
         if self._owner == os.getpid():
             if (saver := self._saver) is not None:
-                # Who opens the run next, here or in another process, must not resume what is older.
+                # The next one to open the run must wait for this saver, and not resume an older checkpoint.
                 note_abandoned(saver.pid, None if is_idle else self._repository.lease.location)
                 saver.quit(is_waited=False)
                 self._repository.lease.mark_trainer_dead()
             self._saver = None
-            self._lying.leave()
-            self._dock.close(is_waited=False)
+            self._in_flight.detach()
+            self._area.close(is_waited=False)
 
-    def _wait_for_slot(self, order: AsyncRequest) -> Pending | None:
-        """Wait as the policy says until a slot is free; return the pending commit of a state that is left out."""
-        self._lying.sweep()
-        while self._lying.going:
-            oldest, newest = self._lying.going[0], self._lying.going[-1]
-            # The saver takes them in order: nothing comes of a later one before the first is staged, and checked.
+    def _wait_for_slot(self, request: AsyncRequest) -> Pending | None:
+        """Wait for a slot as ``policy.on_busy`` says. Return a pending commit if this one is skipped, else None."""
+        self._in_flight.reclaim_slots()
+        while self._in_flight.writing:
+            oldest, newest = self._in_flight.writing[0], self._in_flight.writing[-1]
+            # The saver works in order: it can only reach a later commit after the first is staged and checked.
             oldest.staging.finish()
             if oldest.pending.is_done:
-                # It has been told of, and its slot is about to be free.
-                oldest.wait_over()
-            elif order.policy.on_busy == "skip":
+                # The caller knows the result, and the slot will be free shortly.
+                oldest.wait_ended()
+            elif request.policy.on_busy == "skip":
                 busy = oldest.pending.step
-                _log.warning("the commit of step %d is left out: step %d is still being written", order.step, busy)
-                return skipped(order.step, busy)
-            elif order.policy.on_busy == "wait":
-                oldest.wait_over()
-            elif len(self._lying.going) < _OUTSTANDING_MAX:
+                _log.warning("the commit of step %d is skipped: step %d is still being written", request.step, busy)
+                return skipped(request.step, busy)
+            elif request.policy.on_busy == "wait":
+                oldest.wait_ended()
+            elif len(self._in_flight.writing) < _WRITING_MAX:
                 break
-            elif not self._replace(newest, order, oldest.pending.step):
-                # Whoever was told that it will be published would be deceived.
-                oldest.wait_over()
-            self._lying.sweep()
+            elif not self._replace_waiting(newest, request, oldest.pending.step):
+                # The waiting commit is already promised: ``is_staged`` was True for its caller.
+                oldest.wait_ended()
+            self._in_flight.reclaim_slots()
         return None
 
-    def _replace(self, waiting: InFlightCommit, order: AsyncRequest, busy_step: int) -> bool:
-        """Leave out the state that waits for its turn; return False where that must not be."""
+    def _replace_waiting(self, waiting: InFlightCommit, request: AsyncRequest, busy_step: int) -> bool:
+        """Replace the waiting commit with this one. Return False if the waiting one must be published."""
 
         def take_out() -> bool:
-            error = left_out_error(waiting.pending.step, busy_step)
+            error = skip_error(waiting.pending.step, busy_step)
             if waiting.pending.take_back(error):
                 waiting.saver.abort(waiting.ticket)
                 waiting.staging.cancel(error)
             return waiting.pending.is_skipped
 
-        # Ctrl-C must not leave one that was told to be left out, and is published.
-        if not self._dock.crew(order.policy).waiters.see_through(take_out):
+        # Uninterrupted: else a commit could be marked as skipped and still be published.
+        if not self._area.pool(request.policy).device_thread.run_and_wait(take_out):
             return False
-        waiting.wait_over()
+        waiting.wait_ended()
         if waiting.pending.is_skipped:
-            _log.warning("the commit of step %d replaces that of step %d", order.step, waiting.pending.step)
+            _log.warning("the commit of step %d replaces that of step %d", request.step, waiting.pending.step)
         return True
 
-    def _begin(self, order: AsyncRequest, stowage: ArenaLayout, starts: NDArray[np.uint64]) -> InFlightCommit:
-        """Hand a slot with a head over to a saver, a new one if the last has died."""
-        for is_again in (False, True):
-            saver = self._living_saver(order.policy)
-            handed, head = self._prepare(order, stowage, starts, saver)
+    def _hand_to_saver(self, request: AsyncRequest, layout: ArenaLayout, starts: NDArray[np.uint64]) -> InFlightCommit:
+        """Send ``Begin`` to the saver. If the saver dies meanwhile, start another one and try once more."""
+        for is_second_try in (False, True):
+            saver = self._saver_for(request.policy)
+            commit, head = self._prepare(request, layout, starts, saver)
             try:
-                # Ctrl-C comes before or after it: the saver was told, or it was not.
-                self._dock.crew(order.policy).see_through_here(partial(self._give, handed, head, stowage.end))
-                return handed
+                # Uninterrupted: the saver gets the whole message and the ticket is recorded, or neither.
+                self._area.pool(request.policy).run_on_caller_cpu(partial(self._send_begin, commit, head, layout.end))
+                return commit
             except BaseException as error:
-                # Nobody has this pending commit: who called is told by the error. A saver that dies meanwhile may have
-                # ended it too.
-                handed.pending.error_was_raised = True
-                handed.pending.note_failed(as_failure(error, order.step))
-                handed.staging.give_up(error)
-                if is_again or saver.takes_tickets or not isinstance(error, Exception):
+                # The caller gets the error and never sees this pending commit. A dying saver may have failed it before.
+                commit.pending.error_was_raised = True
+                commit.pending.note_failed(as_failure(error, request.step))
+                commit.staging.give_up(error)
+                if is_second_try or saver.takes_tickets or not isinstance(error, Exception):
                     raise
-                # Whatever it died of: that was another commit's affair.
-                _log.warning("%s; another saver is started", error)
+                # The saver died because of an earlier commit.
+                _log.warning("%s; starting another saver", error)
         raise AssertionError("unreachable")
 
-    def _give(self, handed: InFlightCommit, head: bytes, place: int) -> None:
-        """Begin a ticket with its head in its slot; the slot stays free if that fails."""
-        slot = handed.slot
-        slot.start(handed.ticket, place + len(head))
+    def _send_begin(self, commit: InFlightCommit, head: bytes, place: int) -> None:
+        """Write the head into the slot, transfer the lease and send ``Begin``. The slot stays free if that fails."""
+        slot = commit.slot
+        slot.start(commit.ticket, place + len(head))
         slot.view(place, len(head))[:] = head
         slot.mark(place, len(head))
-        # What it became is not known yet.
-        going = (each.ticket for each in self._lying.going[::-1] if each.pending.error_or_none() is None)
+        # The newest commit in flight is the parent; its seq is not known yet.
+        writing = (each.ticket for each in self._in_flight.writing[::-1] if each.pending.error_or_none() is None)
         try:
-            handed.transfer_lease(self._repository.lease)
-            handed.saver.begin(
-                handed.ticket,
+            commit.transfer_lease(self._repository.lease)
+            commit.saver.begin(
+                commit.ticket,
                 slot.index,
                 place,
                 len(head),
-                self._callbacks(handed),
+                self._callbacks(commit),
                 parent=self.parent,
-                parent_ticket=next(going, 0),
-                may_keep=handed.may_keep,
-                start_delay_ms=handed.start_delay_ms,
+                parent_ticket=next(writing, 0),
+                may_retain=commit.may_retain,
+                start_delay_ms=commit.start_delay_ms,
             )
         except BaseException:
             slot.state = FREE
             raise
-        handed.is_begun = True
-        self._lying.going.append(handed)
+        commit.is_begun = True
+        self._in_flight.writing.append(commit)
 
     def _prepare(
-        self, order: AsyncRequest, stowage: ArenaLayout, starts: NDArray[np.uint64], saver: Saver
+        self, request: AsyncRequest, layout: ArenaLayout, starts: NDArray[np.uint64], saver: Saver
     ) -> tuple[InFlightCommit, bytes]:
-        """Find a free slot for the commit, and take memory for its head; return that head too."""
-        # Without memory for a second state there is none for copies of one on the saver's heap either.
-        policy = replace(order.policy, base_cache="none") if self._dock.is_short else order.policy
+        """Take a free slot for the commit and encode the head. Return both."""
+        # If there is no memory for a second state, the saver cannot keep a copy on its heap either.
+        policy = replace(request.policy, base_cache="none") if self._area.is_short else request.policy
         head = self._heads.encode(
             self._heads.head_of(
-                order.captured,
-                stowage.places,
-                step=order.step,
-                metrics=order.metrics,
-                tags=order.tags,
+                request.captured,
+                layout.places,
+                step=request.step,
+                metrics=request.metrics,
+                tags=request.tags,
                 policy=policy,
-                samples=stowage.samples,
+                samples=layout.samples,
             )
         )
-        slot = self._lying.slot_for(stowage.end, len(head), policy)
+        slot = self._in_flight.slot_for(layout.end, len(head), policy)
         self._ticket += 1
-        pending = Pending(order.step, finish=lambda *wanted: handed.finish_copying(*wanted), wait=saver.wait)
+        pending = Pending(request.step, finish=lambda *wanted: commit.finish_copying(*wanted), wait=saver.wait)
         is_crowded = policy.staging_thread_count >= len(os.sched_getaffinity(0))
-        may_keep = self._dock.may_keep(stowage.end, policy)
-        handed = InFlightCommit(self._ticket, pending, slot, saver, may_keep, _HOLD_MS if is_crowded else 0)
-        handed.staging = Staging(
-            order.captured,
-            stowage,
+        may_retain = self._area.may_retain(layout.end, policy)
+        commit = InFlightCommit(self._ticket, pending, slot, saver, may_retain, _START_DELAY_MS if is_crowded else 0)
+        commit.staging = Staging(
+            request.captured,
+            layout,
             starts,
             slot,
-            self._dock.crew(order.policy),
+            self._area.pool(request.policy),
             bell=saver.bell,
-            is_checked=order.policy.debug_guard,
-            on_staged=lambda: handed.tell_staged(),
-            on_failed=lambda error: self._give_up(handed, error),
+            is_checked=request.policy.debug_guard,
+            on_staged=lambda: commit.report_staged(),
+            on_failed=lambda error: self._note_staging_failed(commit, error),
         )
-        return handed, head
+        return commit, head
 
-    def _callbacks(self, handed: InFlightCommit) -> Callbacks:
+    def _callbacks(self, commit: InFlightCommit) -> Callbacks:
         def on_done(receipt: Receipt) -> None:
             self.parent = self._published = receipt.seq
-            handed.pending.note_done(receipt)
+            commit.pending.note_done(receipt)
             for warning in receipt.warnings:
                 log_safely(_log, logging.WARNING, "step %d: %s", receipt.step, warning)
 
         def on_failed(error: Exception) -> None:
-            self._note_failed(handed.pending, error)
-            handed.fail(error)
+            self._note_failed(commit.pending, error)
+            commit.fail(error)
 
-        return handed.callbacks(on_done, on_failed)
+        return commit.callbacks(on_done, on_failed)
 
-    def _give_up(self, handed: InFlightCommit, error: BaseException) -> None:
-        """Staging has failed: tell the saver, and whoever waits."""
-        self._note_failed(handed.pending, as_failure(error, handed.pending.step))
-        if handed.is_begun:
-            handed.saver.abort(handed.ticket)
+    def _note_staging_failed(self, commit: InFlightCommit, error: BaseException) -> None:
+        """Report that staging failed, to the caller and to the saver."""
+        self._note_failed(commit.pending, as_failure(error, commit.pending.step))
+        if commit.is_begun:
+            commit.saver.abort(commit.ticket)
         if isinstance(error, CapacityError):
-            self._dock.note_short()
-            handed.saver.forget_kept()
+            self._area.note_short()
+            commit.saver.release_retained()
 
     def _note_failed(self, pending: Pending, error: Exception) -> None:
         if not pending.is_done:
             pending.note_failed(error)
-            # Not before: the next commit takes them all, and would take this one for one that has not failed.
+            # Appended last: ``raise_unreported`` expects every pending commit in this list to have an error.
             self._failed.append(pending)
             log_safely(_log, logging.ERROR, "the commit of step %d failed in the background: %s", pending.step, error)
 
-    def _living_saver(self, policy: Policy) -> Saver:
-        """Return the saver; a new one if it is dead or leaving, or is idle and to have another priority."""
+    def _saver_for(self, policy: Policy) -> Saver:
+        """Return the saver. Start a new one if it is dead or ending, or if it is idle and the nice value changed."""
         saver = self._saver
-        if saver is not None and saver.takes_tickets and (self._nice == policy.saver_nice or not self._lying.is_idle):
+        is_right_nice = self._nice == policy.saver_nice or not self._in_flight.is_idle
+        if saver is not None and saver.takes_tickets and is_right_nice:
             return saver
         if saver is not None:
-            # Two at a time would both want the lease.
+            # Two savers would compete for the lease.
             saver.quit()
         backend = self._repository.backend
         if not isinstance(backend, LocalBackend):
             raise UsageError(
-                "another process cannot open this store", where=backend.root, todo="use commit, or a store in a folder"
+                "background commits need a store in a local folder", where=backend.root, todo="use commit instead"
             )
         engine: EngineName = "pwrite" if self._repository.engine_name == "pwrite" else "auto"
-        place, run, arena, clock = backend.root, self._repository.run, self._dock.arena, self._repository.clock
+        place, run, arena, clock = backend.root, self._repository.run, self._area.arena, self._repository.clock
         self._nice = policy.saver_nice
-        # What does not answer is told by the commit.
+        # A store that does not respond is reported by the commit.
         with contextlib.suppress(BackendError, CapacityError):
             self._repository.wait_for_orphan()
 
@@ -616,7 +620,7 @@ class BackgroundCommits:
             )
             return self._saver
 
-        # Ctrl-C must not leave a process that nobody knows of.
+        # Uninterrupted: else the process could be started without being recorded.
         return run_uninterrupted(start, on_interrupt=lambda error: None)
 
 
@@ -625,8 +629,8 @@ _background_commits: weakref.WeakSet[BackgroundCommits] = weakref.WeakSet()
 
 @atexit.register
 def _close_at_exit() -> None:
-    for handover in list(_background_commits):
+    for commits in list(_background_commits):
         try:
-            handover.close()
+            commits.close()
         except Exception:
-            log_safely(_log, logging.ERROR, "a commit in the background could not be waited for", exc_info=True)
+            log_safely(_log, logging.ERROR, "could not wait for a background commit at exit", exc_info=True)

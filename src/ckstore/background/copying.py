@@ -1,9 +1,9 @@
-"""Copy units of a state into the arena, on the threads of a crew.
+"""Copy units of a state into the arena, on the threads of a pool.
 
 Invariants:
 - A unit is marked after its bytes were copied.
 - A thread that copies does not need the interpreter between two units: a trainer that runs Python is not disturbed.
-- Only threads of the crew copy, and only they say that a section is over: Ctrl-C is raised to who sends them and
+- Only threads of the pool copy, and only they say that a section is over: Ctrl-C is raised to who sends them and
   waits, and comes in the middle of nothing that is not done again by the next who does.
 - Once ``is_over`` is set, no thread touches the section any more.
 - What was sampled was sampled before any source may change that a guard protects.
@@ -27,11 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.background.arena import UNIT_NBYTES, Slot
-from ckstore.background.arena_layout import Section
-from ckstore.background.spot_checks import WORD_NBYTES
+from ckstore.background.arena_layout import WORD_NBYTES, Section
 from ckstore.codec import kernels
 from ckstore.codec.kernels import copy_units as gather
-from ckstore.concurrency import Latch, Result, log_safely, run_uninterrupted, start_thread
+from ckstore.concurrency import Latch, Result, log_safely, noop, run_uninterrupted, start_thread
 from ckstore.errors import CkstoreError
 from ckstore.format.wire import xxh3_64
 from ckstore.state.tensors import HostStorage
@@ -74,13 +73,13 @@ class Checksums:
             if one != other:
                 self._changed = row[0], row[1]
 
-    def changed(self, *, is_looking: bool = True) -> Place | None:
+    def changed(self, *, reads_sources: bool = True) -> Place | None:
         """Return where bytes are not what was noted: in a copy that was compared, or in a source by now; None: none.
 
         Args:
-            is_looking: Read the sources, unless they were let go of.
+            reads_sources: Read the sources, unless they were let go of.
         """
-        storages = self._storages if is_looking else ()
+        storages = self._storages if reads_sources else ()
         for unit, noted in list(self._noted.items()) if storages else ():
             found = self._of_sources(unit, storages)
             for row, one, other in zip(self._section.rows_of(unit), noted, found, strict=True):
@@ -120,16 +119,16 @@ class CopyPool:
         self._changing = threading.RLock()
         """Held while these two are exchanged, or threads started: one counted here must serve what is sent here."""
         self.count = count
-        self._waiters: CopyPool | None = None
-        self._near: CopyPool | None = None
+        self._device_thread: CopyPool | None = None
+        self._caller_cpu_pool: CopyPool | None = None
         self._is_closed = False
 
     @property
-    def waiters(self) -> CopyPool:
+    def device_thread(self) -> CopyPool:
         """One thread more, for what waits for devices: whoever copies must not wait behind it."""
-        if self._waiters is None:
-            self._waiters = CopyPool(1)
-        return self._waiters
+        if self._device_thread is None:
+            self._device_thread = CopyPool(1)
+        return self._device_thread
 
     def send(self, work: Callable[[], object], count: int | None = None) -> None:
         """Let threads call this, each once, or one more often; it must not raise.
@@ -139,16 +138,16 @@ class CopyPool:
         count = self.count if count is None else min(count, self.count)
         is_sent = False
         while not is_sent:
-            mine = self._work
+            queue_now = self._work
             with contextlib.suppress(RuntimeError):
                 self.start(count)
             if not self._threads:
                 work()
                 return
             for _ in range(count):
-                mine.put(work)
-            # Whoever closed the crew meanwhile has left its threads nothing but the word to end.
-            is_sent = mine is self._work
+                queue_now.put(work)
+            # Whoever closed the pool meanwhile has left its threads nothing but the word to end.
+            is_sent = queue_now is self._work
         if self._is_closed:
             # These were started for what was still to be done, and nobody would end them.
             self.close(is_waited=False)
@@ -157,20 +156,20 @@ class CopyPool:
         """Let one thread call this; it must not raise."""
         self.send(work, 1)
 
-    def see_through(self, step: Callable[[], Result]) -> Result:
+    def run_and_wait(self, step: Callable[[], Result]) -> Result:
         """Let one thread call this, and wait: Ctrl-C comes before it or after it, and never in its middle."""
         return run_uninterrupted(step, on_interrupt=lambda error: None, start=self.send_one)
 
-    def see_through_here(self, step: Callable[[], Result]) -> Result:
-        """As ``see_through``, by a thread of its own, on the processor that the caller leaves to wait.
+    def run_on_caller_cpu(self, step: Callable[[], Result]) -> Result:
+        """As ``run_and_wait``, by a thread of its own, on the processor that the caller leaves to wait.
 
         A thread that is woken goes to the processor that it ran on last. There another one of the trainer's may be
         computing, or spin, as those of OpenMP do after each parallel loop; and the caller's processor has nothing to do
         until the next tick of the scheduler, milliseconds (seen in traces).
         """
-        if self._near is None:
-            self._near = CopyPool(1, "ckstore-near")
-        near = self._near
+        if self._caller_cpu_pool is None:
+            self._caller_cpu_pool = CopyPool(1, "ckstore-near")
+        near = self._caller_cpu_pool
 
         def start(work: Callable[[], None]) -> None:
             # Its caller's, for whoever was interrupted here may have left the thread on one processor.
@@ -186,7 +185,7 @@ class CopyPool:
                 near.start()
             thread = next(iter(near._threads), None)
             if thread is None or thread.native_id is None:
-                # Threads of the crew may be there all the same.
+                # Threads of the pool may be there all the same.
                 self.send_one(work)
                 return
             _run_on(thread.native_id, {_processor_now()})
@@ -221,7 +220,7 @@ class CopyPool:
             threads, self._threads = self._threads, []
             work, self._work = self._work, queue.SimpleQueue()
         work.put(None)
-        others = [crew._end() for crew in (self._waiters, self._near) if crew is not None]
+        others = [pool._end() for pool in (self._device_thread, self._caller_cpu_pool) if pool is not None]
         return [*threads, *(thread for each in others for thread in each)]
 
 
@@ -249,21 +248,17 @@ _FRESH_UNITS = 8
 """Units that a thread populates, and then copies, where memory is still to be taken."""
 
 
-def ignore(*_: object) -> None:
-    """Do nothing: takes the place of what was to be called once, and was."""
-
-
-def looked(
-    look: Callable[[], BaseException | None], caught: type[BaseException] = BaseException
+def result_or_error(
+    find_change: Callable[[], BaseException | None], caught: type[BaseException] = BaseException
 ) -> BaseException | None:
-    """Return what a look found, or what kept it from looking: unseen is not unchanged.
+    """Return what a find_change found, or what kept it from looking: unseen is not unchanged.
 
     Args:
-        look: What to call.
-        caught: What of that is returned; else it is raised, and who is interrupted by it has not looked.
+        find_change: What to call.
+        caught: What of that is returned; else it is raised, and who is interrupted by it has not result_or_error.
     """
     try:
-        return look()
+        return find_change()
     except caught as error:
         # Whoever is told of it keeps it, and its frames have the state.
         return strip_traceback(error)
@@ -289,7 +284,7 @@ class HostCopy:
         bell: An eventfd to ring after each unit; -1: none.
         is_checked: Take checksums before and after.
         on_over: Called once, on any thread, with what went wrong, if anything did.
-        look: Called once, when all is copied and before anybody may change it; returns what is wrong with it.
+        find_change: Called once, when all is copied and before anybody may change it; returns what is wrong with it.
     """
 
     def __init__(
@@ -302,7 +297,7 @@ class HostCopy:
         bell: int,
         is_checked: bool,
         on_over: Callable[[BaseException | None], None],
-        look: Callable[[], BaseException | None] = lambda: None,
+        find_change: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self.section = section
         self.is_over = Latch()
@@ -317,12 +312,12 @@ class HostCopy:
         self._bell = bell
         self._is_fresh = not slot.is_populated(section.begin, section.unit_count * UNIT_NBYTES)
         self._on_over = on_over
-        self._look = look
+        self._find_change = find_change
         self._lock = threading.Lock()
         self._inside = 0
         self._is_sent = False
         self.is_rushed = False
-        """Whether the whole crew was sent."""
+        """Whether the whole pool was sent."""
         self._error: BaseException | None = None
         self._is_cancelled = False
 
@@ -348,23 +343,23 @@ class HostCopy:
             self.stop(strip_traceback(error))
         self._leave()
 
-    def send(self, crew: CopyPool, count: int) -> None:
-        """Let threads of the crew copy; no more of them than there are units, and one where there is none."""
+    def send(self, pool: CopyPool, count: int) -> None:
+        """Let threads of the pool copy; no more of them than there are units, and one where there is none."""
         if not self.is_over.is_set():
-            crew.send(self.work, min(count, max(1, self.section.unit_count)))
+            pool.send(self.work, min(count, max(1, self.section.unit_count)))
             # Not before: Ctrl-C in between must not leave nobody who copies.
             self._is_sent = True
 
-    def join(self, crew: CopyPool) -> None:
-        """Send the whole crew, and wait; whoever interrupts the wait does not end the copying."""
+    def join(self, pool: CopyPool) -> None:
+        """Send the whole pool, and wait; whoever interrupts the wait does not end the copying."""
         self.is_rushed = True
-        self.send(crew, crew.count)
+        self.send(pool, pool.count)
         self.is_over.wait()
 
-    def wait(self, crew: CopyPool, count: int) -> None:
-        """Wait for those who copy already; where nobody was sent, send so many of the crew."""
+    def wait(self, pool: CopyPool, count: int) -> None:
+        """Wait for those who copy already; where nobody was sent, send so many of the pool."""
         if not self._is_sent:
-            self.send(crew, count)
+            self.send(pool, count)
         self.is_over.wait()
 
     def stop(self, error: BaseException) -> None:
@@ -381,7 +376,7 @@ class HostCopy:
         elif self.section.unit_count:
             self._words = self._words_at(0)
 
-    def changed_place(self) -> Place | None:
+    def changed_at(self) -> Place | None:
         """Return storage and offset of bytes that are not what was noted, in the copy or by now; None: all are."""
         return None if self._sums is None else self._sums.changed()
 
@@ -418,11 +413,11 @@ class HostCopy:
             is_last = is_last and (self._is_cancelled or bool(self._marks.all()))
             if is_last:
                 # From here on nobody enters any more, and whoever waits may change what was copied.
-                self._error = self._error or looked(self._look)
+                self._error = self._error or result_or_error(self._find_change)
                 self.is_over.set()
         if is_last:
             # Nor may it be kept, with a table of every row, by a cycle that only a collector finds.
-            on_over, self._on_over, self._look = self._on_over, ignore, ignore
+            on_over, self._on_over, self._find_change = self._on_over, noop, noop
             try:
                 # Whoever keeps this must not keep the arena by it.
                 self._marks = np.zeros(0, np.uint8)

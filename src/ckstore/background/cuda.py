@@ -87,7 +87,7 @@ def launcher_for(device: torch.device, stream: torch.cuda.Stream) -> Launcher | 
         return None
     found = Launcher(function, device, stream.cuda_stream)
     try:
-        problem = None if _copies(found, device, stream) else "it has copied other bytes than torch"
+        problem = None if _copies_correctly(found, device, stream) else "it has copied other bytes than torch"
     except RuntimeError as error:
         problem = str(error)
     if problem is None:
@@ -123,7 +123,7 @@ def _text_of(problem: int) -> str:
     return f"CUDA error {problem}"
 
 
-def _copies(launcher: Launcher, device: torch.device, stream: torch.cuda.Stream) -> bool:
+def _copies_correctly(launcher: Launcher, device: torch.device, stream: torch.cuda.Stream) -> bool:
     """Whether bytes arrive as they lie there."""
     half = _PATTERN_NBYTES // 2
     there = torch.arange(_PATTERN_NBYTES, dtype=torch.uint8, device=device)
@@ -141,20 +141,20 @@ _PORTABLE = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
+class _CopyStream:
     """A stream for copies, and what begins them there; None: torch does."""
 
     stream: torch.cuda.Stream
     launcher: Launcher | None
 
 
-lanes: dict[torch.device, _Lane] = {}
+copy_streams: dict[torch.device, _CopyStream] = {}
 """Made once for each device."""
 
 
 def device_of(storage: HostStorage) -> torch.device | None:
     """Return the CUDA device that a captured storage lies in; None where it lies elsewhere."""
-    found = _held(storage)
+    found = _torch_memory_of(storage)
     return found[0].device if found is not None and found[0].device.type == "cuda" else None
 
 
@@ -165,11 +165,11 @@ def pin(slot: Slot, nbytes: int) -> None:
     grows, whose slot would be pinned anew with each of its units.
     """
     memory = slot.memory
-    if memory is None or nbytes <= slot.nbytes_told or not _has_devices():
+    if memory is None or nbytes <= slot.nbytes_pinned or not _has_devices():
         return
-    if slot.nbytes_told:
+    if slot.nbytes_pinned:
         nbytes = min(slot.nbytes, nbytes + nbytes // 8)
-    if not slot.let_devices_go():
+    if not slot.unpin():
         return
     device = _device_in_use()
     with torch.cuda.device(device):
@@ -178,13 +178,13 @@ def pin(slot: Slot, nbytes: int) -> None:
             forget_error(torch.device("cuda", device))
     if problem:
         # Not tried again for the same memory: it takes time in every commit, and says so each time.
-        slot.release_devices, slot.nbytes_told = (lambda: True), slot.nbytes
+        slot.unpin_pages, slot.nbytes_pinned = (lambda: True), slot.nbytes
         _log.warning("%d bytes of the arena cannot be pinned (CUDA error %d): copies are slower", nbytes, problem)
         return
     # Made after the one that unmaps, so it is called before; or earlier, and then no more.
     unpin = weakref.finalize(memory, _unpin, slot.address, device, os.getpid())
     unpin.atexit = False
-    slot.tell_devices(nbytes, lambda: bool(unpin()))
+    slot.note_pinned(nbytes, lambda: bool(unpin()))
 
 
 def _unpin(address: int, device: int, owner: int) -> bool:
@@ -240,7 +240,7 @@ class CudaCopies:
         }
         self._devices = {index: memory.device for index, memory in self._memories.items()}
         self._fences: dict[torch.device, torch.cuda.Event] = {}
-        self._lanes: dict[torch.device, _Lane] = {}
+        self._streams: dict[torch.device, _CopyStream] = {}
         self._events: list[tuple[torch.device, torch.cuda.Event, list[range]]] = []
         self._last: dict[torch.device, torch.cuda.Event] = {}
         self._is_launched = False
@@ -261,14 +261,14 @@ class CudaCopies:
         """
         table = self._table()
         try:
-            for device, first, end in self._stretches():
+            for device, first, end in self._runs_by_device():
                 # First the device: whoever leaves a stream goes back to the one before, and a thread's own device is
                 # the first one, which this process may not use; a stream of it would take some hundred MB there.
                 with torch.no_grad(), torch.cuda.device(device):
-                    if device not in self._lanes:
-                        self._lanes[device] = _lane_of(device)
-                        self._lanes[device].stream.wait_event(self._fences[device])
-                    with torch.cuda.stream(self._lanes[device].stream):
+                    if device not in self._streams:
+                        self._streams[device] = _copy_stream_for(device)
+                        self._streams[device].stream.wait_event(self._fences[device])
+                    with torch.cuda.stream(self._streams[device].stream):
                         self._launch_some(self._runs[first:end], table[first:end], device)
         except RuntimeError as error:
             raise device_error(error) from None
@@ -292,7 +292,7 @@ class CudaCopies:
             raise resized_error()
         return np.stack([sources, places + self._slot.address, lengths], axis=1).astype(np.uint64)
 
-    def _stretches(self) -> Iterator[tuple[torch.device, int, int]]:
+    def _runs_by_device(self) -> Iterator[tuple[torch.device, int, int]]:
         """Yield runs that follow each other and lie in one device: that, and which they are."""
         if len(set(self._devices.values())) == 1:
             yield next(iter(self._devices.values())), 0, len(self._runs)
@@ -304,13 +304,13 @@ class CudaCopies:
             first = end
 
     def _launch_some(self, runs: Sequence[Run], table: NDArray[np.uint64], device: torch.device) -> None:
-        lane, units, first = self._lanes[device], list[range](), 0
-        for number, is_told in enumerate(are_told(runs)):
+        stream_pair, units, first = self._streams[device], list[range](), 0
+        for number, has_event in enumerate(needs_event(runs)):
             units.append(runs[number].units)
-            if is_told:
-                self._begin(runs[first : number + 1], table[first : number + 1], lane.launcher)
+            if has_event:
+                self._begin(runs[first : number + 1], table[first : number + 1], stream_pair.launcher)
                 event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                event.record(lane.stream)
+                event.record(stream_pair.stream)
                 self._events.append((device, event, units))
                 self._last[device] = event
                 units, first = [], number + 1
@@ -343,9 +343,9 @@ class CudaCopies:
             BackendError: A device has failed.
         """
         try:
-            for lane in () if self._is_launched else self._lanes.values():
+            for stream_pair in () if self._is_launched else self._streams.values():
                 # It may have been interrupted between a copy and its event.
-                lane.stream.synchronize()
+                stream_pair.stream.synchronize()
             for device, event, units in self._events:
                 # A thread's own device is the first one, which this process may not use.
                 with torch.cuda.device(device):
@@ -361,7 +361,7 @@ class CudaCopies:
         self._events, self._fences = [], {}
 
 
-def are_told(runs: Sequence[Run]) -> Iterator[bool]:
+def needs_event(runs: Sequence[Run]) -> Iterator[bool]:
     """Yield of each run of one device whether its end is to be told: it completes units, or is the last.
 
     Small tensors are many, and telling takes the trainer's time, and wakes a thread of its process.
@@ -372,10 +372,10 @@ def are_told(runs: Sequence[Run]) -> Iterator[bool]:
         yield True
 
 
-Held = tuple[torch.Tensor, torch.UntypedStorage]
+TorchMemory = tuple[torch.Tensor, torch.UntypedStorage]
 
 
-def _held(storage: HostStorage) -> Held | None:
+def _torch_memory_of(storage: HostStorage) -> TorchMemory | None:
     """Return the tensor and the storage of torch that a captured storage lies in."""
     keep = getattr(storage, "keep", None)
     first = keep[0] if isinstance(keep, (list, tuple)) and keep else None
@@ -384,11 +384,11 @@ def _held(storage: HostStorage) -> Held | None:
     return None
 
 
-def _lane_of(device: torch.device) -> _Lane:
-    if device not in lanes:
+def _copy_stream_for(device: torch.device) -> _CopyStream:
+    if device not in copy_streams:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            lane = _Lane(stream, launcher_for(device, stream))
+            stream_pair = _CopyStream(stream, launcher_for(device, stream))
         # Another thread may be at this line too.
-        lanes.setdefault(device, lane)
-    return lanes[device]
+        copy_streams.setdefault(device, stream_pair)
+    return copy_streams[device]

@@ -1,14 +1,16 @@
-"""One section of a state that lies in a device, on its way into a slot: told to the device once, and seen to its end.
+"""Copy the storages of one section from a device into a slot.
+
+``kinds_of`` decides when each storage of a state is copied. ``DeviceCopy`` runs the copies of one section: it launches
+them on the device once and waits until all bytes have arrived.
+
+Storages that lie entirely in guarded memory may be copied while training continues. All others are copied before
+training continues. So are storages on devices without streams, because a guard cannot hold such a device.
 
 Invariants:
-- Copies come after what the device was told before ``begin``, whichever thread tells it of them.
-- Nothing of what was given up before it was told to the device is told to it any more; what was told is waited for.
-- A guard lets nobody pass before the device was told of everything that it is to copy.
-
-Say of each storage when it is copied, and make the copies of those that lie in a device.
-
-What lies entirely in memory that a guard protects may be copied behind it; all else is copied before training goes
-on. So is what lies in a device without streams that a guard could hold.
+- Copies are ordered after everything that was launched on the device before ``begin``, on whichever thread ``launch``
+  runs.
+- A section that is cancelled before its launch is never launched. A launched section is always waited for.
+- A guard lets training continue only after all copies were launched.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from numpy.typing import NDArray
 
 from ckstore.background.arena import UNIT_NBYTES, Slot
 from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section
-from ckstore.background.copying import Checksums, Place, ignore, looked, strip_traceback
+from ckstore.background.copying import Checksums, Place, result_or_error, strip_traceback
 from ckstore.codec import kernels
-from ckstore.concurrency import log_safely
+from ckstore.concurrency import log_safely, noop
 from ckstore.errors import BackendError, CkstoreError
 from ckstore.format.logical import itemsize_of
 from ckstore.format.tensors import TensorSpec, byte_strides_of, extent_of
@@ -75,10 +77,10 @@ def starts_of(storages: Sequence[HostStorage]) -> NDArray[np.uint64]:
     """Return the address of each storage in the memory that it lies in."""
     if isinstance(storages, Spans):
         return storages.starts
-    told = [getattr(storage, "start", None) for storage in storages]
-    if None in told:
-        told = [_start_of(storage) for storage in storages]
-    return np.array(told, np.uint64)
+    addresses = [getattr(storage, "start", None) for storage in storages]
+    if None in addresses:
+        addresses = [_start_of(storage) for storage in storages]
+    return np.array(addresses, np.uint64)
 
 
 def codebooks_of(captured: Captured) -> frozenset[int]:
@@ -102,7 +104,7 @@ def kinds_of(captured: Captured, starts: NDArray[np.uint64], guarded: Sequence[S
     storages = captured.storages
     nbytes = np.array([storage.nbytes for storage in storages], np.uint64)
     if guarded:
-        memory = _Memory(guarded)
+        memory = _GuardedMemory(guarded)
         is_lazy = memory.holds(starts, starts + nbytes)
         for index in np.flatnonzero(~is_lazy):
             # Padding between tensors of one allocation belongs to nobody.
@@ -118,7 +120,7 @@ def kinds_of(captured: Captured, starts: NDArray[np.uint64], guarded: Sequence[S
     return kinds
 
 
-class _Memory:
+class _GuardedMemory:
     """Spans of addresses."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
@@ -175,9 +177,9 @@ def versions_of(keeps: Sequence[Sequence[object]]) -> list[tuple[int, int]]:
     """
     if not keeps or "torch" not in sys.modules:
         return [(0, 0)] * len(keeps)
-    from ckstore.background.optimizer_guard import versions_of as counted
+    from ckstore.background.optimizer_guard import versions_of as torch_versions_of
 
-    return counted(keeps)
+    return torch_versions_of(keeps)
 
 
 def pin(slot: Slot, nbytes: int) -> None:
@@ -200,7 +202,7 @@ def is_cuda(storage: HostStorage) -> bool:
 class _ReadCopies:
     """Copies through the library's own way to the host, piece by piece, on the thread that launches them.
 
-    The library orders them with what that thread has told the device; another thread may be on another stream.
+    The library orders them with what that thread has addresses the device; another thread may be on another stream.
     """
 
     def __init__(self, section: Section, storages: Sequence[HostStorage], slot: Slot) -> None:
@@ -222,7 +224,7 @@ class _ReadCopies:
         """
         if threading.get_ident() != self._thread:
             raise BackendError(
-                "a device was to be read by a thread that does not know what it was told before",
+                "a device cannot be read from a thread that did not launch its earlier work",
                 todo="report this, with the types of the state's tensors; until then, do not attach the optimizer",
             )
         for unit in range(self._section.unit_count):
@@ -256,7 +258,7 @@ class DeviceCopy:
         storages: Where from.
         on_over: Called once, on any thread, with what went wrong, if anything did.
         bell: An eventfd to ring after each unit; -1: none.
-        look: Returns what is wrong with it: called until the first guard has let training pass, or all has come.
+        find_change: Returns what is wrong with it: called until the first guard has let training pass, or all has come.
         error_at: Returns the error that names what lies at a place. Where it is given, checksums are taken of the
             sources, before training goes on and when it is let pass, and of what has come.
     """
@@ -269,7 +271,7 @@ class DeviceCopy:
         on_over: Callable[[BaseException | None], None],
         *,
         bell: int,
-        look: Callable[[], BaseException | None],
+        find_change: Callable[[], BaseException | None],
         error_at: Callable[[Place], BaseException | None] | None = None,
     ) -> None:
         self._section = section
@@ -280,23 +282,23 @@ class DeviceCopy:
         self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
         self._on_over = on_over
         self._bell = bell
-        self._look = look
-        self._seen: BaseException | None = None
+        self._find_change = find_change
+        self._change: BaseException | None = None
         self._problem: BaseException | None = None
         self._is_begun = self._is_over = self._is_held = False
         self.is_launched = False
         self._lock = threading.Lock()
         self._launching = threading.Lock()
         # Devices are waited for by one thread at a time.
-        self._turning = threading.Lock()
+        self._finishing = threading.Lock()
 
     def begin(self) -> None:
-        """Take note of what the device was told before, by this thread; what it is told later comes after.
+        """Take note of what the device was addresses before, by this thread; what it is addresses later comes after.
 
         Raises:
             CapacityError: There is no memory for it.
         """
-        with self._turning:
+        with self._finishing:
             if not self._is_over:
                 self._slot.populate(self._section.begin, self._section.unit_count * UNIT_NBYTES)
                 self._copies.fence()
@@ -311,8 +313,8 @@ class DeviceCopy:
                     self._copies.launch()
                 except BaseException as problem:
                     if isinstance(problem, Exception) and not isinstance(problem, CkstoreError):
-                        log_safely(_log, logging.ERROR, "a device could not be told what to copy", exc_info=True)
-                    # Whoever is told may keep it, and with its frames the state and the arena.
+                        log_safely(_log, logging.ERROR, "the copies from a device could not be launched", exc_info=True)
+                    # Whoever is addresses may keep it, and with its frames the state and the arena.
                     self._problem = strip_traceback(problem)
                     if not isinstance(problem, Exception):
                         raise
@@ -322,7 +324,7 @@ class DeviceCopy:
         """Let what is launched later wait for the copies; return what was changed before, if anything was.
 
         What a guard has let pass changes from then on, in the order of the device, while the copies are on their way,
-        and counts as a change at once: so it is looked at here for the last time.
+        and counts as a change at once: so it is result_or_error at here for the last time.
         """
         if self._is_over:
             return None
@@ -330,13 +332,13 @@ class DeviceCopy:
             return problem
         self._copies.hold()
         # Ctrl-C interrupts the step, whose next guard looks again.
-        self._look_once(Exception, is_held=True)
-        return self._seen
+        self._find_change_once(Exception, is_held=True)
+        return self._change
 
-    def _look_once(self, caught: type[BaseException], *, is_held: bool) -> None:
+    def _find_change_once(self, caught: type[BaseException], *, is_held: bool) -> None:
         with self._lock:
             if not self._is_held:
-                self._seen = self._seen or looked(self._look, caught)
+                self._change = self._change or result_or_error(self._find_change, caught)
                 # Not before: Ctrl-C in between must not leave a change unseen.
                 self._is_held = is_held
 
@@ -345,10 +347,10 @@ class DeviceCopy:
         if self._sums is not None:
             self._sums.note()
 
-    def changed_place(self) -> Place | None:
+    def changed_at(self) -> Place | None:
         """Return where a source is not what was noted any more, as this thread's streams have it; None: nowhere.
 
-        Before a guard lets training pass: afterwards the sources are not looked at again.
+        Before a guard lets training pass: afterwards the sources are not result_or_error at again.
         """
         if self._sums is None:
             return None
@@ -364,15 +366,15 @@ class DeviceCopy:
         self._error_at = None
 
     def wait(self) -> None:
-        """Wait until all has come, on a thread of the crew; never raises."""
+        """Wait until all has come, on a thread of the pool; never raises."""
         self._finish(None)
 
     def cancel(self, error: BaseException) -> None:
-        """Give it up; what a device has been told to send comes all the same, and is waited for."""
+        """Give it up; what a device has been addresses to send comes all the same, and is waited for."""
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
-        with self._turning:
+        with self._finishing:
             if self._is_over:
                 return
             with self._launching:
@@ -388,11 +390,11 @@ class DeviceCopy:
             if error is None and not self._marks.all():
                 error = BackendError("a device has sent less than it was asked for", todo="report this: it is a bug")
             # No guard may have come meanwhile: what was changed until now was changed while it was copied.
-            self._look_once(BaseException, is_held=False)
-            error = error or self._seen or looked(self._changed_copy)
+            self._find_change_once(BaseException, is_held=False)
+            error = error or self._change or result_or_error(self._changed_copy)
             self._is_over = True
             self._problem = None
-            on_over, self._on_over, self._look = self._on_over, ignore, ignore
+            on_over, self._on_over, self._find_change = self._on_over, noop, noop
             try:
                 self._marks = np.zeros(0, np.uint8)
             finally:
@@ -402,7 +404,7 @@ class DeviceCopy:
         """Return an error if what has come is not what was noted."""
         if self._sums is None or self._error_at is None:
             return None
-        place = self._sums.changed(is_looking=False)
+        place = self._sums.changed(reads_sources=False)
         return None if place is None else self._error_at(place)
 
     def _mark(self, unit: int) -> None:

@@ -30,7 +30,7 @@ Span = tuple[int, int]
 """The first address, and the one after the last."""
 
 
-class Guarded:
+class OptimizerGuard:
     """The optimizers of one store.
 
     Args:
@@ -179,17 +179,17 @@ def versions_of(keeps: Sequence[Sequence[object]]) -> list[tuple[int, int]]:
         tensors: Sequence[Any]
         memories: Sequence[Any]
         tensors, memories = zip(*map(_FIRST_OF, keeps), strict=True)
-        told = list(zip(map(_VERSION_OF, tensors), map(torch.UntypedStorage.data_ptr, memories), strict=True))
+        versions = list(zip(map(_VERSION_OF, tensors), map(torch.UntypedStorage.data_ptr, memories), strict=True))
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
-        return [_told_by(part) for part in keeps]
+        return [_versions_of_parts(part) for part in keeps]
     if sum(map(len, keeps)) != len(keeps):
         for index, part in enumerate(keeps):
             if len(part) > 1:
-                told[index] = _told_by(part)
-    return told
+                versions[index] = _versions_of_parts(part)
+    return versions
 
 
-def _told_by(parts: Sequence[object]) -> tuple[int, int]:
+def _versions_of_parts(parts: Sequence[object]) -> tuple[int, int]:
     return sum(map(_version_of, parts)), sum(map(_address_of, parts))
 
 

@@ -1,4 +1,4 @@
-"""A commit that is on its way: staged, written, and at last a receipt or an error."""
+"""``Pending``: a commit in the background, from its staging to its receipt or error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.concurrency import Latch, log_safely
+from ckstore.concurrency import Latch, log_safely, noop
 from ckstore.errors import CkstoreError, SaverError, UsageError, copy_error
 from ckstore.results import Receipt
 
@@ -18,10 +18,10 @@ _log = logging.getLogger("ckstore")
 
 
 class Waiter(Protocol):
-    """Waits for an event, and says now and then for what."""
+    """Waits for an event, and warns if that takes long."""
 
     def __call__(self, event: Latch, timeout: float | None, doing: str, *, is_urgent: bool = False) -> bool:
-        """Return whether it is set; whoever sets it need not give way to others meanwhile, where it is urgent."""
+        """Return whether the event is set. If urgent, raise the saver's priority meanwhile."""
         ...
 
 
@@ -29,31 +29,27 @@ def _wait(event: Latch, timeout: float | None, doing: str, *, is_urgent: bool = 
     return event.wait(timeout)
 
 
-Finish = Callable[[bool], None]
-"""Returns when all is copied; is told whether the receipt is wanted, which comes sooner if this comes later."""
-
-
-def _nothing(is_receipt_wanted: bool) -> None:
-    """Do nothing."""
+FinishCopying = Callable[[bool], None]
+"""Returns when all bytes are copied. True: the caller waits for the receipt, so the saver may run meanwhile."""
 
 
 class Pending:
-    """A commit in the background; made by ``Store.commit_async``.
+    """A commit in the background. Returned by ``Store.commit_async``. Thread-safe.
 
     Attributes:
         step: The trainer's step.
-        stall_seconds: How long it has kept the trainer waiting, in ``commit_async`` and in guards.
-        progress: Stage, bytes done and bytes in all, as the saver said last; None: nothing yet.
+        stall_seconds: How long the commit has delayed the trainer, in ``commit_async`` and in guards.
+        progress: Stage, bytes done and bytes in total, as last reported by the saver. None: no report yet.
     """
 
-    def __init__(self, step: int, *, finish: Finish | None = None, wait: Waiter = _wait) -> None:
+    def __init__(self, step: int, *, finish: FinishCopying | None = None, wait: Waiter = _wait) -> None:
         self.step = step
         self._owner = os.getpid()
         self.stall_seconds = 0.0
         self.progress: tuple[str, int, int] | None = None
         self.error_was_raised = False
-        """Whether somebody has been told how it ended."""
-        self._finish = finish or _nothing
+        """Whether an exception has told the caller how the commit ended."""
+        self._finish = finish or noop
         self._wait = wait
         self._staged = Latch()
         self._began = Latch()
@@ -72,40 +68,40 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended: durable, failed or skipped."""
+        """Whether the commit has ended: durable, failed or skipped."""
         return self._done.is_set()
 
     @property
     def is_staged(self) -> bool:
-        """Whether all was copied and the saver has the run: it is published from now on, even if this process dies."""
+        """Whether all bytes are copied and the saver holds the lease: published even if this process dies."""
         with self._lock:
             is_staged = self._staged.is_set() and self._began.is_set() and self._error is None
-            # Who was told so relies on it.
+            # The caller relies on True, so the commit must not be replaced from now on.
             self._is_promised = self._is_promised or is_staged
             return is_staged
 
     @property
     def is_skipped(self) -> bool:
-        """Whether it was left out, or replaced by a later one, because an earlier one was still being written."""
+        """Whether the commit was skipped or replaced because an earlier one was still being written."""
         return self._is_skipped
 
     def wait_staged(self, timeout: float | None = None) -> bool:
-        """Wait until the state was copied and the saver has the run, or it failed.
+        """Wait until the state is copied and the saver has taken over the run, or the commit has failed.
 
-        Then the state may be changed without a guard, and the checkpoint is published even if this process dies:
-        a trainer that is started again finds that the saver has the run, and waits for it. Not where the saver dies
-        with it: as all do in a container whose first process the trainer is, or that is killed as a whole for want of
-        memory, and where a scheduler kills all processes of a job.
+        Afterwards the state may be changed without a guard, and the checkpoint is published even if this process dies.
+        A restarted trainer waits for the saver. This does not help if the saver is killed too. That happens in a
+        container whose first process is the trainer, when a container runs out of memory as a whole, and when a
+        scheduler kills all processes of a job.
 
         Args:
-            timeout: Seconds to wait for the saver once all is copied, which is always waited for, unless this is 0;
-                None: as long as it lives.
+            timeout: Seconds to wait for the saver after all bytes are copied. Copying is always waited for, unless the
+                timeout is 0. None: as long as the saver lives.
 
         Returns:
-            Whether that is so, within the timeout.
+            Whether the commit is staged, as ``is_staged``.
 
         Raises:
-            UsageError: This is a forked child, and the saver its parent's.
+            UsageError: This is a forked child, and its parent owns the saver.
         """
         if timeout is None or timeout > 0:
             self._finish_copying(is_receipt_wanted=False)
@@ -116,19 +112,18 @@ class Pending:
         return self.is_staged
 
     def result(self, timeout: float | None = None) -> Receipt:
-        """Wait until it is durable, and return the receipt.
+        """Wait until the checkpoint is durable, and return the receipt.
 
         Args:
-            timeout: Seconds to wait for the saver once all is copied, which is always waited for, unless this is 0;
-                None: as long as it lives. Whoever has a limit may not live to see the receipt: then copying comes
-                first. Without one the saver begins at once, and where that leaves too few processors to copies behind
-                a guard, all is staged somewhat later, and a guard that is entered meanwhile waits longer.
+            timeout: Seconds to wait for the saver after all bytes are copied. Copying is always waited for, unless the
+                timeout is 0. None: as long as the saver lives. With a timeout, copying has priority over writing.
+                Without one the saver starts immediately; guarded copies may then finish later, and guards wait longer.
 
         Raises:
-            TimeoutError: It takes longer.
-            UsageError: This is a forked child, and the saver its parent's.
-            SaverError: The saver died, or the commit was skipped or replaced; earlier checkpoints are intact.
-            CkstoreError: What the saver met: CapacityError, BackendError, ConflictError and so on.
+            TimeoutError: The checkpoint is not durable yet.
+            UsageError: This is a forked child, and its parent owns the saver.
+            SaverError: The saver died, or the commit was skipped or replaced. Earlier checkpoints are intact.
+            CkstoreError: The saver failed, for example with CapacityError, BackendError or ConflictError.
         """
         if timeout is None or timeout > 0:
             self._finish_copying(is_receipt_wanted=timeout is None)
@@ -136,28 +131,28 @@ class Pending:
             raise TimeoutError(f"the commit of step {self.step} is not durable after {timeout:.3g} s")
         self.error_was_raised = True
         if self._error is not None:
-            # With where it went wrong, if that is known; and not the one that is kept here: it would keep the frames
-            # of who is told, and all that those have.
+            # A copy: the stored error must not keep the caller's frames and their data alive. The traceback shows where
+            # the commit failed, if that is known.
             raise copy_error(self._error).with_traceback(self._origin)
         assert self._receipt is not None
         return self._receipt
 
     def _finish_copying(self, *, is_receipt_wanted: bool) -> None:
-        """Wait until all is copied: that ends by itself, and soon; where checksums are compared, this is when."""
+        """Wait until all bytes are copied, and compare the checksums if there are any."""
         if self._owner != os.getpid() and not self.is_done:
             raise UsageError("a forked child cannot wait for its parent's saver", todo="open the store again")
         self._finish(is_receipt_wanted)
 
     def error_or_none(self) -> Exception | None:
-        """Return why it failed; None while it goes on, and when it is durable."""
+        """Return why the commit failed, or None if it is durable or still in flight."""
         return self._error
 
     def receipt_or_none(self) -> Receipt | None:
-        """Return the receipt, if it is durable already."""
+        """Return the receipt if the checkpoint is durable, else None."""
         return self._receipt
 
     def when_done(self, call: Callable[[Pending], None]) -> None:
-        """Call this when it has ended, on any thread, or at once; it must not wait. What it raises is logged."""
+        """Call a function when the commit has ended, on any thread. It must not wait. Exceptions are logged."""
         with self._lock:
             if not self._done.is_set():
                 self._on_done.append(call)
@@ -165,19 +160,19 @@ class Pending:
         self._call([call])
 
     def note_progress(self, stage: str, nbytes_done: int, nbytes_total: int) -> None:
-        """Say how far the saver is."""
+        """Record the saver's progress."""
         self.progress = (stage, nbytes_done, nbytes_total)
 
     def note_staged(self) -> None:
-        """Say that all of the state was copied."""
+        """Record that all bytes are copied."""
         self._staged.set()
 
     def note_began(self) -> None:
-        """Say that the saver has the run for it."""
+        """Record that the saver holds the lease for this commit."""
         self._began.set()
 
     def note_done(self, receipt: Receipt) -> None:
-        """Say that it is durable; also of one that was to be left out, when the saver heard of that too late."""
+        """Record that the checkpoint is durable, also if it was to be skipped and the saver was faster."""
         with self._lock:
             if self._is_skipped and not self.error_was_raised:
                 self._receipt, self._error, self._origin, self._is_skipped = receipt, None, None, False
@@ -185,11 +180,11 @@ class Pending:
         self._end(receipt, None)
 
     def note_failed(self, error: Exception, *, is_skipped: bool = False) -> None:
-        """Say that it was not acknowledged; what comes after the end does not count."""
+        """Record why the commit failed. Ignored after the end."""
         self._end(None, error, is_skipped=is_skipped)
 
     def take_back(self, error: Exception) -> bool:
-        """Leave it out for a later one, unless somebody was told that it will be published; return whether it is."""
+        """Skip this commit for a later one, unless ``is_staged`` was ever True. Return whether it is skipped."""
         with self._lock:
             if self._is_promised or self._done.is_set():
                 return False
@@ -209,7 +204,7 @@ class Pending:
             try:
                 call(self)
             except Exception:
-                # What comes after it is the store's: whether it failed is told to the next commit.
+                # A failed callback of the store must not affect the others.
                 log_safely(_log, logging.ERROR, "a callback of the commit of step %d failed", self.step, exc_info=True)
 
     def _note_end(
@@ -217,8 +212,8 @@ class Pending:
     ) -> list[Callable[[Pending], None]]:
         self._receipt, self._error, self._is_skipped = receipt, error, is_skipped
         self._origin = None if error is None else error.__traceback__
-        # Whoever keeps this must not keep the arena and the saver by it.
-        self._finish, self._wait = _nothing, _wait
+        # A caller that keeps this object must not keep the arena and the saver alive.
+        self._finish, self._wait = noop, _wait
         self._done.set()
         self._staged.set()
         self._began.set()
@@ -227,34 +222,34 @@ class Pending:
 
 
 def skipped(step: int, busy_step: int) -> Pending:
-    """Return a commit that was left out because another one is still being written."""
+    """Return a pending commit that was skipped because an earlier one is still being written."""
     pending = Pending(step)
-    pending.note_failed(left_out_error(step, busy_step), is_skipped=True)
+    pending.note_failed(skip_error(step, busy_step), is_skipped=True)
     pending.error_was_raised = True
     return pending
 
 
-def left_out_error(step: int, busy_step: int) -> SaverError:
+def skip_error(step: int, busy_step: int) -> SaverError:
     """Return the error of a commit that was skipped or replaced."""
     return SaverError(
-        f"the commit of step {step} was left out: that of step {busy_step} was still being written",
-        todo="commit less often, or let the policy wait: on_busy='wait'",
+        f"the commit of step {step} was skipped: that of step {busy_step} was still being written",
+        todo="commit less often, or use on_busy='wait'",
         step=step,
         busy_step=busy_step,
     )
 
 
 def as_failure(error: BaseException, step: int) -> Exception:
-    """Return why a commit failed, to be kept: an interruption of the trainer is no error of the commit's."""
+    """Return the error to store for a failed commit. An interruption of the trainer becomes a SaverError."""
     if isinstance(error, Exception):
         return copy_error(error)
     return SaverError(f"the commit of step {step} was interrupted", todo="commit again")
 
 
-def deferred_error(step: int, error: Exception, *, is_instead: bool) -> CkstoreError:
-    """Return the error of a commit as it is raised to who did not ask for it: instead of what was called, or after."""
+def deferred_error(step: int, error: Exception, *, call_did_nothing: bool) -> CkstoreError:
+    """Return the error of an earlier commit, to be raised by another call than ``Pending.result``."""
     what, todo = f"the commit of step {step} failed in the background", getattr(error, "todo", None)
-    if is_instead:
+    if call_did_nothing:
         todo = "; ".join(filter(None, (todo, "this call has done nothing: repeat it")))
     if not isinstance(error, CkstoreError):
         return SaverError(f"{what}: {error}", todo=todo)

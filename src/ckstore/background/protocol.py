@@ -1,30 +1,45 @@
-"""What trainer and saver say to each other: small typed records, one a packet of a socket pair.
+"""The messages between trainer and saver, and the socket that carries them.
 
-A packet is one byte that says its kind, and the fields of its record as a MessagePack array. What may be long - tree,
-tensors, samples - is the *head* of a staged state (head.py): it lies in its slot, and ``Begin`` says where.
+Each packet of the socket pair holds one message: a byte for its kind, then its fields as a MessagePack array. Long data
+(tree, tensors, samples) is in the *head* of a staged state (``staged_head.py``), which lies in the slot. ``Begin`` says
+where. Trainer to saver: ``TO_SAVER``. Saver to trainer: ``TO_TRAINER``.
 
 Invariants:
-- Both sides bound what they read; unknown kinds, missing or additional fields and other types are refused.
-- Staged bytes are announced by a bell (an eventfd), which never blocks the trainer: what is staged, the arena says.
+- Both sides limit the length of what they read, and refuse unknown kinds, wrong fields and wrong types.
+- Progress of the staging is not sent as messages. The arena marks staged units, and a bell (an eventfd) wakes the saver
+  without ever blocking the trainer.
 - Errors keep their class, their three sentences and their facts.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import select
+import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckstore import errors
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.config import EngineName
 from ckstore.errors import CkstoreError, MalformedError, SaverError
 from ckstore.format.records import Count, ShortText, decode_inner, encode_inner
+from ckstore.processes import is_running, process_started
 from ckstore.results import Receipt
+
+_log = logging.getLogger("ckstore")
 
 MESSAGE_NBYTES_MAX = 128 << 10
 TEXT_NBYTES_MAX = 8 << 10
-"""Of one part of an error or of a log record; longer ones are cut."""
+"""Limit for one part of an error or of a log record. Longer text is cut."""
 
 _WARNINGS_MAX = 12
 
@@ -33,12 +48,11 @@ Fact = Scalar | list[str]
 
 
 class Hello(NamedTuple):
-    """Trainer: the first message; where to save, and whom to watch.
+    """Trainer: first message, with the store to write to and the trainer to watch.
 
-    ``store_id`` (hex) is the store that the trainer has opened there: by now another one may have taken its place.
-    The address is as the file system has it, which need not be UTF-8. ``trainer_started`` is what
-    ``store.processes.process_started`` says of the trainer; ``retention`` holds, as JSON, the rules by which
-    checkpoints may go when the disk is full.
+    ``address`` is bytes because a path need not be UTF-8. ``store_id`` (hexadecimal) is the store that the trainer has
+    opened, in case another store has replaced it. ``trainer_started`` is the result of ``processes.process_started``.
+    ``retention`` holds as JSON the rules by which checkpoints may be deleted when the disk is full.
     """
 
     address: bytes
@@ -53,12 +67,12 @@ class Hello(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """Trainer: a slot is being filled; its head lies there, complete. Tickets ascend from 1.
+    """Trainer: a slot with a complete head is being filled. Tickets count up from 1.
 
-    The parent is what ``parent_ticket`` became, where that is not 0 and was published; else ``parent``, a seq.
-    Where its slot may be kept, the saver may go on to read it for the next commit, which is coded against it.
-    The saver does not start it for ``start_delay_ms``, since copies need every processor until then.
-    A ``lease`` is the token of one that was the saver's before this was said: a trainer that is started again finds it.
+    The parent checkpoint is the result of ``parent_ticket`` if that is not 0 and was published, else seq ``parent``.
+    With ``may_retain`` the saver may keep the slot as the delta base of the next commit. For ``start_delay_ms`` the
+    saver does not start, because copies need every processor. ``lease`` is the token of the lease that was
+    transferred to the saver before this message, so a restarted trainer finds it.
     """
 
     ticket: Count
@@ -67,37 +81,37 @@ class Begin(NamedTuple):
     head_nbytes: Count
     parent: Count | None
     parent_ticket: Count
-    may_keep: bool = False
+    may_retain: bool = False
     start_delay_ms: Count = 0
     lease: ShortText = ""
 
 
 class Staged(NamedTuple):
-    """Trainer: every byte of a ticket is staged; from now on it is published whether or not the trainer lives."""
+    """Trainer: all bytes of a ticket are staged. From now on it is published even if the trainer dies."""
 
     ticket: Count
 
 
 class Abort(NamedTuple):
-    """Trainer: give a ticket up; what comes is Failed, or Done where it was too late."""
+    """Trainer: cancel a ticket. The reply is Failed, or Done if it was already published."""
 
     ticket: Count
 
 
 class Hurry(NamedTuple):
-    """Trainer: somebody waits, until all that was begun has ended; the saver need not give way so long."""
+    """Trainer: somebody waits. Run at full priority until all begun work has ended."""
 
 
 class Release(NamedTuple):
-    """Trainer: when all tickets are done, give up the lease and forget the run; answered by Answer."""
+    """Trainer: after all tickets, give up the lease and forget the run. Answered by Answer."""
 
     question: Count
 
 
 class Warm(NamedTuple):
-    """Trainer: states will come; map memory that was taken for them now, and take what commits write through.
+    """Trainer: states will follow. Map the arena's memory now and allocate write blocks.
 
-    Whatever else is to be done comes first. Answered by Answer.
+    All other work has priority. Answered by Answer.
     """
 
     question: Count
@@ -106,11 +120,11 @@ class Warm(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Trainer: when all tickets are done, give back the slots and the memory that are kept for the next one."""
+    """Trainer: after all tickets, free the slots and the memory that are retained for the next commit."""
 
 
 class Quit(NamedTuple):
-    """Trainer: carry through what has begun, and exit; a parting where its handle lives on and all was told of."""
+    """Trainer: finish all begun work and exit. With ``is_parting`` the trainer's handle stays open."""
 
     is_parting: bool = False
 
@@ -122,13 +136,13 @@ class Ready(NamedTuple):
 
 
 class Began(NamedTuple):
-    """Saver: it holds the lease for a ticket, so that a trainer that is started again would wait for it."""
+    """Saver: it holds the lease for a ticket, so a restarted trainer would wait for it."""
 
     ticket: Count
 
 
 class Progress(NamedTuple):
-    """Saver: how far a ticket is; sent seldom, and left out where the trainer does not read."""
+    """Saver: progress of a ticket. Sent rarely, and dropped if the socket is full."""
 
     ticket: Count
     stage: ShortText
@@ -144,7 +158,7 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Saver: nothing of a ticket was acknowledged, and why; ticket 0: the saver could not start."""
+    """Saver: a ticket failed, and why. Ticket 0: the saver could not start."""
 
     ticket: Count
     kind: ShortText
@@ -154,26 +168,26 @@ class Failed(NamedTuple):
     facts: dict[str, Fact]
 
 
-class Kept(NamedTuple):
-    """Saver: a ticket has ended, and its slot holds what the next one may be coded against; SlotFree comes later."""
+class Retained(NamedTuple):
+    """Saver: a ticket has ended, and its slot is retained as a delta base. SlotFree follows later."""
 
     ticket: Count
 
 
 class SlotFree(NamedTuple):
-    """Saver: the last message of every ticket; nothing of its slot will be read again."""
+    """Saver: last message of every ticket. Its slot will not be read again."""
 
     ticket: Count
 
 
 class Answer(NamedTuple):
-    """Saver: what was asked, and all that was asked before it, has been done; questions are numbered from 1."""
+    """Saver: this question and all earlier ones are done. Questions count up from 1."""
 
     question: Count
 
 
 class Leaving(NamedTuple):
-    """Saver: a signal has asked it to end. It waits for Quit, which comes when all has ended that was begun."""
+    """Saver: a signal asked it to end. It waits for Quit, which the trainer sends when all tickets have ended."""
 
 
 class Log(NamedTuple):
@@ -198,14 +212,15 @@ Message = (
     | Progress
     | Done
     | Failed
-    | Kept
+    | Retained
     | SlotFree
     | Answer
     | Leaving
     | Log
 )  # fmt: skip
+TicketMessage = Began | Progress | Done | Failed | Retained | SlotFree
 TO_SAVER = (Hello, Begin, Staged, Abort, Release, Forget, Quit, Hurry, Warm)
-TO_TRAINER = (Ready, Began, Progress, Done, Failed, Kept, SlotFree, Answer, Leaving, Log)
+TO_TRAINER = (Ready, Began, Progress, Done, Failed, Retained, SlotFree, Answer, Leaving, Log)
 
 _KINDS: tuple[type[Message], ...] = (*TO_SAVER, *TO_TRAINER)
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
@@ -215,66 +230,66 @@ def encode_message(message: Message) -> bytes:
     """Return the packet of a message.
 
     Raises:
-        SaverError: It is too long.
+        SaverError: The packet is too long.
     """
     packet = bytes((_NUMBER_OF[type(message)],)) + encode_inner(message)
     if len(packet) > MESSAGE_NBYTES_MAX:
-        raise SaverError(f"a {type(message).__name__} message has {len(packet)} bytes", todo="report this")
+        raise SaverError(f"a {type(message).__name__} message is too long ({len(packet)} bytes)", todo="report this")
     return packet
 
 
 def decode_message(packet: bytes, kinds: Sequence[type[Message]]) -> Message:
-    """Read a packet that may hold one of these kinds.
+    """Decode a packet of one of these kinds.
 
     Raises:
-        MalformedError: It holds something else.
+        MalformedError: The packet is invalid or of another kind.
     """
     if not packet or packet[0] >= len(_KINDS) or _KINDS[packet[0]] not in kinds:
-        raise MalformedError("a message of the saver's socket is of no kind that belongs here")
+        raise MalformedError("unexpected kind of message on the saver's socket")
     return decode_inner(memoryview(packet)[1:], _KINDS[packet[0]], where="a message of the saver's socket")
 
 
 def done_of(ticket: int, receipt: Receipt) -> Done:
-    """Return the message of a receipt; of very many or very long warnings it holds the first ones."""
+    """Return the message for a receipt. Excess warnings are dropped and long ones are cut."""
     warnings = [_cut(text) for text in receipt.warnings[:_WARNINGS_MAX]]
     if len(receipt.warnings) > _WARNINGS_MAX:
-        warnings.append(f"{len(receipt.warnings) - _WARNINGS_MAX} more warnings are not told")
+        warnings.append(f"{len(receipt.warnings) - _WARNINGS_MAX} more warnings were dropped")
     return Done(ticket, replace(receipt, warnings=tuple(warnings)))
 
 
 def send(channel: socket.socket, message: Message) -> None:
-    """Send without waiting.
+    """Send a message without waiting.
 
     Raises:
-        BlockingIOError: The other side has not read what was sent before.
-        OSError: The other side is gone.
+        BlockingIOError: The socket is full.
+        OSError: The other side is gone, or the system is out of memory.
     """
     channel.send(encode_message(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def receive(channel: socket.socket, kinds: Sequence[type[Message]]) -> Message | None:
-    """Return the next message, or None at the end.
+    """Return the next message, or None at the end of the connection.
 
     Raises:
-        BlockingIOError: There is none now.
-        MalformedError: The other side sent something else.
+        BlockingIOError: There is no message now.
+        MalformedError: The message is invalid.
         OSError: The connection is broken.
     """
     try:
         packet = channel.recv(MESSAGE_NBYTES_MAX + 1, socket.MSG_DONTWAIT)
     except ConnectionResetError:
-        # Said once, before what is still there, of a peer that is gone and has not read all that it was told.
+        # Reported once if the other side died with unread messages. Its own messages are still in the socket.
         packet = channel.recv(MESSAGE_NBYTES_MAX + 1, socket.MSG_DONTWAIT)
     return decode_message(packet, kinds) if packet else None
 
 
 def failed_of(ticket: int, error: BaseException) -> Failed:
-    """Return the message that tells of an error."""
+    """Return the message for an error."""
     kind = type(error).__name__
     if not isinstance(error, CkstoreError):
         number, text = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
         if isinstance(error, MemoryError):
-            # Python's own says nothing.
+            # Python's own MemoryError has no text.
             text = text or "the saver has no memory for this commit"
         return Failed(ticket, kind, _cut(text), None, None, _plain_facts({"errno": number}))
     todo, where = error.todo, error.where
@@ -289,7 +304,7 @@ def failed_of(ticket: int, error: BaseException) -> Failed:
 
 
 def error_of(failed: Failed) -> Exception:
-    """Return the error that a message tells of, of its own class where that is one of ckstore's."""
+    """Return the error of a message, with its own class if that is a class of ckstore or an OSError."""
     kind = getattr(errors, failed.kind, None)
     if isinstance(kind, type) and issubclass(kind, CkstoreError):
         return kind(failed.what, where=failed.where, todo=failed.todo, **failed.facts)
@@ -300,7 +315,7 @@ def error_of(failed: Failed) -> Exception:
     if isinstance(builtin, type) and issubclass(builtin, OSError) and isinstance(number, int):
         return OSError(number, failed.what)
     return SaverError(
-        f"the saver met {failed.kind}: {failed.what}", todo="look into the log, and report this", kind=failed.kind
+        f"the saver failed with {failed.kind}: {failed.what}", todo="see the log, and report this", kind=failed.kind
     )
 
 
@@ -310,8 +325,8 @@ _RESERVED = {"what", "where", "todo"}
 
 
 def _plain_facts(facts: Mapping[str, object]) -> dict[str, Fact]:
-    kept = [(name, value) for name, value in facts.items() if value is not None and name not in _RESERVED]
-    return {_cut(name, _ITEM_NBYTES_MAX): _plain_fact(value) for name, value in kept[:_FACTS_MAX]}
+    present = [(name, value) for name, value in facts.items() if value is not None and name not in _RESERVED]
+    return {_cut(name, _ITEM_NBYTES_MAX): _plain_fact(value) for name, value in present[:_FACTS_MAX]}
 
 
 def _plain_fact(value: object) -> Fact:
@@ -325,7 +340,7 @@ def _plain_fact(value: object) -> Fact:
 
 
 def _cut(text: str, nbytes_max: int = TEXT_NBYTES_MAX) -> str:
-    # Text of the operating system may hold surrogates, which have no form in UTF-8.
+    # Text from the operating system may contain surrogates, which UTF-8 cannot encode.
     content = text.encode("utf-8", "replace")
     if len(content) <= nbytes_max:
         return content.decode()
@@ -333,5 +348,145 @@ def _cut(text: str, nbytes_max: int = TEXT_NBYTES_MAX) -> str:
 
 
 def log_of(level: int, text: str) -> Log:
-    """Return the message of a log record, cut where it is too long."""
+    """Return the message for a log record."""
     return Log(max(0, level), _cut(text))
+
+
+POLL_SECONDS = 0.5
+"""How often a process is checked on systems without pidfds."""
+
+
+class ProcessWatch:
+    """Watches one process. ``fd`` becomes readable when the process dies; it is -1 on systems without pidfds.
+
+    Args:
+        pid: Process id.
+        started: Start time as ``process_started`` returns it; the pid with another start time is another process.
+            Empty: unknown.
+    """
+
+    def __init__(self, pid: int, started: str) -> None:
+        self.pid = pid
+        self._started = started
+        self.fd = -1
+        # Some sandboxes refuse pidfds, and a dead process has none.
+        with contextlib.suppress(OSError, AttributeError):
+            self.fd = os.pidfd_open(pid)
+        # Checked after opening: the pid may have been reused before. From here on, the pidfd refers to this process.
+        self._is_gone = is_running(pid, started) is False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is alive. A stopped process is."""
+        if self._is_gone:
+            return False
+        if self.fd < 0:
+            return is_running(self.pid, self._started) is not False
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return not poll.poll(0)
+
+    @property
+    def timeout_ms(self) -> int | None:
+        """How long to poll before checking ``is_alive`` again. None: ``fd`` becomes readable."""
+        return None if self.fd >= 0 else int(POLL_SECONDS * 1000)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def how_ended(code: int) -> str:
+    """Describe how a process ended, from its ``subprocess`` return code."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (" (by a user, or out of memory)" if -code == signal.SIGKILL else "")
+
+
+def hello_to(
+    address: str, run: str, engine: EngineName, nice: int, retention: Mapping[str, Any], store_id: str = ""
+) -> Hello:
+    """Return the first message of this process to a new saver."""
+    return Hello(
+        address=os.fsencode(address),
+        run=run,
+        engine=engine,
+        trainer_pid=os.getpid(),
+        trainer_started=process_started(os.getpid()) or "",
+        nice=nice,
+        log_level=_log.getEffectiveLevel(),
+        retention=json.dumps(dict(retention)),
+        store_id=store_id,
+    )
+
+
+def death_of(pid: int, code: int, *, is_busy: bool, was_signalled: bool) -> SaverError:
+    """Return the error for a saver that has ended.
+
+    Args:
+        pid: Its process id.
+        code: Its return code.
+        is_busy: Whether a commit was unfinished.
+        was_signalled: Whether the saver reported that a signal asked it to end.
+    """
+    how = "was asked to end by a signal" if was_signalled and code == 0 else how_ended(code)
+    return SaverError(
+        f"the saver (pid {pid}) {how}" + (" before the commit was durable" if is_busy else ""),
+        todo="commit again: that starts a new saver; earlier checkpoints are intact",
+        pid=pid,
+        saver_exit_code=code,
+    )
+
+
+SHORT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
+"""The system has no memory for a message at the moment. The connection is intact."""
+
+SEND_AGAIN_SECONDS = 0.02
+"""Between two attempts to send a message that there was no memory for."""
+
+
+class Channel:
+    """The saver's end of the socket. Thread-safe."""
+
+    def __init__(self, end: socket.socket, trainer: ProcessWatch) -> None:
+        self._end = end
+        self._trainer = trainer
+
+    def send(self, message: Message, *, wait_ms: int | None = None) -> bool:
+        """Send a message, waiting while the socket is full. Return whether it was sent.
+
+        Args:
+            message: What to send.
+            wait_ms: How long to wait. 0: not at all. None: as long as the trainer lives.
+        """
+        tries_left = math.inf if wait_ms is None else wait_ms / (1000 * SEND_AGAIN_SECONDS)
+        while True:
+            try:
+                send(self._end, message)
+                return True
+            except BlockingIOError:
+                if wait_ms == 0 or not self._wait(wait_ms):
+                    return False
+            except OSError as error:
+                tries_left -= 1
+                if error.errno not in SHORT_OF_MEMORY or tries_left < 0 or not self._trainer.is_alive:
+                    return False
+                SYSTEM_CLOCK.sleep(SEND_AGAIN_SECONDS)
+
+    def _wait(self, wait_ms: int | None) -> bool:
+        poll = select.poll()
+        poll.register(self._end, select.POLLOUT)
+        if self._trainer.fd >= 0:
+            poll.register(self._trainer.fd, select.POLLIN)
+        while True:
+            ready = poll.poll(self._trainer.timeout_ms if wait_ms is None else wait_ms)
+            if any(fd == self._end.fileno() for fd, _ in ready):
+                return True
+            if wait_ms is not None or not self._trainer.is_alive:
+                return False

@@ -6,7 +6,7 @@ Invariants:
   before all of it was copied.
 - Sources are kept alive until they were copied or given up, and not longer.
 - Once ``is_over`` is set, no thread touches the slot any more.
-- It ends on a thread of the crew, where no Ctrl-C comes. What Ctrl-C keeps its owner from doing is done by whoever
+- It ends on a thread of the pool, where no Ctrl-C comes. What Ctrl-C keeps its owner from doing is done by whoever
   waits for it next; then it is given up, for its sources are no longer what they were.
 
 What one handle stages with: the arena, the threads that copy, and where states of known shapes go.
@@ -25,12 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.background.arena import FREE, SLOTS_MAX, STAGED, Arena, Slot
-from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, ArenaLayout, stow
-from ckstore.background.copying import CopyPool, HostCopy, Place, ignore, looked, strip_traceback
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, ArenaLayout, pitches_of, plan_layout
+from ckstore.background.copying import CopyPool, HostCopy, Place, result_or_error, strip_traceback
 from ckstore.background.device_copy import DeviceCopy, Span, codebooks_of, kinds_of, pin, starts_of, versions_of
-from ckstore.background.saver.staged_state import places_to_sample
-from ckstore.background.spot_checks import pitches_of
-from ckstore.concurrency import Latch, log_safely
+from ckstore.background.staged_head import places_to_sample
+from ckstore.concurrency import Latch, log_safely, noop
 from ckstore.config import Limits, Policy
 from ckstore.errors import CapacityError, CorruptError, copy_error
 from ckstore.format.tensors import TensorSpec
@@ -44,10 +43,10 @@ class Staging:
 
     Args:
         captured: The state.
-        stowage: Where its bytes go.
+        layout: Where its bytes go.
         starts: Where its storages lie.
         slot: Given to it, with room and its head.
-        crew: Who copies.
+        pool: Who copies.
         bell: An eventfd to ring after each unit; -1: none.
         is_checked: Take checksums of what is copied behind the guard, before training goes on; it is staged when they
             were compared with those of the copy, and of the source when the guard is entered.
@@ -58,10 +57,10 @@ class Staging:
     def __init__(
         self,
         captured: Captured,
-        stowage: ArenaLayout,
+        layout: ArenaLayout,
         starts: NDArray[np.uint64],
         slot: Slot,
-        crew: CopyPool,
+        pool: CopyPool,
         *,
         bell: int,
         is_checked: bool,
@@ -72,16 +71,16 @@ class Staging:
         self.is_over = Latch()
         """Nothing will be copied any more: it is staged, or was given up, and that was told."""
         self._captured: Captured | None = captured
-        self._crew = crew
+        self._pool = pool
         # Without anything to guard there is nothing to compare.
-        self._is_checked = is_checked and any(stowage.sections[kind].unit_count for kind in (LAZY, DEVICE_LAZY))
+        self._is_checked = is_checked and any(layout.sections[kind].unit_count for kind in (LAZY, DEVICE_LAZY))
         self._on_staged, self._on_failed = on_staged, on_failed
         self._lock = threading.Lock()
         self._checking = threading.Lock()
         self._copying = threading.RLock()
         self._error: BaseException | None = None
         self._is_noted = self._is_ended = self._is_left = False
-        sections = stowage.sections
+        sections = layout.sections
         self._guarded = {kind: sections[kind].storages for kind in (LAZY, DEVICE_LAZY)}
         self._versions = {kind: self._versions_now(kind, captured) for kind in self._guarded}
         self._host = [
@@ -92,14 +91,14 @@ class Staging:
                 starts=starts,
                 bell=bell,
                 is_checked=is_checked and kind == LAZY,
-                on_over=self._one_over,
-                look=partial(self._seen_changed, kind),
+                on_over=self._note_section_over,
+                find_change=partial(self._find_guarded_change, kind),
             )
             for kind in (NOW, LAZY)
         ]
         # One of each, or none: a device that has nothing to send before training goes on is not waited for.
         self._device_now, self._device_lazy = (
-            [self._from_device(kind, stowage, captured, bell=bell, is_checked=is_checked)]
+            [self._from_device(kind, layout, captured, bell=bell, is_checked=is_checked)]
             if sections[kind].unit_count
             else []
             for kind in (DEVICE_NOW, DEVICE_LAZY)
@@ -107,22 +106,22 @@ class Staging:
         self._left = len(self._host) + len(self._device_now) + len(self._device_lazy)
 
     def _from_device(
-        self, kind: int, stowage: ArenaLayout, captured: Captured, *, bell: int, is_checked: bool
+        self, kind: int, layout: ArenaLayout, captured: Captured, *, bell: int, is_checked: bool
     ) -> DeviceCopy:
         return DeviceCopy(
-            stowage.sections[kind],
+            layout.sections[kind],
             self.slot,
             captured.storages,
-            self._one_over,
+            self._note_section_over,
             bell=bell,
-            look=partial(self._seen_changed, kind),
+            find_change=partial(self._find_guarded_change, kind),
             error_at=self._error_at if is_checked and kind == DEVICE_LAZY else None,
         )
 
     @property
     def _half(self) -> int:
         """Threads that copy behind a guard, so that what training does meanwhile has processors too."""
-        return (self._crew.count + 1) // 2
+        return (self._pool.count + 1) // 2
 
     @property
     def leaves_processors(self) -> bool:
@@ -151,26 +150,26 @@ class Staging:
                     raise copy_error(error)
             if now.section.unit_count <= 1:
                 # As behind a guard, where it holds little: the call waits for one thread only.
-                self._crew.see_through_here(now.work)
-            now.join(self._crew)
+                self._pool.run_on_caller_cpu(now.work)
+            now.join(self._pool)
             for copy in self._device_now:
                 # While it is waited for, the other one can be told.
                 for other in self._device_lazy:
-                    self._crew.send_one(other.launch)
-                self._crew.waiters.see_through(copy.wait)
+                    self._pool.send_one(other.launch)
+                self._pool.device_thread.run_and_wait(copy.wait)
             if (error := self._error or now.error) is not None:
                 raise copy_error(error)
             # What a guard protects must be copied as it is now.
             for copy in self._device_lazy:
                 copy.note()
             lazy.note()
-            lazy.send(self._crew, self._half)
+            lazy.send(self._pool, self._half)
             self._is_noted = True
             for copy in self._device_lazy:
                 if not self._device_now:
                     # Last, since whoever tells a device needs the interpreter, and the call is to return.
-                    self._crew.send_one(copy.launch)
-                self._crew.waiters.send_one(copy.wait)
+                    self._pool.send_one(copy.launch)
+                self._pool.device_thread.send_one(copy.wait)
             if not any(self._guarded.values()):
                 self.is_over.wait()
         except BaseException as error:
@@ -178,37 +177,37 @@ class Staging:
             raise
 
     def guard(self, *, is_host_waiting: bool = False) -> None:
-        """Return when the sources may be changed, having sent the whole crew to copy what is left of them.
+        """Return when the sources may be changed, having sent the whole pool to copy what is left of them.
 
         Args:
             is_host_waiting: Wait for devices too: what is told to them next may not be on the stream that is current.
         """
         for copy in self._device_lazy:
             if not copy.is_launched:
-                self._crew.see_through(copy.launch)
+                self._pool.run_and_wait(copy.launch)
             if (error := copy.hold()) is not None:
                 self.cancel(error)
-        self._look_at_devices()
+        self._check_devices()
         for copy in self._device_lazy if is_host_waiting else ():
-            self._crew.waiters.see_through(copy.wait)
-        self._host[1].join(self._crew)
+            self._pool.device_thread.run_and_wait(copy.wait)
+        self._host[1].join(self._pool)
         self._compare()
 
     def finish(self, *, is_rushed: bool = True) -> None:
         """Return when all is staged, or was given up.
 
         Args:
-            is_rushed: Send the whole crew; else no more of it than copy behind a guard.
+            is_rushed: Send the whole pool; else no more of it than copy behind a guard.
         """
         with self._copying:
             if not self._is_noted:
                 self.cancel(KeyboardInterrupt("while a state was copied"))
-        self._look_at_devices()
+        self._check_devices()
         for copy in self._host:
             if is_rushed:
-                copy.join(self._crew)
+                copy.join(self._pool)
             else:
-                copy.wait(self._crew, self._half)
+                copy.wait(self._pool, self._half)
         self._compare()
         self.is_over.wait()
 
@@ -217,10 +216,10 @@ class Staging:
         # Whoever copies the last unit sees this, or this sees that he has.
         self._is_left = True
         if self._left == 0 and self._is_checked:
-            self._crew.send_one(self._check_left)
+            self._pool.send_one(self._check_left)
 
     def give_up(self, error: BaseException) -> None:
-        """Give it up, and wait until no thread is copying any more; a thread of the crew must not call this."""
+        """Give it up, and wait until no thread is copying any more; a thread of the pool must not call this."""
         self.cancel(error)
         self.is_over.wait()
 
@@ -234,7 +233,7 @@ class Staging:
             self._error = self._error or error
         for copy in self._host:
             copy.stop(error)
-        self._crew.send_one(self._wind_up)
+        self._pool.send_one(self._wind_up)
 
     def _wind_up(self) -> None:
         """End what was cancelled."""
@@ -254,7 +253,7 @@ class Staging:
     def _versions_now(self, kind: int, captured: Captured) -> list[tuple[int, int]]:
         return versions_of(keeps_of(captured.storages, self._guarded[kind]))
 
-    def _seen_changed(self, kind: int) -> CorruptError | None:
+    def _find_guarded_change(self, kind: int) -> CorruptError | None:
         """Return an error if something was changed that a guard should have protected while it was copied."""
         captured, noted = self._captured, self._versions.get(kind)
         if captured is None or not noted:
@@ -266,19 +265,19 @@ class Staging:
         row = self._host[1].sampled_change() if kind == LAZY else None
         return None if row is None else _changed_error(captured, *row)
 
-    def _look_at_devices(self) -> None:
+    def _check_devices(self) -> None:
         """Compare sources that lie in devices with what was noted, as this thread's streams have them."""
         if not self._is_checked or not self._device_lazy:
             return
         # Whoever commits, on another thread maybe, has noted everything by then.
         with self._copying:
             for copy in self._device_lazy:
-                if (error := looked(partial(self._changed_source, copy), Exception)) is not None:
+                if (error := result_or_error(partial(self._changed_source, copy), Exception)) is not None:
                     self.cancel(error)
 
     def _changed_source(self, copy: HostCopy | DeviceCopy) -> BaseException | None:
         """Return an error if a source is not what was noted any more, or its copy is something else."""
-        place = copy.changed_place()
+        place = copy.changed_at()
         return None if place is None else self._error_at(place)
 
     def _error_at(self, place: Place) -> BaseException | None:
@@ -286,7 +285,7 @@ class Staging:
         # What is over can be changed.
         return None if captured is None else _changed_error(captured, *place)
 
-    def _one_over(self, error: BaseException | None) -> None:
+    def _note_section_over(self, error: BaseException | None) -> None:
         with self._lock:
             self._error = self._error or error
             self._left -= 1
@@ -308,13 +307,13 @@ class Staging:
     def _compare(self) -> None:
         """Compare checksums, where they were taken and were not compared yet."""
         if self._is_checked:
-            self._crew.see_through(self._check)
+            self._pool.run_and_wait(self._check)
 
     def _check(self) -> None:
         with self._checking:
             if not self._is_checked:
                 return
-            found = None if self._error is not None else looked(self._changed_now, Exception)
+            found = None if self._error is not None else result_or_error(self._changed_now, Exception)
             with self._lock:
                 self._error = self._error or found
                 is_end = self._is_checked and self._left == 0
@@ -347,7 +346,7 @@ class Staging:
                 self._on_failed(error)
         finally:
             # They know of who has this: nothing of a commit is left for the collector of cycles, which may be off.
-            self._on_staged, self._on_failed = ignore, ignore
+            self._on_staged, self._on_failed = noop, noop
             self.is_over.set()
 
 
@@ -367,8 +366,8 @@ def _changed_error(captured: Captured, storage: int, offset: int) -> CorruptErro
 
 _log = logging.getLogger("ckstore")
 
-_STOWED_MAX = 4
-"""Shapes that are remembered: those of a state, and of parts of it that are committed apart."""
+_LAYOUTS_MAX = 4
+"""Shapes that are remembered: those of a state, and of parts of it that are committed sample_row_count."""
 
 _POPULATED_NBYTES = 64 << 20
 
@@ -379,13 +378,13 @@ _PATIENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Stowed:
+class _LastLayout:
     """What was stowed last: the tensors of the capture, which memory was guarded, and where its storages lay."""
 
     tensors: Sequence[TensorSpec]
     guarded: tuple[Span, ...]
     starts: NDArray[np.uint64]
-    stowage: ArenaLayout
+    layout: ArenaLayout
 
     def is_for(self, captured: Captured, guarded: Sequence[Span], starts: NDArray[np.uint64]) -> bool:
         """Whether this state would be stowed in the same way."""
@@ -409,9 +408,9 @@ class StagingArea:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._arena: Arena | None = None
-        self._crew: CopyPool | None = None
-        self._stowed: dict[object, ArenaLayout] = {}
-        self._last: _Stowed | None = None
+        self._pool: CopyPool | None = None
+        self._layouts: dict[object, ArenaLayout] = {}
+        self._last: _LastLayout | None = None
         self._shapes: _Shapes | None = None
         self.is_short = False
         """Whether there was no memory for a state: ``note_short``."""
@@ -434,24 +433,24 @@ class StagingArea:
         free = [slot for slot in self.arena.slots if slot.state == FREE]
         return sorted(free, key=lambda slot: (slot.nbytes_taken, slot.nbytes), reverse=True)
 
-    def give_back_all_but(self, slot: Slot) -> int:
+    def release_all_but(self, slot: Slot) -> int:
         """Give the memory of all other free slots back to the system; return how many bytes."""
         return sum(each.give_back() for each in self.free_slots() if each is not slot)
 
-    def crew(self, policy: Policy) -> CopyPool:
+    def pool(self, policy: Policy) -> CopyPool:
         """Return the threads that copy."""
-        if self._crew is not None and self._crew.count != policy.staging_thread_count:
-            self._crew.close()
-            self._crew = None
-        if self._crew is None:
-            self._crew = CopyPool(policy.staging_thread_count)
-        return self._crew
+        if self._pool is not None and self._pool.count != policy.staging_thread_count:
+            self._pool.close()
+            self._pool = None
+        if self._pool is None:
+            self._pool = CopyPool(policy.staging_thread_count)
+        return self._pool
 
-    def stow(self, captured: Captured, guarded: Sequence[Span]) -> tuple[ArenaLayout, NDArray[np.uint64]]:
+    def plan_layout(self, captured: Captured, guarded: Sequence[Span]) -> tuple[ArenaLayout, NDArray[np.uint64]]:
         """Say where a state goes in a slot, and where each of its storages lies now."""
         starts, last = starts_of(captured.storages), self._last
         if last is not None and last.is_for(captured, guarded, starts):
-            return last.stowage, starts
+            return last.layout, starts
         shapes = self._shapes
         if shapes is None or shapes.tensors is not captured.tensors:
             shapes = self._shapes = _Shapes(captured.tensors, pitches_of(captured), codebooks_of(captured))
@@ -461,15 +460,15 @@ class StagingArea:
             kinds[index] = _UNGUARDED.get(kinds[index], kinds[index])
         pitches = shapes.pitches
         key = (*kinds, *pitches, *((each.nbytes, each.element_width, each.is_float) for each in captured.storages))
-        if key not in self._stowed:
-            if len(self._stowed) >= _STOWED_MAX:
-                self._stowed.clear()
+        if key not in self._layouts:
+            if len(self._layouts) >= _LAYOUTS_MAX:
+                self._layouts.clear()
             sampled = places_to_sample(captured.storages, self._limits)
-            self._stowed[key] = stow(captured.storages, kinds, sampled, pitches)
-        self._last = _Stowed(captured.tensors, tuple(guarded), starts, self._stowed[key])
-        return self._stowed[key], starts
+            self._layouts[key] = plan_layout(captured.storages, kinds, sampled, pitches)
+        self._last = _LastLayout(captured.tensors, tuple(guarded), starts, self._layouts[key])
+        return self._layouts[key], starts
 
-    def may_keep(self, nbytes: int, policy: Policy) -> bool:
+    def may_retain(self, nbytes: int, policy: Policy) -> bool:
         """Whether a state of this length may stay in its slot, as what the next one is coded against."""
         if policy.base_cache != "memory" or self.is_short or policy.compression == "none" or not policy.delta:
             return False
@@ -504,24 +503,24 @@ class StagingArea:
             # Room takes no memory; with some to spare, a state that grows is not mapped anew each time.
             slot.reserve(nbytes + nbytes // 8)
 
-    def prewarm(self, nbytes: int, policy: Policy, *, lying: int = 0) -> None:
+    def prewarm(self, nbytes: int, policy: Policy, *, occupied_count: int = 0) -> None:
         """Take the memory that states of this length will need.
 
         Args:
             nbytes: How long a state is, with its head.
             policy: How it is to be staged.
-            lying: How many states lie there now.
+            occupied_count: How many states lie there now.
 
         Raises:
             CapacityError: There is none for a single one, or the policy allows less.
         """
         # Where one stays for the next one to be coded against, that lies in another slot.
-        wanted = max(0, 1 + self.may_keep(nbytes, policy) - lying)
+        wanted = max(0, 1 + self.may_retain(nbytes, policy) - occupied_count)
         for number, slot in enumerate(self.free_slots()[:wanted]):
             try:
                 self.reserve(slot, nbytes, policy)
             except CapacityError:
-                if number + lying == 0:
+                if number + occupied_count == 0:
                     raise
                 # The policy's bound, which commits keep by themselves.
                 return
@@ -529,7 +528,7 @@ class StagingArea:
                 self._populate(slot, nbytes, policy)
             except CapacityError:
                 slot.give_back()
-                if number + lying == 0:
+                if number + occupied_count == 0:
                     raise
                 self.note_short()
 
@@ -554,12 +553,12 @@ class StagingArea:
 
             return work
 
-        crew = self.crew(policy)
-        crew.start()
+        pool = self.pool(policy)
+        pool.start()
         try:
             for begin in range(0, nbytes, _POPULATED_NBYTES):
                 sent.append(Latch())
-                crew.send(populate(begin, sent[-1]), 1)
+                pool.send(populate(begin, sent[-1]), 1)
             for ended in sent:
                 ended.wait()
         except BaseException as error:
@@ -574,9 +573,9 @@ class StagingArea:
 
     def close(self, *, is_waited: bool) -> None:
         """Let go of memory and threads; what threads have begun they finish, waited for or not."""
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.close(is_waited=is_waited)
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close(is_waited=is_waited)
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close(is_idle=is_waited)

@@ -25,7 +25,7 @@ from ckstore.verbs.advising import Advising
 
 if TYPE_CHECKING:
     from ckstore.background.commits import BackgroundCommits
-    from ckstore.background.optimizer_guard import Guarded
+    from ckstore.background.optimizer_guard import OptimizerGuard
     from ckstore.background.pending import Pending
     from ckstore.commit.commit import Fingerprint
     from ckstore.delta.base_cache import BaseCache
@@ -47,7 +47,7 @@ class Background(Advising):
         self._fingerprint: Fingerprint | None = None
         self._bases: BaseCache | None = None
         self._background: BackgroundCommits | None = None
-        self._guarded: Guarded | None = None
+        self._guarded: OptimizerGuard | None = None
         self._recapture: CaptureCache | None = None
         self._published: int | None = None
         self._durable: deque[Receipt | None] = deque()
@@ -94,7 +94,7 @@ class Background(Advising):
         with self._lock:
             self._check_open()
             begun = self._repository.clock.monotonic()
-            (background := self._background_commits()).raise_unreported(is_instead=True)
+            (background := self._background_commits()).raise_unreported(call_did_nothing=True)
             order = AsyncRequest(
                 captured=self._captured(state),
                 step=number,
@@ -160,12 +160,12 @@ class Background(Advising):
         Raises:
             UsageError: It is no optimizer of torch, or cannot tell when it steps.
         """
-        from ckstore.background.optimizer_guard import Guarded
+        from ckstore.background.optimizer_guard import OptimizerGuard
 
         with self._lock:
             self._check_open()
             if self._guarded is None:
-                self._guarded = Guarded(self._background_commits().guard)
+                self._guarded = OptimizerGuard(self._background_commits().guard)
             self._guarded.attach(optimizer)
 
     @contextlib.contextmanager
@@ -200,7 +200,7 @@ class Background(Advising):
             if self._background is not None:
                 self._background.wait_all()
                 self._apply_results()
-                self._background.raise_unreported(is_instead=False)
+                self._background.raise_unreported(call_did_nothing=False)
 
     @property
     def arena_nbytes(self) -> int:
@@ -228,7 +228,7 @@ class Background(Advising):
                 self._bases = None
                 super().close()
             if background is not None:
-                background.raise_unreported(is_instead=False)
+                background.raise_unreported(call_did_nothing=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -268,7 +268,7 @@ class Background(Advising):
             seq, self._published = self._published, None
             if seq is not None:
                 self._follow(seq)
-            self._background.raise_unreported(is_instead=True)
+            self._background.raise_unreported(call_did_nothing=True)
 
     def _follow(self, seq: int) -> None:
         """Take what the saver has published last as what the next commit of this process follows."""

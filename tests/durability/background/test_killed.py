@@ -105,7 +105,7 @@ def saver_is_stopped_for_a_while(lane):
     lane.wait_said(life, "handed", lane.choice.randint(1, 4))
     lane.pause()
     pid = lane.stop_saver(life)
-    lane.wait(lambda: any("SIGCONT lets it go on" in " ".join(facts) for facts in life.facts("log")), "the word of it")
+    lane.wait(lambda: any("send it SIGCONT" in " ".join(facts) for facts in life.facts("log")), "the word of it")
     before = len(life.facts("durable"))
     lane.pause()
     # What was published before the stop may be heard of after the word.

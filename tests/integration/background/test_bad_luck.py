@@ -256,7 +256,7 @@ def test_saver_that_nobody_can_listen_to_is_ended_and_reported(folder, monkeypat
     with ckstore.open(folder) as store:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(SaverError, match="no saver can be listened to"):
+            with pytest.raises(SaverError, match="cannot start a thread that listens to the saver"):
                 store.commit_async(state(0), 0)
         assert [process.poll() is not None for process in started] == [True]
         assert store.commit_async(state(0), 0).result(SECONDS_MAX).step == 0

@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 
 import ckstore
-from ckstore.background import client, saver_process
+from ckstore.background import client, protocol
 from ckstore.background.arena import Arena
 from ckstore.background.client import Callbacks, Saver
-from ckstore.background.saver_process import Watch
+from ckstore.background.protocol import ProcessWatch
 from ckstore.errors import BackendError, MalformedError, SaverError, UsageError
 from ckstore.format import paths
 from ckstore.processes import process_started
@@ -39,7 +39,7 @@ def steps(address):
 @pytest.fixture
 def never_polled(monkeypatch):
     """Let whoever looks at intervals whether a process lives look too late."""
-    monkeypatch.setattr(saver_process, "POLL_SECONDS", 2 * SECONDS_MAX)
+    monkeypatch.setattr(protocol, "POLL_SECONDS", 2 * SECONDS_MAX)
 
 
 # Death
@@ -96,7 +96,7 @@ def test_start_without_an_interpreter_is_an_error(address, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     before = len(links())
     arena = Arena.create()
-    with pytest.raises(SaverError, match="no saver can be started"):
+    with pytest.raises(SaverError, match="cannot start a saver process"):
         Saver.start(address, "main", arena)
     arena.close()
     gc.collect()
@@ -105,8 +105,8 @@ def test_start_without_an_interpreter_is_an_error(address, monkeypatch):
 
 def test_what_the_saver_said_before_it_died_counts(address, monkeypatch):
     """The thread that listens has just heard nothing when the saver publishes, says so, and dies."""
-    looks, is_alive = threading.Event(), Watch.is_alive.fget
-    monkeypatch.setattr(Watch, "is_alive", property(lambda watch: looks.wait(SECONDS_MAX) and is_alive(watch)))
+    looks, is_alive = threading.Event(), ProcessWatch.is_alive.fget
+    monkeypatch.setattr(ProcessWatch, "is_alive", property(lambda watch: looks.wait(SECONDS_MAX) and is_alive(watch)))
     desk = Desk(address)
     try:
         handed = desk.begin(noise(1), 1).stage().finish()
@@ -124,7 +124,7 @@ def test_what_the_saver_said_before_it_died_counts(address, monkeypatch):
 
 
 def test_stopped_saver_is_waited_for_and_reported(desk, caplog, monkeypatch):
-    monkeypatch.setattr(client, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(client, "WARN_AFTER_SECONDS", 0.1)
     desk.saver.wait_ready(SECONDS_MAX)
     stop(desk.saver.pid)
     handed = desk.begin(noise(1), 1).stage().finish()
@@ -162,7 +162,7 @@ def test_saver_that_says_what_nobody_understands_is_killed(address, arena, alter
         saver = Saver.start(address, "main", arena)
         assert saver.quit(SECONDS_MAX)
     assert not Path(f"/proc/{saver.pid}").exists()
-    assert "cannot be understood" in caplog.text
+    assert "because of an invalid message" in caplog.text
     with pytest.raises(MalformedError):
         saver.begin(1, 0, 0, 1, Callbacks(print, print, print))
 
@@ -180,9 +180,9 @@ def test_saver_says_that_a_ticket_has_begun_before_that_it_has_ended(altered, ad
     """A message of a ticket that comes after its last one makes the trainer kill the saver."""
     altered.serve("""
 from ckstore.errors import BackendError
-from ckstore.background import protocol as messages, saver_process as channels
+from ckstore.background import protocol as messages
 from ckstore.store.lease import Lease
-tell, wait_for_orphan, waits = channels.Channel.tell, Lease.wait_for_orphan, []
+tell, wait_for_orphan, waits = messages.Channel.send, Lease.wait_for_orphan, []
 
 def tell_late(self, message, **options):
     # Longer than it takes to fail.
@@ -195,7 +195,7 @@ def fail_later(self):
         raise BackendError("the disk does not answer")
     return wait_for_orphan(self)
 
-channels.Channel.tell, Lease.wait_for_orphan = tell_late, fail_later
+messages.Channel.send, Lease.wait_for_orphan = tell_late, fail_later
 """)
     desk = Desk(address)
     try:
@@ -324,7 +324,11 @@ def test_forked_child_does_not_hide_the_death_of_the_saver(desk):
 def test_watch_sees_death_by_descriptor_and_by_start_time():
     with subprocess.Popen(["sleep", "600"]) as other:
         started = process_started(other.pid)
-        watch, blind, wrong = Watch(other.pid, started), Watch(other.pid, started), Watch(other.pid, "1")
+        watch, blind, wrong = (
+            ProcessWatch(other.pid, started),
+            ProcessWatch(other.pid, started),
+            ProcessWatch(other.pid, "1"),
+        )
         blind.close()
         assert (watch.is_alive, blind.is_alive, wrong.is_alive) == (True, True, False)
         assert (watch.timeout_ms, blind.timeout_ms) == (None, 500)
@@ -336,7 +340,7 @@ def test_watch_sees_death_by_descriptor_and_by_start_time():
         assert (watch.is_alive, blind.is_alive) == (False, False)
     watch.close()
     wrong.close()
-    gone = Watch(other.pid, started)
+    gone = ProcessWatch(other.pid, started)
     assert not gone.is_alive
     gone.close()
 

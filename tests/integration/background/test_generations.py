@@ -191,7 +191,7 @@ def test_saver_that_dies_while_it_keeps_a_slot_fails_no_commit(keeping_store, ca
     saver = saver_of(store)
     os.kill(saver.pid, signal.SIGKILL)
     until(lambda: not saver.is_alive, "its end")
-    assert "before the commit was acknowledged" not in caplog.text
+    assert "before the commit was durable" not in caplog.text
     receipts = [store.commit_async({"w": drifting(step)}, step).result() for step in (1, 2, 3)]
     assert any(receipt.bytes_bases_staged for receipt in receipts)
     assert store.arena_nbytes <= 2 * SLOT_NBYTES, "the slot was taken back"
@@ -226,10 +226,10 @@ def _mapped_nbytes():
 def test_the_saver_gives_a_slot_back_when_the_next_ticket_has_ended(address):
     desk = Desk(address, slot_count=2)
     try:
-        first = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_keep=True).stage().finish()
+        first = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_retain=True).stage().finish()
         assert first.kept.wait(SECONDS_MAX)
         assert first.events == ["began", "done", "kept"]
-        second = desk.begin({"w": drifting(1)}, 1, slot=1, policy=KEEPING, may_keep=True).stage().finish()
+        second = desk.begin({"w": drifting(1)}, 1, slot=1, policy=KEEPING, may_retain=True).stage().finish()
         assert second.kept.wait(SECONDS_MAX)
         assert first.events[-1] == "free"
         assert second.receipt.chunks_delta == CHUNKS
@@ -242,12 +242,12 @@ def test_the_saver_gives_a_slot_back_when_the_next_ticket_has_ended(address):
 def test_the_saver_forgets_what_it_keeps_and_nothing_else(address):
     desk = Desk(address, slot_count=2)
     try:
-        first = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_keep=True).stage().finish()
+        first = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_retain=True).stage().finish()
         assert first.kept.wait(SECONDS_MAX)
-        desk.saver.forget_kept()
+        desk.saver.release_retained()
         assert desk.saver.wait(first.free, SECONDS_MAX, "forget")
         assert (Path(address) / paths.lease_name("main")).exists()
-        second = desk.begin({"w": drifting(1)}, 1, policy=KEEPING, may_keep=True).stage().finish()
+        second = desk.begin({"w": drifting(1)}, 1, policy=KEEPING, may_retain=True).stage().finish()
         assert second.kept.wait(SECONDS_MAX)
         assert second.receipt.chunks_delta == CHUNKS, "against what is read back"
     finally:
@@ -282,23 +282,23 @@ def test_slot_that_may_not_be_kept_is_free_when_its_commit_is_done(desk):
 
 
 def test_a_slot_that_is_kept_cannot_be_begun_again(desk):
-    handed = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_keep=True).stage().finish()
+    handed = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_retain=True).stage().finish()
     assert handed.kept.wait(SECONDS_MAX)
     saver = desk.saver
-    desk.begin({"w": drifting(1)}, 1, policy=KEEPING, may_keep=True)
+    desk.begin({"w": drifting(1)}, 1, policy=KEEPING, may_retain=True)
     until(lambda: not saver.is_alive, "its end")
 
 
 def test_a_ticket_that_fails_leaves_what_was_kept_in_its_place(address):
     desk = Desk(address, slot_count=2)
     try:
-        first = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_keep=True).stage().finish()
+        first = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_retain=True).stage().finish()
         assert first.kept.wait(SECONDS_MAX)
-        second = desk.begin({"w": drifting(1)}, 1, slot=1, policy=KEEPING, may_keep=True).stage(1)
+        second = desk.begin({"w": drifting(1)}, 1, slot=1, policy=KEEPING, may_retain=True).stage(1)
         desk.saver.abort(second.number)
         assert desk.saver.wait(second.free, SECONDS_MAX, "give it up")
         assert "free" not in first.events
-        third = desk.begin({"w": drifting(2)}, 2, slot=1, policy=KEEPING, may_keep=True).stage().finish()
+        third = desk.begin({"w": drifting(2)}, 2, slot=1, policy=KEEPING, may_retain=True).stage().finish()
         assert third.kept.wait(SECONDS_MAX)
         assert third.receipt.chunks_delta == CHUNKS
         assert first.events[-1] == "free"

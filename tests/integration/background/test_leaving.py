@@ -15,7 +15,7 @@ import pytest
 import ckstore
 from ckstore._testing import saver_of
 from ckstore.background import protocol
-from ckstore.background.saver.staged_state import HeadWriter
+from ckstore.background.staged_head import HeadWriter
 from ckstore.config import MIB
 from ckstore.errors import SaverError
 from ckstore.results import Receipt
@@ -71,7 +71,7 @@ def test_state_that_is_being_prepared_when_the_saver_leaves_goes_to_another_one(
         with caplog.at_level(logging.WARNING, "ckstore"):
             assert store.commit_async(noise(2), 2).result(SECONDS_MAX).step == 2
         assert saver_of(store) is not leaving
-        assert f"the saver (pid {leaving.pid}) was told by a signal to end; another saver is started" in caplog.text
+        assert f"the saver (pid {leaving.pid}) was asked to end by a signal; starting another saver" in caplog.text
         assert not [record for record in caplog.records if record.levelno > logging.WARNING]
         assert store.steps() == [1, 2]
 

@@ -13,7 +13,7 @@ import pytest
 
 import ckstore
 from ckstore.background import client, protocol
-from ckstore.background.saver.priority import NICE_MAX
+from ckstore.background.saver.server import NICE_MAX
 from ckstore.config import MIB
 from ckstore.errors import SaverError
 from support.saver_desk import SECONDS_MAX, Desk, noise, stats_of, until

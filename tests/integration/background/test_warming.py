@@ -65,7 +65,7 @@ def test_saver_process_has_memory_for_a_state_when_prewarm_returns_until_it_is_t
             store.wait()
             # Beside the blocks it has some buffers of its own.
             assert own_nbytes(saver.pid) - cold < warm + 5 * WRITE_BLOCK_NBYTES, step
-        saver.forget_kept()
+        saver.release_retained()
         until(lambda: own_nbytes(saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2, "the blocks given back")
         assert background_of(store).saver_pid == saver.pid
 

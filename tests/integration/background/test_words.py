@@ -116,13 +116,13 @@ def test_who_polls_does_not_fill_the_ears_of_a_saver_that_does_not_read(deaf):
 
 def test_who_waits_hurries_what_another_thread_began_while_it_was_being_said(deaf, monkeypatch):
     desk, said = deaf
-    desk.saver.forget_kept()
+    desk.saver.release_retained()
     send = protocol.send
 
     def meanwhile(end, message):
         send(end, message)
         if isinstance(message, protocol.Hurry) and len(said) == 2:
-            desk.saver.forget_kept()
+            desk.saver.release_retained()
 
     monkeypatch.setattr(protocol, "send", meanwhile)
     for _ in range(3):

@@ -17,12 +17,12 @@ def test_on_busy_skip_leaves_the_state_out_and_says_so(open_handing, savers, cap
     saver = slow(savers)
     store.commit_async(state(1), 1)
     second = store.commit_async(state(2), 2)
-    assert "step 2 is left out: step 1 is still being written" in caplog.text
+    assert "step 2 is skipped: step 1 is still being written" in caplog.text
     assert second.is_skipped
     assert second.is_done
     assert not second.is_staged
     assert not second.wait_staged()
-    with pytest.raises(SaverError, match="step 2 was left out"):
+    with pytest.raises(SaverError, match="step 2 was skipped"):
         second.result()
     saver.finish(1)
     third = store.commit_async(state(3), 3)
@@ -41,7 +41,7 @@ def test_on_busy_replace_keeps_one_state_waiting_and_replaces_it(open_handing, s
     assert [room.index for room, _, _ in saver.begun.values()] == [0, 1, 1, 1]
     assert saver.parents == [(None, 0), (None, 1), (None, 1), (None, 1)]
     assert "step 3 replaces that of step 2" in caplog.text
-    with pytest.raises(SaverError, match="step 2 was left out: that of step 1"):
+    with pytest.raises(SaverError, match="step 2 was skipped: that of step 1"):
         pendings[1].result()
     saver.finish(1)
     saver.finish(4)

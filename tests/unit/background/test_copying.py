@@ -12,7 +12,7 @@ import pytest
 
 from ckstore.background.arena import STAGED, STAGING, UNIT_NBYTES
 from ckstore.background.arena_layout import NOW
-from ckstore.background.copying import CopyPool, looked
+from ckstore.background.copying import CopyPool, result_or_error
 from ckstore.codec import kernels
 from ckstore.codec.kernels import reference
 from ckstore.config import KIB, MIB
@@ -130,7 +130,7 @@ def test_what_keeps_a_look_from_looking_keeps_nothing_of_the_state_alive():
         kept.append(weakref.ref(state))
         raise ValueError("cannot look")
 
-    error = looked(look)
+    error = result_or_error(look)
     assert str(error) == "cannot look"
     assert kept[0]() is None
 

@@ -52,13 +52,13 @@ def test_step_that_is_waited_for_begins_on_the_processor_of_who_waits_and_may_th
         moves.clear()
         move(0, {processor})
         try:
-            ran_by = crew.see_through_here(threading.get_native_id)
+            ran_by = crew.run_on_caller_cpu(threading.get_native_id)
         finally:
             move(0, mine)
         assert moves == [(ran_by, {processor}), (ran_by, mine)]
         assert ran_by != threading.get_native_id()
     monkeypatch.undo()
-    assert crew.see_through_here(lambda: os.sched_getaffinity(0)) == mine
+    assert crew.run_on_caller_cpu(lambda: os.sched_getaffinity(0)) == mine
 
 
 @pytest.mark.parametrize("problem", [MemoryError, PermissionError, ValueError])
@@ -71,9 +71,9 @@ def test_a_step_is_done_whatever_keeps_its_thread_from_being_moved(crew, monkeyp
         move(thread, processors)
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    assert crew.see_through_here(lambda: 7) == 7
+    assert crew.run_on_caller_cpu(lambda: 7) == 7
     monkeypatch.undo()
-    assert crew.see_through_here(lambda: os.sched_getaffinity(0)) == os.sched_getaffinity(0)
+    assert crew.run_on_caller_cpu(lambda: os.sched_getaffinity(0)) == os.sched_getaffinity(0)
 
 
 def test_where_one_more_thread_cannot_be_started_those_of_the_crew_see_a_step_through(crew, monkeypatch):
@@ -82,7 +82,7 @@ def test_where_one_more_thread_cannot_be_started_those_of_the_crew_see_a_step_th
 
     crew.start()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert crew.see_through_here(lambda: threading.current_thread().name).startswith("ckstore-stage")
+    assert crew.run_on_caller_cpu(lambda: threading.current_thread().name).startswith("ckstore-stage")
 
 
 def test_ctrl_c_while_a_crew_is_closed_leaves_no_thread_behind(monkeypatch, no_threads_left):
@@ -91,8 +91,8 @@ def test_ctrl_c_while_a_crew_is_closed_leaves_no_thread_behind(monkeypatch, no_t
 
     crew = CopyPool(2)
     crew.start()
-    crew.waiters.start()
-    crew.see_through_here(lambda: None)
+    crew.device_thread.start()
+    crew.run_on_caller_cpu(lambda: None)
     with monkeypatch.context() as context:
         context.setattr(threading.Thread, "join", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -102,12 +102,12 @@ def test_ctrl_c_while_a_crew_is_closed_leaves_no_thread_behind(monkeypatch, no_t
 def test_a_step_that_a_closed_crew_is_to_see_through_leaves_no_thread_behind(no_threads_left):
     crew = CopyPool(2)
     crew.close()
-    assert crew.see_through_here(lambda: 7) == 7
+    assert crew.run_on_caller_cpu(lambda: 7) == 7
 
 
 def test_a_thread_that_ctrl_c_has_left_on_one_processor_is_let_go_by_the_next_step(crew, monkeypatch):
     mine = os.sched_getaffinity(0)
-    crew.see_through_here(lambda: None)
+    crew.run_on_caller_cpu(lambda: None)
     with monkeypatch.context() as context:
 
         def interrupted(*_):
@@ -115,8 +115,8 @@ def test_a_thread_that_ctrl_c_has_left_on_one_processor_is_let_go_by_the_next_st
 
         context.setattr(CopyPool, "send_one", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            crew.see_through_here(lambda: None)
-    assert crew.see_through_here(lambda: os.sched_getaffinity(0)) == mine
+            crew.run_on_caller_cpu(lambda: None)
+    assert crew.run_on_caller_cpu(lambda: os.sched_getaffinity(0)) == mine
 
 
 def test_a_step_is_seen_through_where_threads_may_not_be_moved_or_started(crew, monkeypatch):
@@ -125,15 +125,15 @@ def test_a_step_is_seen_through_where_threads_may_not_be_moved_or_started(crew, 
 
     with monkeypatch.context() as context:
         context.setattr(os, "sched_setaffinity", refuse)
-        assert crew.see_through_here(lambda: 7) == 7
+        assert crew.run_on_caller_cpu(lambda: 7) == 7
         with pytest.raises(ZeroDivisionError):
-            crew.see_through_here(lambda: 1 // 0)
+            crew.run_on_caller_cpu(lambda: 1 // 0)
 
     def refuse_to_start(thread):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
-    assert CopyPool(2).see_through_here(lambda: 7) == 7
+    assert CopyPool(2).run_on_caller_cpu(lambda: 7) == 7
 
 
 def test_work_that_comes_while_the_crew_is_closed_is_done(monkeypatch):

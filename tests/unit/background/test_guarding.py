@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckstore.background.optimizer_guard import Guarded, versions_of
+from ckstore.background.optimizer_guard import OptimizerGuard, versions_of
 from ckstore.state.capture import capture
 from ckstore.state.memory import keeps_of
 from ckstore.state.torch_adapter import TorchAdapter
@@ -16,7 +16,7 @@ from ckstore.state.torch_adapter import TorchAdapter
 
 def owned(*parameters):
     """Return the spans that an optimizer of these parameters owns, without empty ones."""
-    guarded = Guarded(lambda: None)
+    guarded = OptimizerGuard(lambda: None)
     optimizer = torch.optim.SGD(list(parameters), lr=0.1)
     guarded.attach(optimizer)
     return [span for span in guarded.spans() if span[0] < span[1]]
@@ -64,7 +64,7 @@ def test_a_parameter_without_memory_owns_none():
 
 
 def test_memory_of_an_optimizer_that_is_gone_is_not_guarded():
-    guarded = Guarded(lambda: None)
+    guarded = OptimizerGuard(lambda: None)
     optimizer = torch.optim.SGD([nn.Parameter(FLAT)], lr=0.1)
     guarded.attach(optimizer)
     assert guarded.spans() == [memory_of(FLAT)]
@@ -75,7 +75,7 @@ def test_memory_of_an_optimizer_that_is_gone_is_not_guarded():
 
 def test_what_a_cuda_graph_may_replay_is_not_guarded():
     """That calls no hooks: what the optimizer owns is copied before the call returns."""
-    guarded = Guarded(lambda: None)
+    guarded = OptimizerGuard(lambda: None)
     optimizer = torch.optim.AdamW([nn.Parameter(FLAT)], lr=0.1)
     guarded.attach(optimizer)
     assert guarded.spans() == [memory_of(FLAT)]

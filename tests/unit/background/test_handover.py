@@ -226,7 +226,7 @@ def test_another_priority_needs_another_saver_and_the_first_ends_before(store, s
 
 
 def test_a_store_in_memory_has_no_saver(backend):
-    with ckstore.open(backend) as store, pytest.raises(UsageError, match="another process cannot open this store"):
+    with ckstore.open(backend) as store, pytest.raises(UsageError, match="need a store in a local folder"):
         store.commit_async(state(0), 0)
 
 
@@ -292,7 +292,7 @@ def test_failure_that_another_commit_looks_for_right_now_is_raised_by_the_next_o
     store.commit_async(state(1), 1)
 
     def look_and_note(pending, error):
-        background_of(store).raise_unreported(is_instead=True)
+        background_of(store).raise_unreported(call_did_nothing=True)
         note(pending, error)
 
     monkeypatch.setattr(Pending, "note_failed", look_and_note)

@@ -174,12 +174,12 @@ def test_pages_that_devices_copy_to_are_not_given_back():
     first, second, _ = dock.free_slots()
     assert first.nbytes_taken
     assert second.nbytes_taken
-    second.release_devices = lambda: False
-    assert not dock.give_back_all_but(first)
-    assert not dock.give_back_all_but(first), "nor when it is asked for again"
-    second.release_devices = lambda: True
-    assert dock.give_back_all_but(first) >= 20 * MIB
-    assert second.release_devices is None, "whoever needs it tells devices anew"
+    second.unpin_pages = lambda: False
+    assert not dock.release_all_but(first)
+    assert not dock.release_all_but(first), "nor when it is asked for again"
+    second.unpin_pages = lambda: True
+    assert dock.release_all_but(first) >= 20 * MIB
+    assert second.unpin_pages is None, "whoever needs it tells devices anew"
     assert dock.nbytes == first.nbytes_taken
     dock.close(is_waited=True)
 
@@ -276,14 +276,14 @@ def test_saver_that_has_not_heard_to_free_a_slot_is_asked_again(open_handing, sa
     saver = savers[0]
     saver.is_keeping, saver.patience = True, 0.05
     store.commit_async(state(0, 30 * MIB), 0).result()
-    hear, asked = saver.forget_kept, []
+    hear, asked = saver.release_retained, []
 
     def forget():
         asked.append(None)
         if len(asked) == 3:
             hear()
 
-    saver.forget_kept = forget
+    saver.release_retained = forget
     assert store.commit_async(state(1, 60 * MIB), 1).result().step == 1
     assert len(asked) == 3
 

@@ -16,7 +16,7 @@ import ckstore
 from ckstore._testing import repository_of
 from ckstore.background import protocol
 from ckstore.background.client import Callbacks, Tickets
-from ckstore.background.saver_process import death_of
+from ckstore.background.protocol import death_of
 from ckstore.errors import SaverError
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from support.saver_desk import SECONDS_MAX, noise, until
@@ -148,7 +148,7 @@ def test_tickets_are_closed_only_when_each_was_told_how_it_ended():
 
 
 def test_death_says_whether_a_signal_has_asked_for_it():
-    error = death_of(12, 0, is_busy=False, error_was_raised=True)
-    assert str(error).startswith("the saver (pid 12) was told by a signal to end. Commit again")
-    assert "ended with code 0 before the commit" in str(death_of(12, 0, is_busy=True, error_was_raised=False))
-    assert "was killed by SIGKILL" in str(death_of(12, -9, is_busy=False, error_was_raised=True))
+    error = death_of(12, 0, is_busy=False, was_signalled=True)
+    assert str(error).startswith("the saver (pid 12) was asked to end by a signal. Commit again")
+    assert "ended with code 0 before the commit" in str(death_of(12, 0, is_busy=True, was_signalled=False))
+    assert "was killed by SIGKILL" in str(death_of(12, -9, is_busy=False, was_signalled=True))

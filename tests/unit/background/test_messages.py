@@ -21,7 +21,7 @@ from ckstore.background.protocol import (
     error_of,
     failed_of,
 )
-from ckstore.background.saver.staged_state import HeadWriter, SampleRow, StorageRow, decode_head
+from ckstore.background.staged_head import HeadWriter, SampleRow, StorageRow, decode_head
 from ckstore.config import Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedError, NotFoundError, SaverError
 from ckstore.format.records import encode_inner
@@ -48,7 +48,7 @@ TO_TRAINER_SAMPLES = [
     protocol.Progress(4, "write", 10, 20),
     protocol.Done(4, RECEIPT),
     protocol.Failed(4, "BackendError", "it failed", None, "try again", {"is_transient": True, "ids": ["a", "b"]}),
-    protocol.Kept(4),
+    protocol.Retained(4),
     protocol.SlotFree(4),
     protocol.Answer(2),
     protocol.Leaving(),

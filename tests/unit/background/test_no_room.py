@@ -47,13 +47,13 @@ def test_a_state_that_finds_no_room_beside_another_waits_for_that(replacing, sav
     handed = []
     thread = threading.Thread(target=lambda: handed.append(store.commit_async(state(1, 20 * MIB), 1)), daemon=True)
     thread.start()
-    until(lambda: "no room for a second state" in caplog.text, "the word that it waits")
+    until(lambda: "no memory for a second staged state" in caplog.text, "the word that it waits")
     thread.join(0.1)
     assert not handed, "there is no room for it yet"
     saver.finish(1)
     thread.join(SECONDS_MAX)
     assert handed[0].wait_staged(SECONDS_MAX)
-    assert caplog.text.count("no room for a second state in the arena: the next waits until step 0 is written") == 1
+    assert caplog.text.count("no memory for a second staged state: the next commit waits until step 0 is written") == 1
 
 
 def test_a_state_that_finds_no_room_at_all_says_so(replacing, savers):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckstore.background.saver.priority import Priority
+from ckstore.background.saver.server import Priority
 from support.fake_saver import PretendSaver
 from support.saver_desk import noise
 
@@ -34,14 +34,14 @@ def asked(monkeypatch):
 def test_saver_that_gives_way_leaves_training_one_processor(monkeypatch, processors, most):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(processors))
     priority = Priority(NICE)
-    priority.give_way()
+    priority.use_low_priority()
     assert priority.thread_limit.maximum == most
     priority.hurry()
     assert priority.thread_limit.maximum is None
-    priority.stand_aside()
+    priority.use_idle_class()
     assert priority.thread_limit.maximum == most
     careless = Priority(0)
-    careless.give_way()
+    careless.use_low_priority()
     assert careless.thread_limit.maximum is None
 
 
@@ -54,21 +54,21 @@ def test_priority_that_may_not_come_back_or_need_not_give_way_never_stands_aside
             raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", note)
-    Priority(0).stand_aside()
+    Priority(0).use_idle_class()
     assert told == []
     priority = Priority(NICE)
-    priority.stand_aside()
+    priority.use_idle_class()
     assert told == [os.SCHED_IDLE, os.SCHED_OTHER], "one thread that sleeps was asked"
     priority.hurry()
-    priority.stand_aside()
+    priority.use_idle_class()
     assert len(told) == 2
 
 
 def test_priority_that_is_as_it_should_be_asks_nothing_of_the_system(asked):
     priority = Priority(NICE)
-    priority.give_way()
+    priority.use_low_priority()
     count = len(asked)
-    priority.give_way()
+    priority.use_low_priority()
     assert len(asked) == count > 0
 
 
@@ -83,7 +83,7 @@ def test_thread_that_is_started_meanwhile_is_not_left_out(asked, monkeypatch):
         told.append(thread)
 
     monkeypatch.setattr(os, "setpriority", note)
-    Priority(NICE).give_way()
+    Priority(NICE).use_low_priority()
     is_over.set()
     late.join()
     assert late.native_id in told
@@ -96,7 +96,7 @@ def test_priority_stays_as_it_is_where_the_system_refuses(monkeypatch):
     monkeypatch.setattr(os, "setpriority", refuse)
     monkeypatch.setattr(Path, "write_text", refuse)
     priority = Priority(NICE)
-    priority.give_way()
+    priority.use_low_priority()
     priority.hurry()
 
 

@@ -19,8 +19,8 @@ import torch
 
 import ckstore
 from ckstore.background.arena_layout import LAZY, NOW
-from ckstore.background.optimizer_guard import Guarded
-from ckstore.background.saver.staged_state import HeadWriter
+from ckstore.background.optimizer_guard import OptimizerGuard
+from ckstore.background.staged_head import HeadWriter
 from ckstore.background.staging import StagingArea
 from ckstore.config import Limits
 from ckstore.errors import LeafTypeError, UsageError
@@ -79,7 +79,7 @@ class Remembering(CaptureCache):
 
     def __init__(self):
         super().__init__()
-        self.guarded, self.dock, self.writer = Guarded(lambda: None), StagingArea(Limits()), HeadWriter()
+        self.guarded, self.dock, self.writer = OptimizerGuard(lambda: None), StagingArea(Limits()), HeadWriter()
         self.optimizers = weakref.WeakSet()
         self.tensors = None
 
@@ -96,7 +96,7 @@ class Remembering(CaptureCache):
 
 def spans_of(remembering):
     """Return what the optimizers own, as one that remembers nothing tells it."""
-    fresh = Guarded(lambda: None)
+    fresh = OptimizerGuard(lambda: None)
     for optimizer in remembering.optimizers:
         fresh.attach(optimizer)
     spans = fresh.spans()
@@ -126,8 +126,8 @@ def same(remembering, state):
     assert kept_by(found) == kept_by(copy_error)
     spans = remembering.guarded.spans()
     assert spans == spans_of(remembering)
-    stowage, starts = remembering.dock.stow(found, spans)
-    fresh, fresh_starts = StagingArea(Limits()).stow(found, spans)
+    stowage, starts = remembering.dock.plan_layout(found, spans)
+    fresh, fresh_starts = StagingArea(Limits()).plan_layout(found, spans)
     assert laid_out(stowage) == laid_out(fresh)
     assert starts.tolist() == fresh_starts.tolist() == [storage.start for storage in found.storages]
     assert head_by(remembering.writer, found, stowage) == head_by(HeadWriter(), found, fresh)
@@ -221,7 +221,7 @@ def test_guards_follow_what_an_optimizer_owns_now():
     case.state["optimizer"] = 1
     same(recapture, case.state)
     found = recapture.capture(case.state, [TorchAdapter()])
-    stowage, _ = recapture.dock.stow(found, recapture.guarded.spans())
+    stowage, _ = recapture.dock.plan_layout(found, recapture.guarded.spans())
     now, lazy = (stowage.sections[kind].storages for kind in (NOW, LAZY))
     left = found.tensors[found.paths.index(("model", "2.bias"))].storage
     assert left in now

@@ -182,7 +182,7 @@ def test_slot_that_grows_keeps_its_bytes_and_asks_for_no_page_twice(ask, arena):
 def test_slot_pages_that_a_device_was_told_of_are_left_as_they_are(ask, arena):
     slot = arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
-    slot.release_devices = lambda: True
+    slot.unpin_pages = lambda: True
     system = ask()
     slot.populate(0, 2 * UNIT_NBYTES)
     assert not system.asked

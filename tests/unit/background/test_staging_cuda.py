@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckstore.background import cuda
 from ckstore.background.arena import UNIT_NBYTES, Arena
-from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LEAD_NBYTES, NOW, RUN_NBYTES_MAX, stow
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LEAD_NBYTES, NOW, RUN_NBYTES_MAX, plan_layout
 from ckstore.background.device_copy import kinds_of, pin, starts_of
 from ckstore.commit.chunking import SHARED_NBYTES_MAX
 from ckstore.config import MIB
@@ -36,7 +36,7 @@ LENGTHS = st.one_of(st.integers(0, 40 * MIB), st.integers(0, 3000), st.integers(
 
 
 def section_of(lengths):
-    return stow([Shape(nbytes) for nbytes in lengths], [DEVICE_NOW] * len(lengths), []).sections[DEVICE_NOW]
+    return plan_layout([Shape(nbytes) for nbytes in lengths], [DEVICE_NOW] * len(lengths), []).sections[DEVICE_NOW]
 
 
 @given(st.lists(LENGTHS, max_size=30))
@@ -204,11 +204,11 @@ def test_copies_come_after_what_the_stream_of_the_trainer_was_told(monkeypatch):
         # Whoever tells the device of the copies has another current stream, and comes late.
         with monkeypatch.context() as patch:
             patch.setattr(staged.crew, "send_one", later.append)
-            patch.setattr(staged.crew.waiters, "send_one", later.append)
-            patch.setattr(staged.crew.waiters, "see_through", lambda step: step())
+            patch.setattr(staged.crew.device_thread, "send_one", later.append)
+            patch.setattr(staged.crew.device_thread, "run_and_wait", lambda step: step())
             staged.staging.copy_now()
         for work in later:
-            staged.crew.waiters.send_one(work)
+            staged.crew.device_thread.send_one(work)
         staged.staging.guard()
         weight += 5
     assert staged.content() == [bytes_of(torch.ones(8_000_000))]
@@ -246,7 +246,7 @@ def test_the_arena_is_pinned_once_and_let_go(caplog):
     view = torch.from_numpy(np.frombuffer(slot.view(0, 4096), np.uint8))
     assert view.is_pinned()
     assert caplog.text == ""
-    assert slot.release_devices()
+    assert slot.unpin_pages()
     assert not view.is_pinned()
     del view
     arena.close()
@@ -273,7 +273,7 @@ def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_dev
     covered = {False: -1, True: -1}
     for device, stretch in itertools.groupby(section.runs, lambda run: storages[run.storage][1]):
         its = list(stretch)
-        for run, is_told in zip(its, cuda.are_told(its), strict=True):
+        for run, is_told in zip(its, cuda.needs_event(its), strict=True):
             runs.append((run, device))
             units += run.units
             if is_told:
@@ -292,5 +292,5 @@ def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_dev
 
 def test_many_small_tensors_are_told_of_once_a_unit():
     section = section_of([1000] * 9000)
-    told = list(cuda.are_told(section.runs))
+    told = list(cuda.needs_event(section.runs))
     assert (len(told), sum(told)) == (9000, section.unit_count)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ckstore.background.arena import STAGED
-from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, stow
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, plan_layout
 from ckstore.background.device_copy import copies_of
 from ckstore.config import MIB
 from ckstore.errors import BackendError
@@ -215,8 +215,8 @@ def test_a_device_is_not_told_of_what_was_given_up_before(arena, crew, told_copi
     with monkeypatch.context() as patch:
         # All threads have something else to do until after it was given up; what must be copied now is copied here.
         patch.setattr(crew, "send_one", later.append)
-        patch.setattr(crew.waiters, "send_one", later.append)
-        patch.setattr(crew.waiters, "see_through", lambda step: step())
+        patch.setattr(crew.device_thread, "send_one", later.append)
+        patch.setattr(crew.device_thread, "run_and_wait", lambda step: step())
         staged.staging.copy_now()
     assert len(later) == 2
     staged.staging.give_up(ValueError("not wanted"))
@@ -249,7 +249,7 @@ def test_a_state_ends_although_there_is_no_memory_to_let_go_of_it(arena, crew, m
 
 def test_copies_that_are_over_keep_nothing_of_the_state(arena):
     captured = far(noise(9 * MIB))
-    stowage = stow(captured.storages, [DEVICE_NOW], [])
+    stowage = plan_layout(captured.storages, [DEVICE_NOW], [])
     slot = arena.slots[0]
     slot.reserve(stowage.end)
     copies = copies_of(stowage.sections[DEVICE_NOW], captured.storages, slot)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckstore.background.arena import UNIT_NBYTES
-from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, stow
-from ckstore.background.saver.staged_state import places_to_sample
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, plan_layout
+from ckstore.background.staged_head import places_to_sample
 from ckstore.config import KIB, MIB, Limits
 
 
@@ -32,7 +32,7 @@ shapes = st.lists(
 @given(shapes, st.data())
 def test_every_byte_has_one_place_and_no_row_crosses_a_unit(storages, data):
     kinds = data.draw(st.lists(st.sampled_from([NOW, LAZY, DEVICE_NOW, DEVICE_LAZY]), min_size=len(storages)))
-    found = stow(storages, kinds[: len(storages)], places_to_sample(storages, Limits()))
+    found = plan_layout(storages, kinds[: len(storages)], places_to_sample(storages, Limits()))
     taken, copied = [], {index: [] for index in range(len(storages))}
     for kind, section in enumerate(found.sections):
         assert section.begin % UNIT_NBYTES == 0
@@ -42,7 +42,8 @@ def test_every_byte_has_one_place_and_no_row_crosses_a_unit(storages, data):
             place in excerpts or found.places[index] + offset == place
             for index, offset, place, _ in section.rows.tolist()
         ]
-        assert are_read == [False] * section.apart + [True] * (len(section.rows) - section.apart)
+        count = section.sample_row_count
+        assert are_read == [False] * count + [True] * (len(section.rows) - count)
         for unit in range(section.unit_count):
             for index, offset, place, nbytes in section.rows_of(unit):
                 assert place // UNIT_NBYTES == (place + nbytes - 1) // UNIT_NBYTES == section.first_unit + unit
@@ -59,19 +60,19 @@ def test_every_byte_has_one_place_and_no_row_crosses_a_unit(storages, data):
 
 
 def test_nothing_of_an_empty_storage_is_laid_down_apart():
-    found = stow([Shape(0, 2), Shape(0, 4), Shape(64 * KIB, 1, False)], [NOW] * 3, [])
+    found = plan_layout([Shape(0, 2), Shape(0, 4), Shape(64 * KIB, 1, False)], [NOW] * 3, [])
     assert found.samples == ()
 
 
 def test_what_must_be_copied_now_comes_first_and_the_rest_in_the_order_of_the_plan():
-    found = stow([Shape(5 * MIB) for _ in range(6)], [LAZY, NOW, LAZY, NOW, LAZY, LAZY], [])
+    found = plan_layout([Shape(5 * MIB) for _ in range(6)], [LAZY, NOW, LAZY, NOW, LAZY, LAZY], [])
     assert sorted(range(6), key=lambda index: found.places[index]) == [1, 3, 0, 2, 4, 5]
     assert found.places[0] % UNIT_NBYTES == 0
 
 
 def test_samples_and_small_storages_are_copied_before_what_is_large():
     storages = [Shape(9 * MIB), Shape(1000), Shape(9 * MIB), Shape(2000)]
-    found = stow(storages, [NOW] * 4, places_to_sample(storages, Limits()))
+    found = plan_layout(storages, [NOW] * 4, places_to_sample(storages, Limits()))
     first = {index: place for place, index in sorted(zip(found.places, range(4), strict=True))}
     samples = [row for row in found.samples if row.width]
     assert samples

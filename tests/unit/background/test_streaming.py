@@ -7,7 +7,7 @@ import pytest
 
 import ckstore
 from ckstore.background import protocol
-from ckstore.background.saver.staged_state import StorageRow, places_to_sample
+from ckstore.background.staged_head import StorageRow, places_to_sample
 from ckstore.codec import chunk_codec
 from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import SaverError

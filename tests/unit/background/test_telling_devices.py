@@ -57,7 +57,7 @@ def devices(monkeypatch):
     made = Devices()
     names = {name: item for name, item in vars(torch).items() if name != "cuda"}
     monkeypatch.setattr(staging_cuda, "torch", SimpleNamespace(cuda=made, **names))
-    monkeypatch.setattr(staging_cuda, "lanes", {})
+    monkeypatch.setattr(staging_cuda, "copy_streams", {})
     monkeypatch.setattr(staging_cuda, "pin", lambda slot, nbytes: None)
     monkeypatch.setattr("ckstore.background.device_copy.is_cuda", lambda storage: True)
     return made
@@ -178,8 +178,8 @@ def test_what_is_given_up_before_the_device_was_told_lets_go_of_the_state(device
     staged, later = Staged([tensor], kind=DEVICE_LAZY), []
     with monkeypatch.context() as patch:
         patch.setattr(staged.crew, "send_one", later.append)
-        patch.setattr(staged.crew.waiters, "send_one", later.append)
-        patch.setattr(staged.crew.waiters, "see_through", lambda step: step())
+        patch.setattr(staged.crew.device_thread, "send_one", later.append)
+        patch.setattr(staged.crew.device_thread, "run_and_wait", lambda step: step())
         staged.staging.copy_now()
     staged.staging.give_up(ValueError("not wanted"))
     staged.captured = None

@@ -26,12 +26,12 @@ def test_tickets_of_a_dead_saver_end_and_no_more_are_taken():
 def test_ticket_whose_slot_is_kept_ends_when_that_is_free():
     tickets, told = Tickets(), []
     note = [lambda *facts, name=name: told.append(name) for name in ("done", "failed", "free", "kept")]
-    assert tickets.add(1, Callbacks(*note[:3], on_kept=note[3]))
-    tickets.take(protocol.Kept(1))
+    assert tickets.add(1, Callbacks(*note[:3], on_retained=note[3]))
+    tickets.take(protocol.Retained(1))
     tickets.take(protocol.SlotFree(1))
     assert told == ["kept", "free"]
     with pytest.raises(MalformedError, match="not given"):
-        tickets.take(protocol.Kept(1))
+        tickets.take(protocol.Retained(1))
 
 
 def test_error_of_a_saver_without_memory_says_so():

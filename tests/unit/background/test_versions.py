@@ -12,7 +12,7 @@ from torch import nn
 
 import ckstore
 from ckstore.background import staging
-from ckstore.background.spot_checks import SPOTS_MAX
+from ckstore.background.arena_layout import SPOTS_MAX
 from ckstore.errors import CorruptError, SaverError
 from support.fake_device import SlowDevice
 from support.fake_saver import PretendSaver, without_hooks

@@ -16,7 +16,7 @@ import pytest
 from ckstore.background import arena as arena_module
 from ckstore.background import protocol
 from ckstore.background.arena import UNIT_NBYTES, Arena
-from ckstore.background.client import Answers
+from ckstore.background.client import Questions
 from ckstore.commit import pipeline
 from ckstore.commit.pipeline import WRITE_BLOCK_NBYTES, threads_and_blocks
 from ckstore.config import MIB, Limits, Policy
@@ -318,7 +318,7 @@ def test_prewarm_lets_the_saver_map_memory_unless_that_would_wait_for_a_commit(h
 
 
 def test_answer_is_one_to_all_that_was_asked_before():
-    answers = Answers()
+    answers = Questions()
     (one, first), (two, second), (three, third) = answers.ask(), answers.ask(), answers.ask()
     assert (one, two, three) == (1, 2, 3)
     answers.take(2)
@@ -328,5 +328,5 @@ def test_answer_is_one_to_all_that_was_asked_before():
     assert third.is_set()
     assert answers.ask()[1].is_set()
     for number in (0, 5):
-        with pytest.raises(MalformedError, match="nobody asked"):
+        with pytest.raises(MalformedError, match="answered a question that was not asked"):
             answers.take(number)

@@ -11,8 +11,8 @@ import socket
 
 import pytest
 
-from ckstore.background import protocol, saver_process
-from ckstore.background.saver_process import Watch
+from ckstore.background import protocol
+from ckstore.background.protocol import ProcessWatch
 from ckstore.errors import CapacityError, SaverError, UsageError
 from ckstore.processes import process_started
 from support.fake_saver import HeldCrew, slow, state
@@ -120,14 +120,14 @@ def test_saver_says_again_what_there_was_no_memory_for(served, monkeypatch):
 
 def test_log_record_waits_no_longer_than_it_may_for_memory(monkeypatch):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    watch = Watch(os.getpid(), process_started(os.getpid()) or "")
-    told = saver_process.Channel(theirs, watch)
+    watch = ProcessWatch(os.getpid(), process_started(os.getpid()) or "")
+    told = protocol.Channel(theirs, watch)
     try:
         Short(monkeypatch, protocol.Log)
-        assert told.tell(protocol.log_of(30, "first"))
+        assert told.send(protocol.log_of(30, "first"))
         assert protocol.receive(ours, protocol.TO_TRAINER) == protocol.Log(30, "first")
         Short(monkeypatch, protocol.Log)
-        assert not told.tell(protocol.log_of(30, "second"), wait_ms=20)
+        assert not told.send(protocol.log_of(30, "second"), wait_ms=20)
     finally:
         watch.close()
         ours.close()

@@ -17,7 +17,7 @@ def state_of(seed, count=60_000):
 
 
 class FailingReads(MemoryBackend):
-    """Answers some ranges of packs with an error of the medium."""
+    """Questions some ranges of packs with an error of the medium."""
 
     bad = range(0)
     count = 0

@@ -20,7 +20,7 @@ class Far:
 
 
 class StateDictCache:
-    """Answers after a moment, and notes how many wait at the same time, and for what was asked."""
+    """Questions after a moment, and notes how many wait at the same time, and for what was asked."""
 
     def __init__(self, broken=()):
         self.lock = threading.Lock()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 
 from ckstore import processes
-from ckstore.background.saver.priority import Priority
-from ckstore.background.saver_process import Watch
+from ckstore.background.protocol import ProcessWatch
+from ckstore.background.saver.server import Priority
 from ckstore.processes import boot_identity, is_running, is_stopped, owner_is_running, proc_is_ours, process_started
 
 STAT = "{pid} (a) b) {state} " + " ".join(["0"] * 18) + " {started} 0 0\n"
@@ -163,7 +163,7 @@ def test_a_maker_of_another_boot_or_namespace_cannot_be_judged(change):
 
 
 def test_a_watch_does_not_take_a_living_process_for_dead_under_another_proc(foreign_proc, child):
-    watch = Watch(child.pid, process_started(child.pid) or "")
+    watch = ProcessWatch(child.pid, process_started(child.pid) or "")
     try:
         assert watch.is_alive
         child.kill()
@@ -177,5 +177,5 @@ def test_niceness_reaches_no_other_process_under_another_proc(foreign_proc, monk
     # The numbers of threads there are those of other processes here.
     touched = set()
     monkeypatch.setattr(os, "setpriority", lambda which, who, nice: touched.add(who))
-    Priority(5).give_way()
+    Priority(5).use_low_priority()
     assert touched == {thread.native_id for thread in threading.enumerate()} | {os.getpid()}

@@ -15,10 +15,32 @@ import threading
 
 from ckstore.background import protocol
 from ckstore.background.arena import Arena
-from ckstore.background.saver.priority import Priority
-from ckstore.background.saver.server import Server
-from ckstore.background.saver_process import LogToTrainer
+from ckstore.background.protocol import Channel
+from ckstore.background.saver.server import Priority, Server
 from ckstore.errors import MalformedError
+
+LOG_WAIT_MS = 1000
+"""How long a log record may wait for a trainer that does not read, before it goes to stderr."""
+
+
+class LogToTrainer(logging.Handler):
+    """Sends log records to the trainer; to stderr where that cannot be."""
+
+    def __init__(self, channel: Channel, level: int) -> None:
+        super().__init__(level)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send one record; never raises."""
+        try:
+            text = self.format(record)
+            if not self._channel.send(protocol.log_of(record.levelno, text), wait_ms=LOG_WAIT_MS):
+                sys.stderr.write(f"ckstore saver (pid {os.getpid()}): {text}\n")
+                sys.stderr.flush()
+        except Exception:
+            # Whoever read stderr may be gone too.
+            return
+
 
 _log = logging.getLogger("ckstore")
 
@@ -33,7 +55,7 @@ def main(fds: list[int]) -> int:
     if not isinstance(message, protocol.Hello):
         raise MalformedError("the trainer did not begin with a hello")
     priority = Priority(message.nice)
-    priority.give_way()
+    priority.use_low_priority()
     server = Server(end, bell, Arena.attach(arena_fd), message, priority)
     _log.addHandler(LogToTrainer(server.channel, message.log_level))
     _log.setLevel(message.log_level)

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Protocol, cast
 
 from ckstore.background import protocol
 from ckstore.background.protocol import Message
-from ckstore.background.saver.staged_state import GatedLease, Ticket
+from ckstore.background.saver.staged_state import Ticket
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.commit.commit import Fingerprint
 from ckstore.commit.pipeline import WriteBlocks
@@ -28,12 +29,14 @@ from ckstore.concurrency import ThreadLimit
 from ckstore.config import EngineName
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import CapacityError, CkstoreError, SaverError
+from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
 from ckstore.ops.commit import CommitRequest, commit_checkpoint
 from ckstore.ops.full_disk import room_after
 from ckstore.results import Receipt, Stopwatch
 from ckstore.store import history
+from ckstore.store.lease import Lease
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from ckstore.store.refs import load_whole, resolve
 from ckstore.store.repository import Repository
@@ -47,7 +50,7 @@ PROGRESS_SECONDS = 1.0
 _PARENTS_MAX = 16
 
 
-class Tell(Protocol):
+class Send(Protocol):
     """Sends a message to the trainer."""
 
     def __call__(self, message: Message, *, wait_ms: int | None = None) -> bool:
@@ -60,7 +63,7 @@ class Committer:
 
     Args:
         hello: Where to save, and for whom.
-        tell: Sends a message to the trainer.
+        send: Sends a message to the trainer.
         on_lease: Called when the lease has been taken, before anything is read.
         thread_limit: How many threads of a commit may work, at any time.
     """
@@ -68,12 +71,12 @@ class Committer:
     def __init__(
         self,
         hello: protocol.Hello,
-        tell: Tell,
+        send: Send,
         on_lease: Callable[[], None],
         thread_limit: ThreadLimit,
     ) -> None:
         self._hello = hello
-        self._tell = tell
+        self._send = send
         self._on_lease = on_lease
         self._thread_limit = thread_limit
         self._repository: Repository | None = None
@@ -115,7 +118,7 @@ class Committer:
         return self._lease is not None and self._lease.is_held
 
     @property
-    def tickets_kept(self) -> frozenset[int]:
+    def retained_tickets(self) -> frozenset[int]:
         """The tickets in whose slots lies what the next commit may be coded against."""
         return self._bases.tickets
 
@@ -156,7 +159,7 @@ class Committer:
         # The trainer commits by itself now, with blocks of its own.
         self._blocks.let_go()
 
-    def forget_kept(self) -> None:
+    def release_retained(self) -> None:
         """Hold nothing for the next commit any more: neither bases, in a slot or on the heap, nor write blocks."""
         self._bases.let_go()
         self._blocks.let_go()
@@ -185,7 +188,7 @@ class Committer:
         self._seq_of[number] = receipt.seq
         while len(self._seq_of) > _PARENTS_MAX:
             del self._seq_of[min(self._seq_of)]
-        self._tell(protocol.done_of(number, receipt))
+        self._send(protocol.done_of(number, receipt))
 
     def give_up(self, ticket: Ticket) -> None:
         """Report a ticket that the trainer has given up before its turn came; on any thread."""
@@ -213,7 +216,7 @@ class Committer:
         else:
             self.exit_code = 1
             _log.error("the commit of step %d failed", step, exc_info=error)
-        self._tell(protocol.failed_of(ticket.number, error))
+        self._send(protocol.failed_of(ticket.number, error))
 
     def _committed(self, ticket: Ticket, parent: int | None) -> Receipt:
         assert self._repository is not None
@@ -221,7 +224,7 @@ class Committer:
         ticket.check()
         repository, head = self._repository, ticket.head
         self._hold_lease(ticket)
-        watch = _ToldStopwatch(repository.clock, ticket, self._tell)
+        watch = _ReportingStopwatch(repository.clock, ticket, self._send)
         self._lease.gate = ticket.wait_whole
         self._follow(parent)
         request = CommitRequest(
@@ -233,7 +236,7 @@ class Committer:
             bases=self._bases,
             fingerprint=self._fingerprint,
             source_is_immutable=True,
-            retained_slot=ticket.number if ticket.may_keep else None,
+            retained_slot=ticket.number if ticket.may_retain else None,
             thread_limit=self._thread_limit,
             blocks=self._blocks,
         )
@@ -246,11 +249,15 @@ class Committer:
     def _hold_lease(self, ticket: Ticket) -> None:
         assert self._repository is not None
         assert self._lease is not None
-        lent = self._lease.accept_transfer()
-        if lent is not None and (purpose := SaverPurpose.of(lent.purpose)) and purpose.trainer_started == TRAINER_DEAD:
+        transferred = self._lease.accept_transfer()
+        if (
+            transferred is not None
+            and (purpose := SaverPurpose.of(transferred.purpose))
+            and purpose.trainer_started == TRAINER_DEAD
+        ):
             # The trainer let go before there was anybody to hear of it.
             self.mark_trainer_dead()
-        elif lent is not None:
+        elif transferred is not None:
             self._lease.renew()
         if ticket.is_orphan:
             # Whoever had it meanwhile, and is gone again, may have resumed an older state and gone on from there.
@@ -291,32 +298,76 @@ def _tag_or_warning(repository: Repository, name: str, seq: int) -> str:
     return ""
 
 
-class _ToldStopwatch(Stopwatch):
+class _ReportingStopwatch(Stopwatch):
     """A stopwatch that tells the trainer which stage has begun, and how many bytes were read."""
 
-    def __init__(self, clock: Clock, ticket: Ticket, tell: Tell) -> None:
+    def __init__(self, clock: Clock, ticket: Ticket, send: Send) -> None:
         super().__init__(clock)
         self._ticket = ticket
-        self._told_clock = clock
-        self._say = tell
+        self._progress_clock = clock
+        self._send = send
         self._stage = "wait"
-        self._told = clock.monotonic()
+        self._reported_at = clock.monotonic()
         ticket.on_read = self._read
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Measure one stage, and tell of it."""
         self._stage = stage
-        self._tell()
+        self._report_progress()
         with super().__call__(stage):
             yield
 
     def _read(self) -> None:
-        if self._told_clock.monotonic() - self._told >= PROGRESS_SECONDS:
-            self._tell()
+        if self._progress_clock.monotonic() - self._reported_at >= PROGRESS_SECONDS:
+            self._report_progress()
 
-    def _tell(self) -> None:
-        self._told = self._told_clock.monotonic()
+    def _report_progress(self) -> None:
+        self._reported_at = self._progress_clock.monotonic()
         ticket = self._ticket
         done = min(ticket.nbytes_read, ticket.nbytes)
-        self._say(protocol.Progress(ticket.number, self._stage, done, ticket.nbytes), wait_ms=0)
+        self._send(protocol.Progress(ticket.number, self._stage, done, ticket.nbytes), wait_ms=0)
+
+
+class GatedLease(Lease):
+    """The lease of a saver: what it guards is published only when the gate lets it pass."""
+
+    def __init__(self, backend: Backend, run: str, clock: Clock) -> None:
+        super().__init__(backend, run, clock)
+        self.gate: Callable[[], None] = lambda: None
+
+    def _start_heart(self) -> None:
+        super()._start_heart()
+        # Whoever renews a lease waits for a beat that is being written.
+        if self._heart is not None:
+            leave_idle_class(self._heart)
+
+    def release(self) -> None:
+        """Give the lease up, also one that was transferred and not adopted; never raises."""
+        with contextlib.suppress(CkstoreError):
+            self._record = self._read_transferred() or self._record
+        super().release()
+
+    def check_held(self) -> None:
+        """Look at the lease again, whatever is staged.
+
+        Raises:
+            ConflictError: Another writer took it over.
+        """
+        super().check()
+
+    def check(self) -> None:
+        """Look at the lease again, before publishing, and wait until all is staged.
+
+        Raises:
+            ConflictError: Another writer took it over.
+            SaverError: It never will be.
+        """
+        self.gate()
+        super().check()
+
+
+def leave_idle_class(thread: threading.Thread) -> None:
+    """Take a thread out of the idle class, which it has from its maker, where the system allows that."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(thread.native_id or 0, os.SCHED_OTHER, os.sched_param(0))

@@ -20,17 +20,20 @@ import signal
 import socket
 import threading
 from collections import deque
+from pathlib import Path
 
 from ckstore.background import protocol
 from ckstore.background.arena import Arena
+from ckstore.background.protocol import Channel, ProcessWatch
 from ckstore.background.saver.committer import Committer
-from ckstore.background.saver.priority import Priority
-from ckstore.background.saver.staged_state import Held, Job, StagingMonitor, Ticket, decode_head
-from ckstore.background.saver_process import Channel, Watch
+from ckstore.background.saver.staged_state import DelayedBegin, Job, StagingMonitor, Ticket
+from ckstore.background.staged_head import decode_head
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.commit.pipeline import WRITE_BLOCKS, WRITE_BLOCKS_MIN
+from ckstore.concurrency import Latch, ThreadLimit
 from ckstore.errors import CapacityError, CkstoreError, MalformedError, SaverError
-from ckstore.processes import JOB_SIGNALS
+from ckstore.processes import JOB_SIGNALS, proc_is_ours
+from ckstore.store.lease import HEART_NAME
 
 _log = logging.getLogger("ckstore")
 
@@ -45,25 +48,27 @@ class Server:
     """For a trainer to let a saver go that a signal has asked to end; one that is stopped does not."""
 
     def __init__(self, end: socket.socket, bell: int, arena: Arena, hello: protocol.Hello, priority: Priority) -> None:
-        self._end = end
+        self._socket = end
         self._bell = bell
         self._arena = arena
         self._priority = priority
         self._is_hurried = False
         self._hurried_last = 0
         """The last ticket that there was when somebody waited."""
-        self._trainer = Watch(hello.trainer_pid, hello.trainer_started)
+        self._trainer = ProcessWatch(hello.trainer_pid, hello.trainer_started)
         self.channel = Channel(end, self._trainer)
-        self._board = StagingMonitor()
+        self._monitor = StagingMonitor()
         self._changed = threading.Condition()
         self._telling = threading.Lock()
         """Nothing is told of a ticket after its end."""
         self._jobs: deque[Job] = deque()
-        self._held: list[Held] = []
+        self._delayed: list[DelayedBegin] = []
         """The listening thread's; another one may look whether there is one."""
-        self._held_until = 0.0
-        self._is_working = self._has_heard = False
-        self._is_asked = self._has_asked = self._is_ending = False  # By a signal; what is begun now is too late.
+        self._delayed_until = 0.0
+        self._is_working = self._has_read_socket = False
+        self._is_end_requested = self._has_sent_leaving = self._is_ending = (
+            False  # By a signal; what is begun now is too late.
+        )
         self._leave_at: float | None = None  # When to end that was asked, if the trainer says nothing to it.
         self._is_over = False
         self._tickets: dict[int, Ticket] = {}
@@ -71,7 +76,7 @@ class Server:
         self._last = 0
         self._ended: set[int] = set()
         """Tickets that have ended, and whose slots were not given back; the committing thread's."""
-        self._committer = Committer(hello, self.channel.tell, self._grant, priority.thread_limit)
+        self._committer = Committer(hello, self.channel.send, self._confirm_lease, priority.thread_limit)
         self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
 
     def run(self) -> int:
@@ -86,10 +91,10 @@ class Server:
         try:
             self._committer.open()
         except Exception as error:
-            self.channel.tell(protocol.failed_of(0, error))
+            self.channel.send(protocol.failed_of(0, error))
             self._trainer.close()
             return getattr(error, "exit_code", 1)
-        self.channel.tell(protocol.Ready(os.getpid()))
+        self.channel.send(protocol.Ready(os.getpid()))
         self._worker.start()
         problem: Exception | None = None
         try:
@@ -99,49 +104,49 @@ class Server:
             _log.error("the saver cannot understand its trainer, and ends: %s", error)
             # What was said before that counts, unless it is what cannot be understood.
             with contextlib.suppress(CkstoreError):
-                self._take_held()
-            self._lose_trainer()
+                self._begin_delayed()
+            self._note_trainer_gone()
         self._finish()
         self._committer.close()
         self._trainer.close()
         if problem is not None:
             return getattr(problem, "exit_code", 1)
         # A trainer that lives was told of every error.
-        return self._committer.exit_code if self._board.is_trainer_gone else 0
+        return self._committer.exit_code if self._monitor.is_trainer_gone else 0
 
     def ask_to_end(self) -> None:
         """Have the listening thread ask the trainer whether to end; called by a signal, in the middle of anything."""
-        self._is_asked = True
+        self._is_end_requested = True
         os.eventfd_write(self._bell, 1)
 
     # The listening thread
 
     def _listen(self) -> None:
         without_bell, poll = select.poll(), select.poll()
-        for fd in (self._end.fileno(), self._trainer.fd):
+        for fd in (self._socket.fileno(), self._trainer.fd):
             if fd >= 0:
                 without_bell.register(fd, select.POLLIN)
                 poll.register(fd, select.POLLIN)
         poll.register(self._bell, select.POLLIN)
-        while not (self._is_ending and self._has_heard and self._is_idle()):
+        while not (self._is_ending and self._has_read_socket and self._is_idle()):
             # First whether it is dead, then what it said: all that it said before counts.
             is_alive = self._trainer.is_alive
             has_rung = self._has_rung()
-            is_open = self._hear()
-            self._has_heard = True
-            if not (is_alive and is_open) or SYSTEM_CLOCK.monotonic() >= self._held_until:
-                self._take_held()
+            is_open = self._receive_all()
+            self._has_read_socket = True
+            if not (is_alive and is_open) or SYSTEM_CLOCK.monotonic() >= self._delayed_until:
+                self._begin_delayed()
             self._leave_in_time()
             # No other thread does it: one that put itself aside would hold up whoever wants what it has locked.
             self._set_priority()
-            self._board.tell()
+            self._monitor.notify()
             if not (is_alive and is_open):
                 # A socket that nobody holds any more is the end too: nobody could stage or ask for anything.
-                self._lose_trainer()
+                self._note_trainer_gone()
                 return
-            if self._held:
+            if self._delayed:
                 # Whoever copies rings for every unit.
-                without_bell.poll(max(1, round(1e3 * (self._held_until - SYSTEM_CLOCK.monotonic()))))
+                without_bell.poll(max(1, round(1e3 * (self._delayed_until - SYSTEM_CLOCK.monotonic()))))
             elif not (self._is_ending and self._is_idle()):
                 if has_rung:
                     without_bell.poll(BELL_PAUSE_MS)
@@ -153,34 +158,34 @@ class Server:
         except BlockingIOError:
             return False
 
-    def _hear(self) -> bool:
+    def _receive_all(self) -> bool:
         while True:
             try:
-                message = protocol.receive(self._end, protocol.TO_SAVER)
+                message = protocol.receive(self._socket, protocol.TO_SAVER)
             except BlockingIOError:
                 return True
             except ConnectionError:
                 return False
             if message is None:
                 return False
-            self._take(message)
+            self._handle(message)
 
-    def _take(self, message: protocol.Message) -> None:
+    def _handle(self, message: protocol.Message) -> None:
         if isinstance(message, protocol.Begin):
-            # First the lease, then the trainer, as in ``_grant``.
+            # First the lease, then the trainer, as in ``_confirm_lease``.
             is_granted = self._committer.holds_lease and self._trainer.is_alive
             # What was said before it could listen was not said too late.
-            is_late = self._is_ending and self._has_heard
-            if not self._held:
-                self._held_until = SYSTEM_CLOCK.monotonic() + message.start_delay_ms / 1e3
-            self._held.append(Held(message, is_granted=is_granted, is_late=is_late))
+            is_late = self._is_ending and self._has_read_socket
+            if not self._delayed:
+                self._delayed_until = SYSTEM_CLOCK.monotonic() + message.start_delay_ms / 1e3
+            self._delayed.append(DelayedBegin(message, is_granted=is_granted, is_late=is_late))
             if message.start_delay_ms and not is_late:
                 self._set_priority()
                 return
         if isinstance(message, protocol.Hurry):
             # Before what was held begins: a thread that wakes in the idle class may hold the GIL, and no processor.
             self._hurry()
-        self._take_held()
+        self._begin_delayed()
         if isinstance(message, protocol.Abort):
             self._abort(message.ticket)
         elif isinstance(message, (protocol.Release, protocol.Forget)):
@@ -207,12 +212,12 @@ class Server:
             raise MalformedError(f"a {type(message).__name__} message came where none belongs")
         self._set_priority()
 
-    def _take_held(self) -> None:
+    def _begin_delayed(self) -> None:
         """Take note of what was begun, and waited until now."""
-        while self._held:
-            self._begin(self._held.pop(0))
+        while self._delayed:
+            self._begin(self._delayed.pop(0))
 
-    def _begin(self, held: Held) -> None:
+    def _begin(self, held: DelayedBegin) -> None:
         message = held.message
         if message.ticket <= self._last or message.slot >= len(self._arena.slots):
             raise MalformedError("a ticket is out of order, or of a slot that is not there", where=repr(message))
@@ -230,18 +235,18 @@ class Server:
                 raise MalformedError("the head of a ticket does not lie in its slot", where=repr(message))
             head = decode_head(bytes(slot.view(message.head_place, message.head_nbytes)), slot_nbytes=slot.nbytes)
         except CkstoreError as error:
-            self.channel.tell(protocol.failed_of(message.ticket, error))
-            self.channel.tell(protocol.SlotFree(message.ticket))
+            self.channel.send(protocol.failed_of(message.ticket, error))
+            self.channel.send(protocol.SlotFree(message.ticket))
             return
-        ticket = Ticket(message.ticket, slot, head, self._board, parents=(message.parent, message.parent_ticket))
-        ticket.may_keep = message.may_keep
+        ticket = Ticket(message.ticket, slot, head, self._monitor, parents=(message.parent, message.parent_ticket))
+        ticket.may_retain = message.may_retain
         self._committer.announce(head.step)
         with self._changed:
             self._tickets[ticket.number] = ticket
         # Before the other thread can get at it, and end it; it may have been taken over meanwhile.
-        is_lent = self._committer.was_transferred(message.lease)
-        if is_lent or self._committer.holds_lease:
-            self._grant(ticket if is_lent or held.is_granted else None)
+        is_transferred = self._committer.was_transferred(message.lease)
+        if is_transferred or self._committer.holds_lease:
+            self._confirm_lease(ticket if is_transferred or held.is_granted else None)
         self._add(ticket)
 
     def _abort(self, number: int) -> None:
@@ -260,26 +265,26 @@ class Server:
             if ticket is not None and is_waiting:
                 self._committer.give_up(ticket)
                 ticket.leave()
-                self.channel.tell(protocol.SlotFree(number))
+                self.channel.send(protocol.SlotFree(number))
 
     def _leave_in_time(self) -> None:
         """Where a signal has asked to end: let the trainer say when, who may be about to begin something."""
-        if not self._is_asked or self._is_ending:
+        if not self._is_end_requested or self._is_ending:
             return
-        self._has_asked = self._has_asked or self.channel.tell(protocol.Leaving(), wait_ms=0)
+        self._has_sent_leaving = self._has_sent_leaving or self.channel.send(protocol.Leaving(), wait_ms=0)
         if self._leave_at is None or not self._is_idle():
             self._leave_at = SYSTEM_CLOCK.monotonic() + self.leave_seconds
         elif SYSTEM_CLOCK.monotonic() >= self._leave_at:
-            self._hear()
+            self._receive_all()
             self._is_ending = self._is_idle()
 
     def _hurry(self) -> None:
         with self._changed:
             # What was held may have failed to begin since it was hurried.
-            self._is_hurried = bool(self._jobs or self._is_working or self._held)
+            self._is_hurried = bool(self._jobs or self._is_working or self._delayed)
             if not self._is_hurried:
                 return
-            self._hurried_last = max([self._last, *(each.message.ticket for each in self._held)])
+            self._hurried_last = max([self._last, *(each.message.ticket for each in self._delayed)])
             self._set_priority()
 
     def _set_priority(self) -> None:
@@ -288,18 +293,18 @@ class Server:
             is_idle = not (self._jobs or self._is_working)
             if self._is_hurried or self._is_over or (self._is_ending and is_idle):
                 self._priority.hurry()
-            elif is_idle or self._held or any(ticket.is_coming for ticket in self._tickets.values()):
+            elif is_idle or self._delayed or any(ticket.is_being_copied for ticket in self._tickets.values()):
                 # Before the next state comes: told by its first message, threads would compute on until they heard.
-                self._priority.stand_aside()
+                self._priority.use_idle_class()
             else:
-                self._priority.give_way()
+                self._priority.use_low_priority()
 
-    def _lose_trainer(self) -> None:
+    def _note_trainer_gone(self) -> None:
         # Nobody trains any more, and whoever starts the run again has to wait.
         self._is_ending = True
         self._hurry()
         self._set_priority()
-        self._board.tell_gone()
+        self._monitor.note_trainer_gone()
         self._committer.mark_trainer_dead()
 
     def _finish(self) -> None:
@@ -320,9 +325,9 @@ class Server:
 
     def _is_idle(self) -> bool:
         with self._changed:
-            return not (self._jobs or self._is_working or self._held)
+            return not (self._jobs or self._is_working or self._delayed)
 
-    def _grant(self, seen: Ticket | None = None) -> None:
+    def _confirm_lease(self, seen: Ticket | None = None) -> None:
         """Tell every ticket that the lease is held for it, if the trainer lives to see that.
 
         Args:
@@ -337,7 +342,7 @@ class Server:
                 for ticket in waiting:
                     ticket.has_lease = True
             for ticket in waiting:
-                self.channel.tell(protocol.Began(ticket.number))
+                self.channel.send(protocol.Began(ticket.number))
 
     def _work(self) -> None:
         try:
@@ -364,17 +369,17 @@ class Server:
                 self._ended.add(job.number)
                 self._free_slots()
                 if job.number in self._ended:
-                    self.channel.tell(protocol.Kept(job.number))
+                    self.channel.send(protocol.Retained(job.number))
             elif isinstance(job, protocol.Forget):
-                self._committer.forget_kept()
+                self._committer.release_retained()
                 self._free_slots()
             elif isinstance(job, protocol.Warm):
                 self._warm(job)
-                self.channel.tell(protocol.Answer(job.question))
+                self.channel.send(protocol.Answer(job.question))
             else:
                 self._committer.release()
                 self._free_slots()
-                self.channel.tell(protocol.Answer(job.question))
+                self.channel.send(protocol.Answer(job.question))
 
     def _is_waited_for(self, job: Job) -> bool:
         """Whether whoever has waited since the last idle moment waits for this one too."""
@@ -384,15 +389,114 @@ class Server:
         """Map what memory was taken for states to come, and take what else they need, until there is more to do."""
         steps = [self._committer.warm(job.block_count, job.nbytes), *(slot.map_ahead() for slot in self._arena.slots)]
         for _ in itertools.chain.from_iterable(steps):
-            if self._jobs or self._held or self._is_ending:
+            if self._jobs or self._delayed or self._is_ending:
                 return
 
     def _free_slots(self) -> None:
         """Give back the slots of tickets that have ended, and that hold nothing of what the next one wants."""
-        free = self._ended - self._committer.tickets_kept
+        free = self._ended - self._committer.retained_tickets
         self._ended -= free
         with self._changed:
             for number in free:
                 self._tickets.pop(number).leave()
         for number in sorted(free):
-            self.channel.tell(protocol.SlotFree(number))
+            self.channel.send(protocol.SlotFree(number))
+
+
+NICE_MAX = 19
+
+
+_NORMAL = os.sched_param(0)
+"""The only one that these classes have."""
+
+
+class Priority:
+    """The priority of this process, all threads of it; thread-safe.
+
+    Args:
+        nice: Added to the niceness that the process was started with, while it gives way.
+    """
+
+    def __init__(self, nice: int) -> None:
+        self._nice = nice
+        self._base = os.getpriority(os.PRIO_PROCESS, 0)
+        self._group_base = _autogroup_nice()
+        self._lock = threading.Lock()
+        self._last: tuple[int, bool] | None = None
+        self._may_use_idle_class: bool | None = None
+        self._others_count = max(1, len(os.sched_getaffinity(0)) - 1)
+        self.thread_limit = ThreadLimit()
+        """How many threads may hash and code: while the saver gives way, one fewer than there are processors."""
+
+    def use_low_priority(self) -> None:
+        """Let others go first."""
+        self._set(self._nice, is_idle=False)
+
+    def use_idle_class(self) -> None:
+        """Let others have every processor that they want, at once; who is not to give way does not do this either."""
+        self._set(self._nice, is_idle=self._nice > 0)
+
+    def hurry(self) -> None:
+        """Be as important as the process was when it was started, where the system allows that."""
+        self._set(0, is_idle=False)
+
+    def _set(self, added: int, *, is_idle: bool) -> None:
+        with self._lock:
+            self.thread_limit.maximum = self._others_count if added else None
+            if self._may_use_idle_class is None and is_idle:
+                self._may_use_idle_class = _may_leave_idle_class()
+            wanted = (added, is_idle and self._may_use_idle_class is True)
+            if wanted != self._last:
+                self._set_all(*wanted)
+                self._last = wanted
+
+    def _set_all(self, added: int, is_idle: bool) -> None:
+        nice = min(NICE_MAX, self._base + added)
+        # The thread that listens: what it hears is when this ends. And the lease's: others judge by it who lives.
+        awake = {os.getpid(), *(thread.native_id for thread in threading.enumerate() if thread.name == HEART_NAME)}
+        # Niceness belongs to a thread; one that is started later has that of its maker, which may be the old one still.
+        done: set[int] = set()
+        while new := _threads() - done:
+            for thread_id in new:
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, thread_id, nice)
+                if self._may_use_idle_class and thread_id not in awake:
+                    with contextlib.suppress(OSError):
+                        os.sched_setscheduler(thread_id, os.SCHED_IDLE if is_idle else os.SCHED_OTHER, _NORMAL)
+            done |= new
+        if self._group_base is not None:
+            # A session has its own share where the kernel groups processes by session: niceness counts within it only.
+            with contextlib.suppress(OSError):
+                Path("/proc/self/autogroup").write_text(str(min(NICE_MAX, self._group_base + added)))
+
+
+def _threads() -> set[int]:
+    """Return the ids of all threads of this process."""
+    if proc_is_ours():
+        return {int(thread.name) for thread in Path("/proc/self/task").iterdir()}
+    # Another pid namespace's /proc gives them numbers that are other processes' here: then only Python's own are known.
+    return {os.getpid(), *(thread.native_id for thread in threading.enumerate() if thread.native_id)}
+
+
+def _may_leave_idle_class() -> bool:
+    """Return whether a thread of this process that has entered the idle class may leave it."""
+    # Capabilities do not tell: in a user namespace they are not worth what they say. A thread that sleeps is asked.
+    is_over = Latch()
+    thread = threading.Thread(target=is_over.wait, name="ckstore-priority", daemon=True)
+    try:
+        thread.start()
+        for policy in (os.SCHED_IDLE, os.SCHED_OTHER):
+            os.sched_setscheduler(thread.native_id or 0, policy, _NORMAL)
+        return True
+    except (OSError, RuntimeError):
+        return False
+    finally:
+        is_over.set()
+
+
+def _autogroup_nice() -> int | None:
+    """Return the niceness of this session's group, as ``/autogroup-25 nice 0`` says it; None where there is none."""
+    try:
+        return int(Path("/proc/self/autogroup").read_text().rpartition(" ")[2])
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,190 @@
+"""The head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, NamedTuple, cast
+
+from ckstore.commit.base_selection import sampled_of, units_of
+from ckstore.commit.chunking import StorageShape, plan_commit
+from ckstore.config import Limits, Policy, policy_of, policy_row
+from ckstore.errors import MalformedError
+from ckstore.format.records import Count, TensorRow, decode_inner, encode_inner, encoded
+from ckstore.format.tensors import TensorSpec
+from ckstore.format.tree import Node, TreeWriter, decode_tree
+from ckstore.state.capture import Captured
+
+
+class StorageRow(NamedTuple):
+    """A storage: where its bytes lie in the slot, and what they are."""
+
+    place: Count
+    nbytes: Count
+    element_width: Count
+    is_float: bool
+
+
+class SampleRow(NamedTuple):
+    """Bytes of a storage that are staged sample_row_count, before the storage itself, so that coding can begin early.
+
+    ``bytes [offset, offset + nbytes)`` of the storage are told of. Where ``width`` is 0, they lie at ``place`` as they
+    are; else ``place`` holds the sample that ``forms.sample_of`` takes of them for that width, ``sample_nbytes`` long.
+    """
+
+    storage: Count
+    offset: Count
+    nbytes: Count
+    width: Count
+    place: Count
+    sample_nbytes: Count
+
+
+class _HeadRow(NamedTuple):
+    step: Count
+    metrics: dict[str, float]
+    tags: list[str]
+    policy: dict[str, Any]
+    warnings: list[str]
+    tree: bytes
+    tensors: list[TensorRow]
+    storages: list[StorageRow]
+    samples: list[SampleRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a staged state is, but for the bytes of its storages; places are offsets in the slot."""
+
+    step: int
+    metrics: Mapping[str, float]
+    tags: Sequence[str]
+    policy: Policy
+    warnings: Sequence[str]
+    tree: Node
+    tensors: Sequence[TensorSpec]
+    storages: Sequence[StorageRow]
+    samples: Sequence[SampleRow] = ()
+
+
+class HeadWriter:
+    """Describes captured states and writes their heads, one after the other.
+
+    What is the same as in the last one, by identity, is neither described nor encoded again.
+    """
+
+    def __init__(self) -> None:
+        self._trees = TreeWriter()
+        self._placed: tuple[object, object] = None, None
+        self._storages: list[StorageRow] = []
+        self._repository: tuple[object, ...] = ()
+        self._rows: tuple[object, ...] = ()
+
+    def head_of(
+        self,
+        captured: Captured,
+        places: Sequence[int],
+        *,
+        step: int,
+        metrics: Mapping[str, float],
+        tags: Sequence[str],
+        policy: Policy,
+        samples: Sequence[SampleRow] = (),
+    ) -> Head:
+        """Describe a captured state whose storages are staged at these places."""
+        if self._placed[0] is not captured.tensors or self._placed[1] is not places:
+            self._storages = [
+                StorageRow(place, storage.nbytes, storage.element_width, storage.is_float)
+                for place, storage in zip(places, captured.storages, strict=True)
+            ]
+            self._placed = captured.tensors, places
+        return Head(
+            step, metrics, tags, policy, captured.warnings, captured.tree, captured.tensors, self._storages, samples
+        )
+
+    def encode(self, head: Head) -> bytes:
+        """Return a head as it lies in the slot."""
+        parts = head.tensors, head.storages, head.samples
+        if len(self._repository) != len(parts) or not all(map(is_, parts, self._repository)):
+            tensors = [_row_of(tensor) for tensor in head.tensors]
+            self._rows = encoded(tensors), encoded(head.storages), encoded(head.samples)
+            self._repository = parts
+        tensor_rows, storage_rows, sample_rows = self._rows
+        return encode_inner(
+            _HeadRow(
+                step=head.step,
+                metrics=dict(head.metrics),
+                tags=list(head.tags),
+                policy=policy_row(head.policy),
+                warnings=list(head.warnings),
+                tree=self._trees.encode(head.tree),
+                tensors=cast("list[TensorRow]", tensor_rows),
+                storages=cast("list[StorageRow]", storage_rows),
+                samples=cast("list[SampleRow]", sample_rows),
+            )
+        )
+
+
+def decode_head(content: bytes | memoryview, *, slot_nbytes: int) -> Head:
+    """Read a head whose places must lie within the slot.
+
+    Raises:
+        MalformedError: No trainer of ours wrote it.
+    """
+    where = "the head of a staged state"
+    row = decode_inner(content, _HeadRow, where=where)
+    for storage in row.storages:
+        if storage.place + storage.nbytes > slot_nbytes:
+            raise MalformedError("a staged storage reaches beyond the slot", where=where)
+    for sample in row.samples:
+        if (
+            sample.place + sample.sample_nbytes > slot_nbytes
+            or sample.storage >= len(row.storages)
+            or sample.offset + sample.nbytes > row.storages[sample.storage].nbytes
+            or (sample.width == 0 and sample.sample_nbytes != sample.nbytes)
+        ):
+            raise MalformedError("a staged sample reaches beyond the slot, or its storage", where=where)
+    return Head(
+        step=row.step,
+        metrics=row.metrics,
+        tags=row.tags,
+        policy=policy_of(row.policy, where=where),
+        warnings=row.warnings,
+        tree=decode_tree(row.tree, tensor_count=len(row.tensors), where=where),
+        tensors=[_tensor_of(tensor) for tensor in row.tensors],
+        storages=row.storages,
+        samples=row.samples,
+    )
+
+
+def _row_of(spec: TensorSpec) -> TensorRow:
+    return TensorRow(
+        library=spec.library,
+        dtype=spec.dtype,
+        shape=spec.shape,
+        strides=spec.strides,
+        storage=spec.storage,
+        offset=spec.offset,
+        is_parameter=spec.is_parameter,
+        requires_grad=spec.requires_grad,
+    )
+
+
+def _tensor_of(row: TensorRow) -> TensorSpec:
+    return TensorSpec(
+        row.library, row.dtype, row.shape, row.strides, row.storage, row.offset, row.is_parameter, row.requires_grad
+    )
+
+
+def places_to_sample(storages: Sequence[StorageShape], limits: Limits) -> list[tuple[int, int, int, int]]:
+    """Return what a commit samples before it codes: storage, offset and length of a chunk, and its element width."""
+    plan = plan_commit(storages, limits)
+    found = []
+    for unit in units_of(plan):
+        for index in sampled_of(unit):
+            chunk = plan.chunks[index]
+            if len(chunk.sources) == 1:
+                source = chunk.sources[0]
+                found.append((source.storage, source.offset, source.nbytes, chunk.element_width))
+    return found
