@@ -30,7 +30,7 @@ def test_ticket_whose_slot_is_kept_ends_when_that_is_free():
     tickets.take(protocol.Retained(1))
     tickets.take(protocol.SlotFree(1))
     assert told == ["kept", "free"]
-    with pytest.raises(MalformedError, match="not given"):
+    with pytest.raises(MalformedError, match="reported on an unknown ticket"):
         tickets.take(protocol.Retained(1))
 
 
