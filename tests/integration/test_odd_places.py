@@ -76,7 +76,7 @@ def test_place_that_can_hold_no_store_is_named_with_what_is_wrong_with_it(tmp_pa
         ckstore.open(place, create=False)
     for command in ("ls", "doctor", "verify", "repair"):
         assert ckstore_command([command, str(place)]) in (UsageError.exit_code, BackendError.exit_code, 10)
-    assert "unforeseen" not in capsys.readouterr().err
+    assert "unexpected" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["ENOTDIR", "ELOOP", "ENAMETOOLONG", "ENOENT"])
@@ -85,7 +85,7 @@ def test_output_that_cannot_be_made_is_an_error_of_ours(tmp_path, odd, name, cap
         store.commit({"x": STATE["x"][:9]}, 0)
     place, _ = places(tmp_path)[name]
     assert ckstore_command(["export", odd, "latest", "-o", f"{place}.safetensors"]) in (10, 15)
-    assert "unforeseen" not in capsys.readouterr().err
+    assert "unexpected" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])

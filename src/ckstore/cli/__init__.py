@@ -1,8 +1,19 @@
-"""The command line of the library: no command does what the Python API cannot.
+"""The command line. Each command parses its options, calls one verb of `Store`, and prints the result.
 
-Start at ``main.py``, which runs a command and turns errors into exit codes. ``parser.py`` has the list of commands and
-the options they share, ``render.py`` all output. Each command has a file; two that belong together share one.
-What a command does belongs to the library: a file here parses options, calls one verb of ``Store``, prints the result.
+Read in this order::
+
+    main.main(arguments)          # runs a command, turns errors into exit codes; a plain `ls` skips the parser
+    parser.parse_and_run          # COMMANDS: name of a command -> its module, imported only when it is called
+    files.py, gc.py, ...          # the commands; the function is called like the command
+    render.py                     # all output: tables and sentences for people, JSON for programs
+
+Short commands on one subject share a module: ``init.py`` (init, adopt), ``history.py`` (tag, untag, delete, rewind),
+``files.py`` (restore, export, report), ``tiers.py`` (push, pull, mirror), ``trash.py`` (trash, undelete), ``repair.py``
+(repair, quarantine), ``doctor.py`` (doctor, bench). ``ls.py`` must not import typer, so its options are in
+``parser.py``.
+
+No command can do what the Python API cannot: what a command does belongs in `Store`, not here. JSON keys, table
+headings, option names and exit codes are stable; a test pins them.
 """
 
 from __future__ import annotations

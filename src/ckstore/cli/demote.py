@@ -36,7 +36,7 @@ def demote(
     path: StorePath,
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[REF]...", help="Demote only these, even the newest. [default: by age]"),
+        typer.Argument(metavar="REF...", help="Demote only these, even the newest. [default: by age]"),
     ] = None,
     run: Run = "main",
     fidelity: Fidelity = None,
@@ -70,17 +70,17 @@ def demote(
         raise UsageError("--save-policy needs rules", todo="for example --keep-newest 5 --keep-every 20")
     # Without stored rules the defaults apply.
     policy = _policy_of(rules) if rules or forget_policy else None
-    begun = SYSTEM_CLOCK.monotonic()
+    start = SYSTEM_CLOCK.monotonic()
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         if not (dry_run or yes or as_json) and render.is_terminal() and sys.stdin.isatty():
             _ask(store.demote(*(refs or ()), policy=policy, dry_run=True))
-            begun = SYSTEM_CLOCK.monotonic()
+            start = SYSTEM_CLOCK.monotonic()
         if forget_policy and not dry_run:
             store.set_demotion(None)
         report = store.demote(*(refs or ()), policy=policy, dry_run=dry_run)
         if save_policy and not dry_run:
             store.set_demotion(policy)
-    seconds = SYSTEM_CLOCK.monotonic() - begun
+    seconds = SYSTEM_CLOCK.monotonic() - start
     if as_json:
         render.print_json(_json_of(report, seconds))
     else:
@@ -92,12 +92,12 @@ def _policy_of(rules: dict[str, Any]) -> DemotePolicy:
 
     name = rules.pop("fidelity", "near")
     if name not in NAMED_RESIDUALS:
-        raise UsageError("a fidelity is near or small", where=f"--fidelity {name}")
+        raise UsageError("not a fidelity", where=f"--fidelity {name}", todo="choose near or small")
     return DemotePolicy(**rules, fidelity=NAMED_RESIDUALS[name]())
 
 
 def _ask(report: DemoteReport) -> None:
-    """Show what would be demoted, if anything, and end the command if the user declines."""
+    """Show what would be demoted, if anything. End the command if the user declines."""
     chosen = sum(entry.action == "demote" for entry in report.entries)
     if not chosen:
         return
@@ -125,13 +125,13 @@ def _print(report: DemoteReport, seconds: float) -> None:
     before, after = sum(entry.stored_before for entry in chosen), sum(entry.stored_after for entry in chosen)
     error = max(entry.worst_rel_rms for entry in chosen)
     sizes = f"{render.size(before)} {'become about' if report.is_dry_run else 'became'} {render.size(after)}"
-    render.say(f"{sizes}; the greatest RMS error of a tensor is {error:.3g} of its values' RMS.")
+    render.say(f"{sizes}; the largest RMS error of a tensor is {error:.3g} of the RMS of its values.")
     if report.is_dry_run:
         return
     packs = f"{render.size(report.packs_before)} of packs before, {render.size(report.packs_after)} after a gc"
     render.say(f"{packs}; {render.size(report.bytes_written)} written in {render.duration(seconds)}.")
-    render.say("Until `ckstore gc` frees the old packs, the store is larger.")
-    render.say("Until the trash is emptied, `ckstore undelete PATH seq:N` makes one exact again.")
+    render.say("The store is larger until `ckstore gc` frees the old packs.")
+    render.say("Until the trash is emptied, `ckstore undelete PATH seq:N` makes a checkpoint exact again.")
 
 
 def _table(*, is_dry_run: bool) -> Table:

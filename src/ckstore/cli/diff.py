@@ -89,7 +89,7 @@ def _print(found: Diff, limit: int | None, *, show_all: bool) -> None:
     )
     render.say(f"tensors: {statuses}; values: {len(found.values)} of {found.value_count} differ")
     if found.is_equal:
-        render.say("The two are equal, bit for bit.")
+        render.say("The two checkpoints are equal, bit for bit.")
 
 
 def _json_of(found: Diff) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def doctor(
     Include the output when you report a problem. Nothing is written unless --measure is given. A finding marked
     "warning" needs your attention.
     """
-    # It loads numpy, and `ckstore --help`, which imports every command, must not.
+    # Not at module level: it loads numpy, and `ckstore --help` imports every command's module.
     from ckstore.ops.inspect.doctor import Finding, diagnose_machine, diagnose_store
 
     findings = diagnose_machine()
@@ -50,7 +50,7 @@ def doctor(
         findings += diagnose_store(path, allow_shared_folder=allow_shared_folder)
     if measure:
         if path is None:
-            raise NotFoundError("--measure needs a PATH", todo="name the folder whose disk is to be measured")
+            raise NotFoundError("--measure needs a PATH", todo="name a folder on the disk to measure")
         seconds = _plain_write(Path(path.removeprefix("file://")), MEASURE_NBYTES)
         found = f"{render.rate(MEASURE_NBYTES, seconds)}: {render.size(MEASURE_NBYTES)} written and synced"
         findings.append(Finding("plain write", found))
@@ -67,7 +67,7 @@ def doctor(
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One measurement: its name, its duration, and the bytes written to or read from the disk."""
+    """One measurement: its name, its duration, and its bytes on the disk."""
 
     what: str
     seconds: float
@@ -87,7 +87,7 @@ def bench(
     """
     folder = Path(path.removeprefix("file://"))
     if not folder.is_dir():
-        raise NotFoundError("there is no such folder", where=folder, todo="name a folder on the disk to measure")
+        raise NotFoundError("no such folder", where=folder, todo="name a folder on the disk to measure")
     with tempfile.TemporaryDirectory(prefix=".ckstore-bench-", dir=folder) as scratch:
         plain = _plain_write(Path(scratch), mib << 20)
         timings = [Timing("plain write + fsync", plain, mib << 20), *_measure(Path(scratch) / "store", mib << 20)]
@@ -109,20 +109,20 @@ def bench(
 
 
 def _plain_write(folder: Path, nbytes: int) -> float:
-    """Return the seconds that writing and syncing random bytes takes in the folder."""
+    """Return the seconds to write and sync random bytes in the folder."""
     block = memoryview(os.urandom(min(_BLOCK_NBYTES, nbytes)))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        begun = SYSTEM_CLOCK.monotonic()
+        start = SYSTEM_CLOCK.monotonic()
         for _ in range(0, nbytes, len(block)):
             rest = block
             while len(rest):
                 rest = rest[os.write(file.fileno(), rest) :]
         os.fsync(file.fileno())
-        return SYSTEM_CLOCK.monotonic() - begun
+        return SYSTEM_CLOCK.monotonic() - start
 
 
 def _measure(folder: Path, nbytes: int) -> list[Timing]:
-    state, change = _made_up(nbytes)
+    state, change = _synthetic_state(nbytes)
     timings: list[Timing] = []
     with ckstore.open(folder) as store:
         for what in ("commit, first", "commit, a tenth changed", "commit, all changed"):
@@ -136,7 +136,7 @@ def _measure(folder: Path, nbytes: int) -> list[Timing]:
 
 def _measure_reading(store: Store, state: Any) -> list[Timing]:
     stored = store.info("latest").bytes_stored
-    begun = SYSTEM_CLOCK.monotonic()
+    start = SYSTEM_CLOCK.monotonic()
     store.restore(into=state)
     into = SYSTEM_CLOCK.monotonic()
     store.restore()
@@ -144,13 +144,13 @@ def _measure_reading(store: Store, state: Any) -> list[Timing]:
     store.verify("read", ref="latest")
     verified = SYSTEM_CLOCK.monotonic()
     return [
-        Timing("restore into the state", into - begun, stored),
+        Timing("restore into the state", into - start, stored),
         Timing("restore to new memory", fresh - into, stored),
         Timing("verify --level read", verified - fresh, stored),
     ]
 
 
-def _made_up(nbytes: int) -> tuple[dict[str, Any], Callable[[int], None]]:
+def _synthetic_state(nbytes: int) -> tuple[dict[str, Any], Callable[[int], None]]:
     """Return a state, and a function that changes some of its tensors as a training step would."""
     import numpy as np
 
@@ -158,7 +158,7 @@ def _made_up(nbytes: int) -> tuple[dict[str, Any], Callable[[int], None]]:
     count = nbytes // 4 // _TENSORS
     tensors = [rng.standard_normal(count, dtype=np.float32) * np.float32(0.02) for _ in range(_TENSORS)]
     for weights in tensors[: _TENSORS // 2]:
-        # The upper half of a float32, as bfloat16 has it.
+        # Keep the upper half of each float32, which is a bfloat16.
         weights.view(np.uint32)[:] &= 0xFFFF0000
 
     def change(tensor_count: int) -> None:

@@ -43,7 +43,10 @@ Within = Annotated[str | None, _option("Keep checkpoints at most this much older
 Hourly = Annotated[
     int | None, _option("Keep the newest of each of the last N hours that have a checkpoint.", "N", least=1)
 ]
-Periods = Annotated[int | None, _option("The same for longer periods.", "N", least=1)]
+Daily = Annotated[int | None, _option("The same for days.", "N", least=1)]
+Weekly = Annotated[int | None, _option("The same for weeks, which begin on Mondays.", "N", least=1)]
+Monthly = Annotated[int | None, _option("The same for months.", "N", least=1)]
+Yearly = Annotated[int | None, _option("The same for years.", "N", least=1)]
 Best = Annotated[
     list[str] | None,
     _option("Keep the N best by a metric: loss:2, speed:1:max. May be repeated.", "METRIC[:N][:min|max]"),
@@ -101,10 +104,10 @@ def gc(
     keep_every: Every = None,
     keep_within: Within = None,
     keep_hourly: Hourly = None,
-    keep_daily: Periods = None,
-    keep_weekly: Periods = None,
-    keep_monthly: Periods = None,
-    keep_yearly: Periods = None,
+    keep_daily: Daily = None,
+    keep_weekly: Weekly = None,
+    keep_monthly: Monthly = None,
+    keep_yearly: Yearly = None,
     keep_best: Best = None,
     keep_tag: Tagged = None,
     time_zone: Zone = None,
@@ -154,7 +157,7 @@ def gc(
 
 
 def _save(store: Keeping, policy: Retention | None, trash_for: str | None) -> None:
-    """Store the rules and the time of the trash that are not None."""
+    """Store the rules and the trash time that are given."""
     if policy is not None:
         store.set_retention(policy)
     if trash_for is not None:
@@ -162,7 +165,7 @@ def _save(store: Keeping, policy: Retention | None, trash_for: str | None) -> No
 
 
 def _begin(store: Keeping, *, forget_policy: bool, accept_missing: bool) -> None:
-    """Forget stored rules and give up missing checkpoints, if asked, before the collection."""
+    """Before the collection, forget stored rules and give up missing checkpoints, if the options say so."""
     if forget_policy:
         _forget(store)
     if accept_missing:
@@ -175,7 +178,7 @@ def _forget(store: Keeping) -> None:
 
 
 def _policy_of(rules: dict[str, Any], time_zone: str | None) -> Retention | None:
-    """Return the policy that the options make, or None where none of them is a rule."""
+    """Return the policy of the options, or None if no rule is given."""
     given = {name: value for name, value in rules.items() if value not in (None, [])}
     if time_zone is not None:
         given["time_zone"] = time_zone
@@ -183,11 +186,15 @@ def _policy_of(rules: dict[str, Any], time_zone: str | None) -> Retention | None
 
 
 def nbytes_of(text: str) -> int:
-    """Return the bytes of a size such as ``4G``, ``512MiB`` or ``0``; UsageError for anything else."""
+    """Return the bytes of a size such as ``4G``, ``512MiB`` or ``0``.
+
+    Raises:
+        UsageError: It is not a size.
+    """
     found = re.fullmatch(r"([0-9]{1,15})\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if found is None:
         raise UsageError(
-            "this is no size", where=repr(text)[:80], todo="write 4G, 512MiB or 0; units are powers of 1024"
+            "not a size", where=repr(text)[:80], todo="write for example 4G, 512MiB or 0; units are powers of 1024"
         )
     return int(found[1]) << (_UNITS[found[2]] if found[2] else 0)
 
@@ -201,11 +208,11 @@ def _print(report: GcReport, *, as_json: bool) -> None:
         for line in _lines_of(report):
             render.say(line)
     if report.stop:
-        raise CorruptError(f"packs were left alone: {report.stop}", todo="`ckstore verify` tells more")
+        raise CorruptError(f"packs were not collected: {report.stop}", todo="`ckstore verify` shows the damage")
     blocked = [plan for plan in report.runs if plan.blocked]
     if blocked:
-        todo = "`ckstore verify` tells more, `ckstore repair` mends what it can; then collect again"
-        raise CorruptError(f"nothing of run {blocked[0].run} was dropped: {blocked[0].blocked}", todo=todo)
+        todo = "`ckstore verify` shows the damage, `ckstore repair` repairs what it can; then collect again"
+        raise CorruptError(f"no checkpoint of run {blocked[0].run} was dropped: {blocked[0].blocked}", todo=todo)
     require_proof(report.unproven.values())
 
 
@@ -220,20 +227,20 @@ def _print_run(plan: RunPlan) -> None:
 
 
 def _lines_of(report: GcReport) -> list[str]:
-    """Return sentences that say what a collection did, or would do."""
+    """Return sentences on what a collection did, or would do."""
     plan, done = report.plan, report.done
     lines = []
     if report.refused:
         lines.append(f"Refused: {report.refused}.")
     if not any(run_plan.rules for run_plan in report.runs):
-        lines.append("No rules: nothing is dropped, only garbage is collected.")
+        lines.append("No rules: no checkpoint is dropped, only unreferenced packs are collected.")
     if done is None:
         if plan.is_empty:
             lines.append("Nothing to do.")
         if plan.drops:
             lines.append(f"{count(len(plan.drops), 'checkpoint')} would be dropped.")
         if plan.moves:
-            where = "be removed" if plan.is_final else "go to the trash"
+            where = "be removed" if plan.is_final else "move to the trash"
             lines.append(f"{count(len(plan.moves), 'pack')} would {where}: {size(plan.moved_nbytes)}.")
         if plan.rewrites:
             lines.append(
@@ -241,7 +248,7 @@ def _lines_of(report: GcReport) -> list[str]:
                 f"{size(plan.written_nbytes)}."
             )
         if report.freed_nbytes:
-            lines.append(f"{size(report.freed_nbytes)} would be freed at once.")
+            lines.append(f"{size(report.freed_nbytes)} would be freed immediately.")
     else:
         if done.dropped:
             lines.append(f"{count(len(done.dropped), 'checkpoint')} dropped.")
@@ -251,31 +258,31 @@ def _lines_of(report: GcReport) -> list[str]:
             rewritten = count(len(done.repacked.pack_ids), "pack")
             lines.append(f"{rewritten} rewritten into {size(done.repacked.nbytes_written)}.")
         lines += [f"{trouble}." for trouble in done.repacked.troubles]
-        lines += [f"seq {name.seq} of run {name.run} stays: {why}." for name, why in sorted(done.spared.items())]
+        lines += [f"seq {name.seq} of run {name.run} was kept: {why}." for name, why in sorted(done.spared.items())]
         if done.rescued:
-            lines.append(f"{count(done.rescued, 'file')} brought back from the trash: something names them.")
+            lines.append(f"{count(done.rescued, 'file')} restored from the trash, because a checkpoint needs them.")
         lines.append(f"{size(done.freed_nbytes)} freed.")
     if report.later_nbytes and plan.free_ns is not None:
         lines.append(
-            f"{size(report.later_nbytes)} in the trash; a collection after {render.local_time(plan.free_ns)} frees all "
-            "of it, --now frees it at once."
+            f"{size(report.later_nbytes)} in the trash. A collection after {render.local_time(plan.free_ns)} frees all "
+            "of it; --now frees it immediately."
         )
     elif report.later_nbytes:
-        lines.append(f"{size(report.later_nbytes)} in the trash; --now frees it at once.")
-    lines += [f"Tier {tier} does not answer, and what depends on it waits: {said}." for tier, said in report.waits]
+        lines.append(f"{size(report.later_nbytes)} in the trash; --now frees it immediately.")
+    lines += [f"Tier {tier} does not answer, so local copies of its packs stay: {said}." for tier, said in report.waits]
     if done is not None and done.waits_for:
-        lines += [f"Left alone: {what}." for what in done.waits_for]
+        lines += [f"Intent of another process: {what}." for what in done.waits_for]
         lines.append(
-            "These refuse tags on their checkpoints until they are 6 h old; if their processes are dead, "
-            "`ckstore gc STORE --clear-intents` removes them."
+            "Intents block tags on these checkpoints until they are 6 h old. If the processes are dead, "
+            "`ckstore gc PATH --clear-intents` removes the intents."
         )
     if plan.young_nbytes:
-        lines.append(f"{size(plan.young_nbytes)} that nobody names yet are too young to be garbage.")
+        lines.append(f"{size(plan.young_nbytes)} in unreferenced packs younger than --min-age were kept.")
     return lines
 
 
 def _json_of(report: GcReport) -> dict[str, Any]:
-    """Return the report for programs; the plan is the same document in a dry run and in a real one."""
+    """Return the report for programs. A dry run and a real run have the same keys."""
     plan = report.plan
     return {
         **json_of(report, "is_dry_run", "refused"),
@@ -349,23 +356,23 @@ def _collect_tier(
 
     Args:
         path: The store whose tier it is.
-        tier: Its name.
+        tier: The name of the tier.
         others: Options that do not apply to a tier, and their values; refused if one was given.
         given: Options of the collection.
         as_json: Print JSON.
-        allow_shared_folder: The folder may be writable by others.
+        allow_shared_folder: Accept a folder that other users may write to.
 
     Raises:
-        UsageError: There is no tier, or an option that does not belong here.
-        CorruptError: Packs were left alone, since a manifest cannot be read.
+        UsageError: The name of the tier is missing, or an option does not apply to tiers.
+        CorruptError: Packs were not collected, because a manifest cannot be read.
     """
     if tier is None:
-        raise UsageError("--clear-lists needs --tier NAME", todo="lists of collectors lie in tiers")
+        raise UsageError("--clear-lists needs --tier NAME", todo="name the tier that holds the lists")
     wrong = [name for name, value in others.items() if value]
     if wrong:
         raise UsageError(
-            f"{wrong[0]} does not go with --tier",
-            todo="collect here first, by rules; what was dropped and freed here then goes in the tier",
+            f"{wrong[0]} cannot be combined with --tier",
+            todo="first apply rules and free the trash here; --tier then removes the same from the tier",
         )
     with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
         report = store.gc_tier(tier, **given)
@@ -375,7 +382,7 @@ def _collect_tier(
         for line in _lines_of_tier(report):
             render.say(line)
     if report.stop:
-        raise CorruptError(f"packs were left alone: {report.stop}", where=report.address)
+        raise CorruptError(f"packs were not collected: {report.stop}", where=report.address)
 
 
 def _json_of_tier(report: TierGc) -> dict[str, Any]:
@@ -405,14 +412,14 @@ def _lines_of_tier(report: TierGc) -> list[str]:
     if report.repacked.pack_ids:
         lines.append(
             f"{count(len(report.repacked.pack_ids), 'pack')} there rewritten into "
-            f"{size(report.repacked.nbytes_written)}; the old ones go in a later collection there, after the trash "
-            "here has been freed of the manifests that named them."
+            f"{size(report.repacked.nbytes_written)}. A later collection removes the old ones, after the manifests "
+            "that reference them have left the trash here."
         )
     if report.renewed:
-        lines.append(f"{count(report.renewed, 'manifest')} {would}put there anew, since they name other packs here.")
+        lines.append(f"{count(report.renewed, 'manifest')} {would}updated there, because the packs here changed.")
     lines += [f"{trouble}." for trouble in report.repacked.troubles]
     if report.lists:
-        lines.append(f"{count(report.lists, 'list')} of collectors that do not live any more removed.")
+        lines.append(f"{count(report.lists, 'deletion list')} of crashed collectors removed.")
     if report.young_nbytes:
-        lines.append(f"{size(report.young_nbytes)} there that nobody names are too young to be garbage.")
+        lines.append(f"{size(report.young_nbytes)} in unreferenced packs younger than --min-age were kept there.")
     return lines

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ckstore.ops.interop.run import ImportEntry, ImportReport
 
 
-PARTLY = 3
-"""Exit code: what could be imported was, and something that may hold a state was left out."""
+EXIT_PARTIAL = 3
+"""Exit code of an import that left something out that may contain state."""
 
 
 def import_(
@@ -68,21 +68,21 @@ def import_(
     already has are skipped, so an interrupted import can be repeated. Files of torch are loaded with weights_only=True,
     in a separate process. SOURCE is not changed. If PATH has no store, one is made.
 
-    Everything that may hold a state and is not imported is listed with the reason, and the exit code is 3.
+    Everything that may contain state and is not imported is listed with the reason, and the exit code is 3.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    begun = SYSTEM_CLOCK.monotonic()
+    start = SYSTEM_CLOCK.monotonic()
     options: dict[str, Any] = {
         "step": step, "numbered": numbered, "exclude": exclude or (), "skip_leaf": skip_leaf or ()
     }  # fmt: skip
     opening = {"run": run, "allow_shared_folder": allow_shared_folder}
     report = _import(path, source, opening, options, is_best=best, dry_run=dry_run)
-    seconds = SYSTEM_CLOCK.monotonic() - begun
+    seconds = SYSTEM_CLOCK.monotonic() - start
     if as_json:
         render.print_json(_json_of(report, seconds))
     else:
         _print(report, seconds)
     if report.is_partial:
-        raise typer.Exit(PARTLY)
+        raise typer.Exit(EXIT_PARTIAL)
 
 
 def _import(
@@ -95,7 +95,7 @@ def _import(
         try:
             store = ckstore.open(path, create=not dry_run, **opening)
         except NotFoundError:
-            # A dry run makes no store, and the plan needs none.
+            # A dry run does not create the store; the plan does not need it.
             return plan_import(source, run=opening["run"], **options)
         stack.enter_context(store)
         policy = ckstore.Policy(compression="best" if is_best else "fast")
@@ -104,22 +104,22 @@ def _import(
 
 def _print(report: ImportReport, seconds: float) -> None:
     new = [entry for entry in report.entries if entry.action == "import"]
-    would = "would be imported" if report.is_dry_run else "were imported"
-    title = f"run {report.run}: {len(new)} of {len(report.entries)} checkpoints {would}"
+    verb = "would be imported" if report.is_dry_run else "were imported"
+    title = f"run {report.run}: {len(new)} of {len(report.entries)} checkpoints {verb}"
     _table(is_dry_run=report.is_dry_run).print(report.entries, title=title)
     _print_left_out(report)
     render.say("")
     if report.is_dry_run:
         nbytes = sum(entry.nbytes for entry in new)
-        render.say(f"{render.size(nbytes)} of files would be read; nothing was changed.")
+        render.say(f"{render.size(nbytes)} of files would be imported; nothing was changed.")
         return
     before, after = report.bytes_before, report.bytes_stored
     if after:
         render.say(
-            f"{render.size(before)} of files are {render.size(after)} in the store: the history is "
+            f"{render.size(before)} of files take {render.size(after)} in the store: "
             f"{render.ratio(before, after).removesuffix('x')} times smaller."
             if after <= before
-            else f"{render.size(before)} of files are {render.size(after)} in the store."
+            else f"{render.size(before)} of files take {render.size(after)} in the store."
         )
     if new:
         imported = sum(entry.nbytes for entry in new)
@@ -133,7 +133,7 @@ def _print_left_out(report: ImportReport) -> None:
         for warning in entry.warnings:
             render.say(f"step {entry.step}: {warning}")
         for file, what in entry.without_state.items():
-            render.say(f"not needed: {file}: {what}")
+            render.say(f"no state: {file}: {what}")
         for leaf, why in entry.left_out.items():
             render.say(f"left out of step {entry.step}: {leaf}: {why}")
         if entry.action == "leave out" or not entry.is_compared:
@@ -141,7 +141,7 @@ def _print_left_out(report: ImportReport) -> None:
     for name, why in report.left_out.items():
         render.say(f"left out: {name}: {why}")
     if report.is_partial:
-        render.say(f"Something that may hold a state was left out (exit code {PARTLY}).")
+        render.say(f"Something that may contain state was left out (exit code {EXIT_PARTIAL}).")
 
 
 def _table(*, is_dry_run: bool) -> Table:

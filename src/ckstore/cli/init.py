@@ -1,4 +1,4 @@
-"""``ckstore init``: make a store."""
+"""``ckstore init`` creates a store; ``ckstore adopt`` declares what a copied store is: the original or a new one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import typer
 
 import ckstore
 from ckstore.cli import render
-from ckstore.cli.parser import AsJson, Shared, StorePath
-from ckstore.errors import NotFoundError
+from ckstore.cli.parser import AsJson, Shared, StorePath, opened
+from ckstore.errors import NotFoundError, UsageError
 
 
 def init(
@@ -44,4 +44,34 @@ def init(
     elif is_new:
         render.say(f"Made a store at {path}.")
     else:
-        render.say(f"There is a store at {path} already; nothing was changed.")
+        render.say(f"{path} is a store already; nothing was changed.")
+
+
+def adopt(
+    path: StorePath,
+    as_original: Annotated[
+        bool, typer.Option("--as-original", help="This is the original, or replaces it, and owns its tiers.")
+    ] = False,
+    as_new: Annotated[
+        bool, typer.Option("--as-new", help="Both stay in use, and the original owns the tiers.")
+    ] = False,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Declare that a copied store is the original, or a new one.
+
+    A copy of a store that has tiers changes nothing in them until you declare this. The same holds for a store that was
+    set back to an older state, and for one whose inodes changed: some file systems, such as sshfs, rclone and gcsfuse,
+    change them at each mount.
+    """
+    if as_original == as_new:
+        raise UsageError("give either --as-original or --as-new", todo="see `ckstore adopt --help`")
+    with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
+        tiers = store.adopt(is_original=as_original)
+    if as_json:
+        render.print_json({"path": path, "is_original": as_original, "tiers": tiers})
+    elif as_new:
+        render.say("This is a new store now. It owns no tier; `ckstore pull` copies what it needs from the tiers.")
+    else:
+        owned = ", ".join(tiers) or "no tier"
+        render.say(f"This is the original store now and owns {owned}. Other copies of it may not push there.")

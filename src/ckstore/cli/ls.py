@@ -1,7 +1,7 @@
-"""``ckstore ls``: the checkpoints of a store, newest first; numpy, torch and typer are not imported.
+"""``ckstore ls``: list the checkpoints of a store, newest first, without importing numpy, torch or typer.
 
-``quick`` runs the plain forms of the command without the parser: importing that takes longer than reading a thousand
-checkpoints. Everything else, such as --help and mistakes, goes to the parser.
+`quick` runs the plain forms of the command without the parser, because importing it takes longer than reading a
+thousand checkpoints. All other forms, including --help and mistakes, go to the parser.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ _COLUMNS = (
     Column("parent", "info.parent", is_number=True, worth=2),
     Column("lies in", "info.tiers", worth=5),
 )
-_HERE = ("local",)
+_LOCAL = ("local",)
 
 
 def quick(arguments: Sequence[str]) -> bool:
-    """Run ``ls`` if its arguments have the plain form; otherwise return False."""
-    facts: dict[str, Any] = {}
+    """Run ``ls`` if its arguments have a plain form; otherwise return False."""
+    options: dict[str, Any] = {}
     rest = iter(arguments)
     for argument in rest:
         if argument in ("--json", "--allow-shared-folder"):
-            facts["as_json" if argument == "--json" else "allow_shared_folder"] = True
+            options["as_json" if argument == "--json" else "allow_shared_folder"] = True
         elif argument in ("--run", "--limit", "-n"):
             value = next(rest, "-")
             if value.startswith("-") or (argument != "--run" and not (value.isascii() and value.isdigit())):
                 return False
-            facts["run" if argument == "--run" else "limit"] = value if argument == "--run" else int(value)
-        elif argument.startswith("-") or not argument or "path" in facts:
+            options["run" if argument == "--run" else "limit"] = value if argument == "--run" else int(value)
+        elif argument.startswith("-") or not argument or "path" in options:
             return False
         else:
-            facts["path"] = argument
-    if "path" not in facts:
+            options["path"] = argument
+    if "path" not in options:
         return False
-    print_log(**facts)
+    print_log(**options)
     return True
 
 
@@ -84,12 +84,14 @@ def print_log(
     as_json: bool = False,
     allow_shared_folder: bool = False,
 ) -> None:
-    """Print the newest ``limit`` entries of one run or of all; None: ROWS_ON_TERMINAL on a terminal, otherwise all.
+    """Print the newest ``limit`` entries of one run or of all.
+
+    Without a limit, a terminal shows ROWS_ON_TERMINAL entries of each run, and a pipe all.
 
     Raises:
         NotFoundError: There is no store, or no such run.
-        CorruptError: Something is damaged; the rest was printed.
-        BackendError: This user may not read something; the rest was printed.
+        CorruptError: Something is damaged. The rest was printed.
+        BackendError: This user may not read something. The rest was printed.
     """
     if limit is None and not as_json and render.is_terminal():
         limit = ROWS_ON_TERMINAL
@@ -103,23 +105,23 @@ def print_log(
             if number:
                 render.say("")
             _print(log)
-    _raise_what_was_not_read(path, logs)
+    _raise_for_unread(path, logs)
 
 
-def _raise_what_was_not_read(path: str, logs: Sequence[RunLog]) -> None:
+def _raise_for_unread(path: str, logs: Sequence[RunLog]) -> None:
     damaged = [log.run for log in logs if log.is_damaged]
     if damaged:
         raise CorruptError(
-            f"something in run {', '.join(damaged)} is missing or cannot be read",
+            f"run {', '.join(damaged)} has missing or damaged entries",
             where=path,
-            todo="the list says what; run `ckstore verify` for all damage",
+            todo="the list shows them; `ckstore verify` finds all damage",
         )
     refused = [log.run for log in logs if log.is_refused]
     if refused:
         raise BackendError(
-            f"something in run {', '.join(refused)} may not be read by this user",
+            f"run {', '.join(refused)} has entries that this user may not read",
             where=path,
-            todo="the list says what; have it given to the store's owner (`chown`)",
+            todo="the list shows them; give the files to the store's owner (`chown`)",
             is_refused=True,
         )
 
@@ -144,9 +146,9 @@ def _print(log: RunLog) -> None:
     if not log.entries:
         render.say(title)
     else:
-        # The column tells nothing if all checkpoints are in the local store.
-        is_all_here = all(entry.info is None or entry.info.tiers == _HERE for entry in log.entries)
-        columns = _COLUMNS[:-1] if is_all_here else _COLUMNS
+        # If all checkpoints are local, the column of tiers is useless.
+        are_local = all(entry.info is None or entry.info.tiers == _LOCAL for entry in log.entries)
+        columns = _COLUMNS[:-1] if are_local else _COLUMNS
         Table(*columns).print(log.entries, title=title)
     missing = log.count - len(log.entries)
     if missing > 0:

@@ -1,6 +1,6 @@
-"""Run the command that was called, and turn errors into exit codes.
+"""Run one command, and turn errors into exit codes and one line on stderr.
 
-Only the module of that command is imported: starting must not take longer than the work.
+Only the module of that command is imported, so that starting takes less time than the work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ckstore.cli.render import one_line
 from ckstore.errors import CkstoreError, UsageError
 
-EXIT_UNFORESEEN = 1
+EXIT_UNEXPECTED = 1
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, and end the process with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["gc"]:
-        # Not in the command itself: if that is run inside another program, the whole process would become slow.
+        # Not in the command itself, which another program may call: that would slow down its whole process.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, max(GC_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     sys.exit(run(given))
@@ -63,29 +63,31 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _code_of(error: BaseException) -> int:
-    """Say on stderr what went wrong, in one line, and return the exit code for it."""
+    """Print one line about the error on stderr, and return its exit code."""
     if isinstance(error, CkstoreError):
-        _complain(str(error))
+        _print_error(str(error))
         return error.exit_code
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else EXIT_UNFORESEEN
+        return error.code if isinstance(error.code, int) else EXIT_UNEXPECTED
     if isinstance(error, KeyboardInterrupt):
-        _complain("interrupted")
+        _print_error("interrupted")
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        # The reader has closed the pipe. Without this, Python prints another error when it flushes at exit.
+        # The reader closed the pipe. Without this line, Python prints another error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE_CLOSED
-    _complain(f"unforeseen {type(error).__name__}: {error}. Run `ckstore --debug ...` to see where it came from")
-    return EXIT_UNFORESEEN
+    _print_error(
+        f"unexpected {type(error).__name__}: {error}. Run `ckstore --debug ...` for the traceback, and report it"
+    )
+    return EXIT_UNEXPECTED
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     print(f"ckstore: {one_line(message)}", file=sys.stderr)
 
 
 class _OneLine(logging.Formatter):
-    """Log messages can contain names of files that others made: remove what could control the terminal."""
+    """Formats a log message as one printable line, because it may contain file names that control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message as one printable line."""

@@ -1,7 +1,4 @@
-"""The parser: the list of commands, the options that they share, and errors in the arguments.
-
-Only the module of the command that was called is imported.
-"""
+"""The parser: the list of commands, shared options, and errors in the arguments."""
 
 from __future__ import annotations
 
@@ -48,13 +45,13 @@ Only = Annotated[
 
 @contextmanager
 def opened(path: str, *, run: str, allow_shared_folder: bool) -> Iterator[Store]:
-    """Open a store that exists, and close it."""
+    """Open an existing store, and close it at the end."""
     with ckstore.open(path, run=run, create=False, allow_shared_folder=allow_shared_folder) as store:
         yield store
 
 
 def report_of(error: CkstoreError) -> Any:
-    """Return the report of an operation that succeeded in part; raise the error if it has none."""
+    """Return the report in the error of a partly successful operation; raise the error if it has none."""
     if "report" not in error.facts:
         raise error
     return error.facts["report"]
@@ -67,13 +64,13 @@ COMMANDS = {
     "diff": "diff",
     "stats": "stats",
     "verify": "verify",
-    "restore": "restore",
-    "export": "export",
+    "restore": "files",
+    "export": "files",
     "import": "import_",
-    "tag": "tag",
-    "untag": "tag",
-    "delete": "delete",
-    "rewind": "rewind",
+    "tag": "history",
+    "untag": "history",
+    "delete": "history",
+    "rewind": "history",
     "repack": "repack",
     "demote": "demote",
     "gc": "gc",
@@ -81,33 +78,33 @@ COMMANDS = {
     "undelete": "trash",
     "quarantine": "repair",
     "repair": "repair",
-    "report": "report",
-    "push": "push",
-    "pull": "pull",
-    "mirror": "mirror",
-    "adopt": "adopt",
+    "report": "files",
+    "push": "tiers",
+    "pull": "tiers",
+    "mirror": "tiers",
+    "adopt": "init",
     "doctor": "doctor",
     "bench": "doctor",
 }
-"""Commands, in the order of the help, and their modules; the function is called like the command."""
+"""Command -> its module, in the order of the help. The function has the name of the command."""
 
 _HELP = """List, restore and maintain the checkpoints of a ckstore store.
 
 REF names a checkpoint: a step (3000), a tag, latest, best:METRIC[:min|max], seq:N, or id:PREFIX.
 `ckstore ls PATH` lists all checkpoints.
 
-Exit codes: 0 done; 1 unforeseen error; 2 wrong usage; 3 imported in part; 10 not found; 11 conflict;
+Exit codes: 0 done; 1 unexpected error, or declined; 2 wrong usage; 3 imported in part; 10 not found; 11 conflict;
 12 damage found; 13 not supported here; 14 disk or memory full; 15 disk or server failed; 16 a bound is not met;
 17 the saver died; 130 interrupted.
 """
 
 
 def parse_and_run(arguments: list[str]) -> int:
-    """Run the command that the arguments name; return its exit code.
+    """Run a command; return its exit code.
 
     Raises:
         UsageError: The arguments are wrong.
-        KeyboardInterrupt: Someone pressed Ctrl-C, or ended the input at a question.
+        KeyboardInterrupt: The user pressed Ctrl-C, or ended the input at a question.
     """
     called = next((argument for argument in arguments if not argument.startswith("-")), "")
     command = typer.main.get_command(_app([called] if called in COMMANDS else COMMANDS))
@@ -121,7 +118,7 @@ def parse_and_run(arguments: list[str]) -> int:
 
 
 def _usage_error(error: Exception) -> Exception:
-    """Return an error of the parser as a UsageError. The parser's class differs between releases of typer."""
+    """Return an error of the parser as a UsageError. The class of such errors differs between releases of typer."""
     show = getattr(error, "format_message", None)
     if show is None:
         return error
@@ -157,7 +154,7 @@ def _root(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, print the traceback.")] = False,
 ) -> None:
-    """Take the options before the command. --debug is handled by main.run."""
+    """Take the options before the command. `main.run` handles --debug."""
 
 
 _root.__doc__ = _HELP

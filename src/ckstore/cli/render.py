@@ -1,10 +1,9 @@
 """What commands print: tables and sentences for people, JSON for programs.
 
 Invariants:
-- Unprintable characters in text from a store are replaced before it reaches the terminal: no colours, no cursor
-  movements, no second line.
-- rich is imported only if the output is a terminal. Piped output is plain text, one row a line, nothing cut off.
-- Neither numpy nor torch nor typer is imported: `ckstore ls` starts without them.
+- Unprintable characters in text from a store are replaced: no colours, no cursor movements, no second line.
+- rich is imported only if stdout is a terminal. Piped output is plain text, one row per line, and complete.
+- numpy, torch and typer are not imported, so `ckstore ls` starts without them.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
 _BASES = {
     "previous": "the previous",
     "keyframe": "the keyframe",
-    "mixed": "the previous for some tensors, what was last stored whole for others",
+    "mixed": "the previous for some tensors, the keyframe for others",
 }
 NOTHING = "-"
 WHOLE_STATE = "(the state itself)"
-"""Stands for the empty path."""
+"""Shown in place of an empty path."""
 ROWS_ON_TERMINAL = 50
-"""Rows of tensors that are shown on a terminal if --limit is not given."""
+"""Rows of tensors on a terminal without --limit."""
 GAP = 2
 ELASTIC_MIN = 16
-"""An elastic column is never narrower than this many characters."""
+"""Minimal width of an elastic column, in characters."""
 
 
 def is_terminal() -> bool:
@@ -53,7 +52,7 @@ def is_terminal() -> bool:
 
 
 def row_limit(limit: int | None) -> int | None:
-    """Return how many rows of tensors --limit allows; None: all."""
+    """Return how many rows of tensors to print; None for all."""
     return ROWS_ON_TERMINAL if limit is None and is_terminal() else limit or None
 
 
@@ -69,16 +68,16 @@ def say(text: str) -> None:
 
 
 def json_of(record: Any, *names: str) -> dict[str, Any]:
-    """Return these attributes of a record as a JSON object, or all fields of a dataclass if none is named."""
+    """Return attributes of a record as a JSON object; without names, all fields of a dataclass."""
     return {name: getattr(record, name) for name in names or [field.name for field in dataclasses.fields(record)]}
 
 
 def print_json(content: Any) -> None:
-    """Print one JSON document for programs.
+    """Print one JSON document.
 
     Dataclasses become objects, and bytes become hexadecimal text. Numbers that JSON lacks become strings.
     """
-    # Indentation makes json use its slow Python encoder, and only people need it.
+    # Only people need indentation, and it makes json use its slow Python encoder.
     indent = 2 if is_terminal() else None
     sys.stdout.write(json.dumps(_jsonable(content), indent=indent, allow_nan=False) + "\n")
 
@@ -137,7 +136,7 @@ def ratio(large: int, small: int) -> str:
 
 
 def compared(nbytes: int, state_nbytes: int) -> str:
-    """Say how a size compares with that of the state: ``1.35x smaller than the state``."""
+    """Return how a size compares with that of the state: ``1.35x smaller than the state``."""
     if nbytes == state_nbytes or not nbytes or not state_nbytes:
         return "as large as the state" if nbytes == state_nbytes else NOTHING
     is_smaller = nbytes < state_nbytes
@@ -159,7 +158,7 @@ def local_time(time_ns: int) -> str:
 
 
 def zoned_time(time_ns: int) -> str:
-    """Return a time with its zone, as local_time does not."""
+    """Return a local time with its zone."""
     try:
         return datetime.fromtimestamp(time_ns / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
     except (ValueError, OverflowError, OSError):
@@ -167,7 +166,7 @@ def zoned_time(time_ns: int) -> str:
 
 
 def iso_time(time_ns: int) -> str | None:
-    """Return a time in UTC for programs, or None when it is beyond the calendar."""
+    """Return a time in UTC for programs, or None if it is beyond the calendar."""
     try:
         return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).isoformat(timespec="milliseconds")
     except (ValueError, OverflowError, OSError):
@@ -175,7 +174,7 @@ def iso_time(time_ns: int) -> str | None:
 
 
 def age(time_ns: int) -> str:
-    """Return how long ago something was: ``5 min``."""
+    """Return how long ago a time was: ``5 min``."""
     seconds = (SYSTEM_CLOCK.now_ns() - time_ns) / 1e9
     if seconds < 0:
         return "future"
@@ -216,11 +215,11 @@ class Column:
 
     Attributes:
         name: Its heading.
-        value: What it shows of a record: an attribute (dots allowed) or a function. Default: the attribute ``name``.
-        show: Turns the value into text. A value of None is shown as NOTHING.
+        value: Attribute of a record (dots allowed), or function of it. Default: the attribute ``name``.
+        show: Turns the value into text. None is shown as NOTHING.
         is_number: Align to the right.
-        worth: On a narrow terminal, columns of the lowest worth are left out first; None: never.
-        is_elastic: May be shortened, to end with an ellipsis.
+        worth: On a narrow terminal, columns with the lowest worth are dropped first; None: never.
+        is_elastic: May be shortened with an ellipsis.
     """
 
     name: str
@@ -231,7 +230,7 @@ class Column:
     is_elastic: bool = False
 
     def cell(self, record: Any) -> str:
-        """Return what is shown of a record, as one printable line."""
+        """Return the cell of a record as one printable line."""
         value = record
         if callable(self.value):
             value = self.value(record)
@@ -254,7 +253,7 @@ class Table:
     def print(self, records: Sequence[Any], *, title: str = "", limit: int | None = None) -> None:
         """Print the first ``limit`` records (None: all), and how many more there are.
 
-        On a terminal a table is drawn; otherwise it is plain text with one line for every row.
+        On a terminal the table is drawn to fit. Otherwise it is plain text, one row per line.
         """
         rows = [[column.cell(record) for column in self.columns] for record in records[:limit]]
         if is_terminal():
@@ -293,7 +292,7 @@ class Table:
         ]
         is_empty = [all(row[index] == NOTHING for row in rows) for index in range(len(columns))]
         widths = fit(columns, needs, is_empty, screen)
-        # One space of padding and one of the box make the GAP that fit assumes.
+        # One space of padding and one of the box add up to GAP, which fit assumes.
         table = RichTable(
             box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left"
         )
@@ -308,32 +307,32 @@ class Table:
         console.print(table)
         left_out = [column.name for index, column in enumerate(columns) if index not in widths and not is_empty[index]]
         if left_out:
-            console.print(Text(f"not shown, for lack of width: {', '.join(left_out)}", "dim"))
+            console.print(Text(f"columns not shown (terminal too narrow): {', '.join(left_out)}", "dim"))
 
 
 def fit(columns: Sequence[Column], needs: Sequence[int], is_empty: Sequence[bool], screen: int) -> dict[int, int]:
-    """Return the columns that are shown, and how wide, so that all fit the screen.
+    """Return the columns to show and their widths, so that the table fits the screen.
 
-    Empty columns are left out first, then those of the least worth. Elastic columns that are still too wide are cut.
+    Empty columns are dropped first, then those with the lowest worth. Elastic columns that are still too wide are cut.
 
     Args:
         columns: The columns.
-        needs: How wide each would be.
-        is_empty: Whether it has no content.
-        screen: How wide all of them may be together, two spaces between them.
+        needs: Width that each column needs.
+        is_empty: Whether a column has no content.
+        screen: Width of the screen, in characters.
     """
-    kept = list(range(len(columns)))
+    shown = list(range(len(columns)))
     least = [min(need, ELASTIC_MIN) if columns[index].is_elastic else need for index, need in enumerate(needs)]
-    while sum(least[index] + GAP for index in kept) - GAP > screen:
+    while sum(least[index] + GAP for index in shown) - GAP > screen:
         droppable = [
-            (-1 if is_empty[index] else worth, index) for index in kept if (worth := columns[index].worth) is not None
+            (-1 if is_empty[index] else worth, index) for index in shown if (worth := columns[index].worth) is not None
         ]
         if not droppable:
             break
-        kept.remove(min(droppable)[1])
-    spare = screen + GAP - sum(least[index] + GAP for index in kept)
+        shown.remove(min(droppable)[1])
+    spare = screen + GAP - sum(least[index] + GAP for index in shown)
     widths = {}
-    for index in kept:
+    for index in shown:
         more = max(0, min(needs[index] - least[index], spare))
         widths[index] = least[index] + more
         spare -= more
@@ -341,7 +340,7 @@ def fit(columns: Sequence[Column], needs: Sequence[int], is_empty: Sequence[bool
 
 
 def json_of_info(info: Info) -> dict[str, Any]:
-    """Return a checkpoint for programs: every field of Info, and the time as text."""
+    """Return a checkpoint for programs: every field of Info, and its time as text."""
     return {**json_of(info), "time": iso_time(info.time_ns)}
 
 
@@ -356,7 +355,7 @@ def json_of_coding(coding: Coding) -> dict[str, Any]:
 
 
 def name_of(info: Info, ref: str | None = None) -> str:
-    """Name a checkpoint, and say why it is the best if REF asked for that: ``step 300 (seq 2), the lowest loss``."""
+    """Return the name of a checkpoint, and for `best:` why it is the best: ``step 300 (seq 2), the lowest loss``."""
     words = "" if ref is None else describe_best(ref)
     return f"step {info.step} (seq {info.seq}){f', {words}' if words else ''}"
 
@@ -367,9 +366,9 @@ def metrics_of(metrics: Mapping[str, float]) -> str:
 
 
 def base_facts(coding: Coding) -> list[tuple[str, str]]:
-    """Return the base of a checkpoint, and the reason for it."""
+    """Return the base of a checkpoint, and why it was chosen."""
     if not coding.base:
-        return [("base", NOTHING), ("why", "its manifest does not say: nothing was to be chosen")]
+        return [("base", NOTHING), ("why", "its manifest does not say, because there was no choice")]
     is_keyframe = coding.base_seq is None
     base = (
         "none: it is a keyframe" if is_keyframe else f"seq {coding.base_seq} ({_BASES.get(coding.base, coding.base)})"
@@ -381,7 +380,7 @@ def base_facts(coding: Coding) -> list[tuple[str, str]]:
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Print name and value, one pair a line."""
+    """Print pairs of name and value, one per line."""
     width = max((len(name) for name, _ in facts), default=0)
     for name, value in facts:
         say(f"{name.ljust(width)}  {value}")
@@ -389,7 +388,7 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 @contextmanager
 def progress(label: str) -> Iterator[Advance | None]:
-    """Draw a progress bar on stderr while the block runs; yield None if stderr is not a terminal."""
+    """Draw a progress bar on stderr during the block; yield None if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

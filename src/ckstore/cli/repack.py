@@ -72,10 +72,10 @@ def repack(
         read_amplification_max=amplification,
         saving_min=saving / 100,
     )
-    begun = SYSTEM_CLOCK.monotonic()
+    start = SYSTEM_CLOCK.monotonic()
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         report = store.repack(policy, dry_run=dry_run)
-    seconds = SYSTEM_CLOCK.monotonic() - begun
+    seconds = SYSTEM_CLOCK.monotonic() - start
     if as_json:
         render.print_json(_json_of(report, policy.saving_min, seconds))
     else:
@@ -92,17 +92,18 @@ def _print(report: RepackReport, saving: float, seconds: float) -> None:
     _TABLE.print(report.entries, title=title)
     render.say("")
     if count == 0:
-        render.say(f"Nothing to do: nothing would save {saving:g}%.")
+        render.say(f"Nothing to do: no rewrite would save {saving:g}%.")
     else:
         about = "about " if report.is_dry_run else ""
         to_write = "to write" if report.is_dry_run else f"written in {render.duration(seconds)}"
-        render.say(f"{about}{size(report.bytes_written)} {to_write}: the store is larger by that.")
+        render.say(f"{about}{size(report.bytes_written)} {to_write}; until a gc the store is larger by that.")
         before, after = size(report.packs_before), size(report.packs_after)
-        grown = "" if report.packs_after < report.packs_before else ": not smaller, but the newest are restored faster"
+        grown = "" if report.packs_after < report.packs_before else ": not smaller, but the newest restore faster"
         render.say(f"{before} of packs before, {about}{after} once `ckstore gc` has freed the old ones{grown}.")
-        render.say(f"What saves less than {saving:g}% stays as it is.")
+        render.say(f"Checkpoints for which a rewrite saves less than {saving:g}% are not changed.")
     if report.superseded_count:
-        render.say(f"{report.superseded_count} manifests that an interrupted repack had left were moved to the trash.")
+        left = render.count(report.superseded_count, "manifest")
+        render.say(f"Moved to the trash: {left} of an interrupted repack.")
 
 
 def _json_of(report: RepackReport, saving_min: float, seconds: float) -> dict[str, Any]:

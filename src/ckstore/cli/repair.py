@@ -9,7 +9,7 @@ import typer
 import ckstore
 from ckstore.cli import render
 from ckstore.cli.parser import AsJson, Shared, StorePath, opened
-from ckstore.cli.render import json_of
+from ckstore.cli.render import count, json_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CorruptError
 
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 
 _DONE = {
-    "heal": ("would be whole again", "is whole again"),
+    "heal": ("would be complete again", "is complete again"),
     "partial": ("would be partial", "is partial"),
-    "quarantine": ("has a manifest that would be put aside", "has a manifest that was put aside"),
+    "quarantine": (
+        "has an unreadable manifest, which would move to quarantine",
+        "had an unreadable manifest, which moved to quarantine",
+    ),
     "revive": ("would get its earlier manifest back", "has its earlier manifest back"),
     "bring back": ("would get its manifest from a copy", "has its manifest from a copy"),
 }
@@ -45,19 +48,19 @@ def repair(
     the trash, in quarantine, and in --from. A missing store.json is made again from manifests and packs.
 
     \b
-    whole again  everything was found
-    partial      some tensors are lost: a full restore fails and names them,
-                 --only restores the rest; if the same data is committed again,
-                 another repair makes the checkpoint whole
+    complete  everything was found
+    partial   some tensors are lost: a full restore fails and names them, --only
+              restores the rest; if the same data is committed again, another
+              repair completes the checkpoint
 
     Damaged files go to quarantine/ in the store; nothing is deleted. Do not commit to a run while it is being repaired.
     Exit code 12: data is lost, or would be.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    begun = SYSTEM_CLOCK.monotonic()
+    start = SYSTEM_CLOCK.monotonic()
     report = ckstore.repair_store(
         path, dry_run=not apply, sources=sources or (), allow_shared_folder=allow_shared_folder
     )
-    seconds = SYSTEM_CLOCK.monotonic() - begun
+    seconds = SYSTEM_CLOCK.monotonic() - start
     if as_json:
         render.print_json(_json_of(path, report, seconds))
     else:
@@ -65,44 +68,44 @@ def repair(
     lost = sum(entry.action in ("partial", "quarantine") for entry in report.entries)
     if lost:
         raise CorruptError(
-            f"{lost} {'checkpoint has' if lost == 1 else 'checkpoints have'} lost something",
+            f"{lost} {'checkpoint has' if lost == 1 else 'checkpoints have'} lost data",
             where=path,
-            todo="bring a copy of the store, and repair with --from; or restore other checkpoints",
+            todo="repair with --from COPY if there is a copy of the store, or restore other checkpoints",
         )
 
 
 def _print(report: RepairReport, seconds: float) -> None:
     if report.is_clean:
-        where = "here " if report.packs_elsewhere else ""
-        render.say(f"No damage; everything {where}that is named was read in {render.duration(seconds)}.")
+        packs = "local pack" if report.packs_elsewhere else "pack"
+        render.say(f"No damage; every {packs} that a checkpoint needs was read in {render.duration(seconds)}.")
         _print_elsewhere(report)
         return
     if report.is_identity_made:
         made = "would be made" if report.is_dry_run else "was made"
-        render.say(f"store.json was missing: it {made} again from what manifests and packs say")
+        render.say(f"store.json was missing: it {made} again from manifests and packs")
     for entry in report.entries:
         _print_entry(entry)
     for pack_id, problem in report.packs.items():
-        render.say(f"pack {pack_id}: {problem}; it {'would be' if report.is_dry_run else 'was'} put aside")
+        render.say(f"pack {pack_id}: {problem}; it {'would be' if report.is_dry_run else 'was'} moved to quarantine")
     for pack_id in report.packs_rescued:
-        render.say(f"pack {pack_id}: {'would be' if report.is_dry_run else 'was'} brought back from the trash")
+        render.say(f"pack {pack_id}: {'would be' if report.is_dry_run else 'was'} restored from the trash")
     for claim in report.claims_made:
         render.say(f"claim {claim}: {'would be' if report.is_dry_run else 'was'} made again")
     for sentence in report.left:
-        render.say(f"cannot be mended: {sentence}")
+        render.say(f"cannot be repaired: {sentence}")
     _print_elsewhere(report)
     render.say("")
     if report.is_dry_run:
-        render.say(f"{render.size(report.bytes_copied)} would be copied to new packs; --apply does all of this.")
+        render.say(f"{render.size(report.bytes_copied)} would be copied to new packs; add --apply to do all of this.")
     else:
         render.say(f"Repaired in {render.duration(seconds)}; {render.size(report.bytes_copied)} copied to new packs.")
 
 
 def _print_elsewhere(report: RepairReport) -> None:
-    count = report.packs_elsewhere
-    if count:
-        packs = "1 pack in another tier was" if count == 1 else f"{count} packs in other tiers were"
-        render.say(f"{packs} not read: `ckstore verify --remote --level read` does that.")
+    number = report.packs_elsewhere
+    if number:
+        packs = "1 pack in another tier was" if number == 1 else f"{number} packs in other tiers were"
+        render.say(f"{packs} not read; `ckstore verify --remote --level read` reads them.")
 
 
 def _print_entry(entry: RepairEntry) -> None:
@@ -141,7 +144,7 @@ def quarantine(
         return
     found = len(report.manifests) + len(report.packs)
     if not found:
-        render.say("Nothing to put aside: every manifest can be read.")
+        render.say("Nothing to move: every manifest can be read.")
     for kind, files in (("manifest", report.manifests), ("pack", report.packs)):
         for name, problem in files.items():
             render.say(f"{kind} {name}: {problem}")
@@ -149,7 +152,7 @@ def quarantine(
         render.say(f"left in place: {sentence}")
     if found and report.is_dry_run:
         render.say("")
-        render.say(f"{found} files would be moved to quarantine/; --apply does it.")
+        render.say(f"{count(found, 'file')} would be moved to quarantine/; add --apply to do it.")
     elif found:
         render.say("")
-        render.say(f"{found} files were moved to quarantine/.")
+        render.say(f"{count(found, 'file')} moved to quarantine/.")

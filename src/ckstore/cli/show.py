@@ -145,12 +145,12 @@ def _facts(info: Info, base_nbytes: int) -> list[tuple[str, str]]:
         ("restore", f"reads {render.size(info.bytes_stored)}, bases included"),
         ("written", f"{render.size(info.bytes_written)}; chunks: {info.chunks_new} new, {info.chunks_reused} reused"),
         ("depth", str(info.depth_max)),
-        ("lies in", ", ".join(info.tiers) or NOTHING),
+        ("tiers", ", ".join(info.tiers) or NOTHING),
     ]
     if info.origin_id is not None:
         facts.append(("made from", f"id {info.origin_id}"))
     if info.is_archival:
-        facts.append(("archival", "yes: brought back from the trash, skipped by latest"))
+        facts.append(("archival", "yes: restored from the trash, skipped by latest"))
     return facts
 
 

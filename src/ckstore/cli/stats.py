@@ -66,8 +66,8 @@ def stats(
     full     entropy without a base
     delta    entropy of the difference from the base
 
-    The entropy is a yardstick, not a lower limit: runs, repeats and chunks of unlike parts can take fewer bits. For a
-    tensor stored with a loss it is the entropy of the restored values, far above the stored bits.
+    The entropy is for comparison; it is not a lower limit. Runs, repeats and chunks of unlike parts can take fewer
+    bits. For a tensor stored with a loss it is the entropy of the restored values, far above the stored bits.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
@@ -86,11 +86,11 @@ def _print(stats: Stats, ref: str, limit: int | None) -> None:
     facts = [("checkpoint", f"{name_of(info, ref)} of run {info.run}"), *base_facts(stats.coding), ("measured", how)]
     render.print_facts(facts)
     if not stats.groups:
-        render.say("It holds no tensor.")
+        render.say("The checkpoint contains no tensor.")
         return
-    everything = replace(stats.groups[0], key="all", tensor_count=len(stats.tensors), share=stats.total, modes=())
+    total = replace(stats.groups[0], key="all", tensor_count=len(stats.tensors), share=stats.total, modes=())
     render.say("")
-    _GROUPS.print([*stats.groups, everything], title="groups")
+    _GROUPS.print([*stats.groups, total], title="groups")
     render.say("")
     _TENSORS.print(stats.tensors, title="tensors", limit=limit)
 

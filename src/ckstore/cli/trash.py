@@ -17,18 +17,18 @@ from ckstore.verbs.maintenance import Keeping, TrashEntry, keep
 _WORDS = {
     "dropped": "dropped",
     "demoted": "exact form of a demoted one",
-    "made exact": "in place and exact again, before with a loss",
-    "pushed": "in place, before it was pushed",
-    "pulled": "in place, before it was pulled",
-    "rewritten": "in place, before its packs were rewritten",
-    "replaced": "in place in a later form",
-    "stray": "belongs in place, the next collection puts it there",
+    "made exact": "lossy form of one that is exact again",
+    "pushed": "form before a push",
+    "pulled": "form before a pull",
+    "rewritten": "form before its packs were rewritten",
+    "replaced": "older form",
+    "stray": "to be put back by the next collection",
 }
 _ID_LETTERS = 8
 _SHOWN_MAX = 6
 
 
-def _manifests(entry: TrashEntry) -> str | None:
+def _manifests_by_kind(entry: TrashEntry) -> str | None:
     groups: dict[str, list[str]] = {}
     for (run, seq, step, _), kind in zip(entry.manifests, entry.kinds, strict=True):
         groups.setdefault(_WORDS[kind], []).append(f"{run} step {step} (seq:{seq})")
@@ -45,7 +45,7 @@ _TABLE = Table(
     Column("time (local)", "time_ns", local_time),
     Column("packs", "pack_count", is_number=True),
     Column("size", "nbytes", size, is_number=True),
-    Column("checkpoints", _manifests, is_elastic=True),
+    Column("checkpoints", _manifests_by_kind, is_elastic=True),
 )
 
 
@@ -57,7 +57,7 @@ def trash(
         typer.Argument(metavar="ID...", help="Folders of the trash, by the first letters of their ids."),
     ] = None,
     run: Run = "main",
-    everything: Annotated[bool, typer.Option("--all", help="For purge: the whole trash.")] = False,
+    purge_all: Annotated[bool, typer.Option("--all", help="For purge: the whole trash.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="For purge: do not ask for confirmation.")] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
@@ -74,8 +74,8 @@ def trash(
         if action == "ls":
             _list(store, as_json=as_json)
             return
-        if not trash_ids and not (everything and action == "purge"):
-            raise UsageError(f"trash {action} needs the ID of a folder", todo="`ckstore trash ls` shows them")
+        if not trash_ids and not (purge_all and action == "purge"):
+            raise UsageError(f"trash {action} needs the ID of a trash folder", todo="`ckstore trash ls` lists them")
         if action == "restore":
             _restore(store, path, trash_ids or [], as_json=as_json)
         else:
@@ -123,26 +123,25 @@ def _restore(store: Keeping, path: str, trash_ids: list[str], *, as_json: bool) 
         render.print_json({"packs": packs, **facts, "exact_again": [json_of_info(info) for info in exact_again]})
     else:
         if packs:
-            unnamed = "" if undeleted or exact_again else "; the next collection moves back what no checkpoint needs"
-            render.say(f"{count(packs, 'pack')} in place again{unnamed}.")
+            unneeded = "" if undeleted or exact_again else "; the next gc moves unreferenced ones back to the trash"
+            render.say(f"{count(packs, 'pack')} restored{unneeded}.")
         for info in (*undeleted, *exact_again):
-            render.say(_brought_back(info))
+            render.say(_restored_sentence(info))
         if superseded:
-            render.say(
-                f"{superseded} left in the trash: older forms of checkpoints that are in place and hold the same."
-            )
+            older = count(superseded, "older form")
+            render.say(f"{older} left in the trash: the checkpoints are in the store, with the same content.")
         for trouble in troubles:
-            render.say(f"Not brought back: {trouble}")
+            render.say(f"Not restored: {trouble}")
     if troubles or all(each.is_empty for each in restored):
-        what = f"{len(troubles)} checkpoints were not brought back" if troubles else "nothing was brought back"
-        raise NotFoundError(what, where=str(path), todo="`ckstore trash ls` shows what lies there, and why")
+        what = f"{count(len(troubles), 'checkpoint')} not restored" if troubles else "nothing was restored"
+        raise NotFoundError(what, where=str(path), todo="`ckstore trash ls` lists the content of the trash")
 
 
 def _purge(store: Keeping, trash_ids: list[str], *, is_asked: bool, as_json: bool) -> None:
     if is_asked:
         if as_json or not sys.stdin.isatty():
-            raise UsageError("nobody is there to confirm; nothing was freed", todo="say --yes if you mean it")
-        if not typer.confirm("Free it? What was dropped cannot be brought back then."):
+            raise UsageError("cannot ask for confirmation without a terminal; nothing was freed", todo="add --yes")
+        if not typer.confirm("Free it? Deleted checkpoints in it cannot be restored afterwards."):
             render.say("Nothing was freed.")
             raise typer.Exit(1)
     freed = sum(store.purge(trash_id) for trash_id in trash_ids) if trash_ids else store.purge()
@@ -172,12 +171,12 @@ def undelete(
         for ref in refs:
             infos.append(store.undelete(ref))
             if not as_json:
-                render.say(_brought_back(infos[-1]))
+                render.say(_restored_sentence(infos[-1]))
     if as_json:
         render.print_json({"run": run, "undeleted": [json_of_info(info) for info in infos]})
 
 
-def _brought_back(info: Info) -> str:
+def _restored_sentence(info: Info) -> str:
     if info.generation:
-        return f"Exact again: {name_of(info)} of run {info.run}; its form with a loss went to the trash."
-    return f"Brought back: {name_of(info)} of run {info.run}, a new entry; `latest` skips it."
+        return f"Exact again: {name_of(info)} of run {info.run}. Its lossy form is in the trash."
+    return f"Restored: {name_of(info)} of run {info.run}, as a new entry that `latest` skips."

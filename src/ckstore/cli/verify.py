@@ -33,8 +33,8 @@ def verify(
 ) -> None:
     """Check for damage; nothing is changed.
 
-    Exit code 12: damage was found. Exit code 15: no damage was found, but a tier that holds checkpoints cannot be
-    reached.
+    Exit code 12: damage was found. Exit code 15: no damage was found, but a tier cannot be reached, or this user may
+    not read a file.
 
     \b
     quick   manifests, and the directory of every pack; takes seconds
@@ -45,7 +45,7 @@ def verify(
     REF is looked up in the run that --run names. Without REF, all runs are verified.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     chosen_level = _level_of(level, is_decode=decode)
-    begun = SYSTEM_CLOCK.monotonic()
+    start = SYSTEM_CLOCK.monotonic()
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
         render.progress("verifying") as on_progress,
@@ -53,7 +53,7 @@ def verify(
         # Level quick reads little of each pack, so bytes would show no progress.
         advance = None if chosen_level == "quick" else on_progress
         report = store.verify(chosen_level, ref=ref, remote=remote, on_progress=advance)
-    seconds = SYSTEM_CLOCK.monotonic() - begun
+    seconds = SYSTEM_CLOCK.monotonic() - start
     if as_json:
         render.print_json(_json_of(path, report, seconds))
     else:
@@ -67,28 +67,32 @@ def _raise_for(report: Report, path: str) -> None:
         raise CorruptError(
             f"{count(len(report.damage), 'damaged place')} found",
             where=path,
-            todo="restore checkpoints that are not in the list, or bring the files back from a copy",
+            todo="restore a checkpoint that is not in the list, or run `ckstore repair`",
         )
     if report.refused:
         raise BackendError(
-            f"{count(len(report.refused), 'place')} may not be read by this user, and may be whole",
+            f"{count(len(report.refused), 'place')} could not be verified, because this user may not read it",
             where=path,
-            todo="have them given to the store's owner (`chown`), or verify as that user",
+            todo="give the files to the store's owner (`chown`), or verify as that user",
             is_refused=True,
         )
     if report.unreachable:
         raise UnreachableError(
             f"{count(len(report.unreachable), 'tier')} cannot be reached",
             where=path,
-            todo="mount or configure what the list names, then verify again",
+            todo="mount or configure the tiers in the list, then verify again",
         )
 
 
 def _level_of(level: str | None, *, is_decode: bool) -> str:
-    """Return the level that the options ask for; UsageError if they ask for two."""
+    """Return the level that the options choose.
+
+    Raises:
+        UsageError: They choose two different levels.
+    """
     if is_decode and level not in (None, "decode"):
         raise UsageError(
-            f"--decode asks for another level than --level {level}", todo="give one of the two; --decode does it all"
+            f"--decode contradicts --level {level}", todo="give one of the two; decode is the most thorough level"
         )
     return "decode" if is_decode else level or "read"
 
@@ -104,43 +108,43 @@ def _json_of(path: str, report: Report, seconds: float) -> dict[str, Any]:
 
 
 def _print(report: Report, seconds: float) -> None:
-    checked = f"{report.checkpoint_count} checkpoints, {report.pack_count} packs"
+    checked = f"{count(report.checkpoint_count, 'checkpoint')}, {count(report.pack_count, 'pack')}"
     if report.level != "quick":
-        checked += f", {report.frame_count} frames"
+        checked += f", {count(report.frame_count, 'frame')}"
     if report.packs_elsewhere:
-        checked += f" ({report.packs_elsewhere} packs of other tiers were not looked at: --remote)"
+        checked += f" ({count(report.packs_elsewhere, 'pack')} in other tiers not checked; --remote does that)"
     spent = f"{render.size(report.bytes_read)} in {render.duration(seconds)}"
     if report.level != "quick":
         spent += f" ({render.rate(report.bytes_read, seconds)})"
     if report.is_clean:
         render.say(f"No damage. Level {report.level}: {checked}; read {spent}.")
         return
-    verdict = "DAMAGE" if report.damage else "NO ACCESS to all of it; no damage in the rest"
+    verdict = "DAMAGE" if report.damage else "NO ACCESS to some places; no damage in the rest"
     render.say(f"{verdict}. Level {report.level}: {checked}; read {spent}.")
     for found in (*report.damage, *report.refused, *report.unreachable):
         _print_damage(found)
-    hit = sorted({checkpoint for damage in report.damage for checkpoint in damage.checkpoints})
+    damaged = sorted({checkpoint for damage in report.damage for checkpoint in damage.checkpoints})
     render.say("")
     if report.damage:
-        render.say(f"Checkpoints hit: {len(hit)}. Everything not named above is whole.")
+        render.say(f"Damaged checkpoints: {len(damaged)}. Everything not listed above is undamaged.")
     if report.files_torn:
         render.say("")
-        render.say(_about_copies(report))
+        render.say(_copy_advice(report))
 
 
-def _about_copies(report: Report) -> str:
-    known = "If this folder is a copy that was made while the store was in use (cp, rsync), that is why"
+def _copy_advice(report: Report) -> str:
+    copy = "If this folder is a copy"
     if report.copied_ns is not None:
-        when = render.local_time(report.copied_ns)
-        known = f"This folder is a copy, made on {when}. A copy made while the store was in use (cp, rsync) is torn so"
+        copy = f"This folder is a copy, made on {render.local_time(report.copied_ns)}. If it was"
     return (
-        f"{known}: files changed while they were copied. `ckstore repair COPY --from ORIGINAL --apply` completes it; "
-        "`ckstore mirror` makes whole copies of a store in use."
+        f"{copy} made while the store was in use (cp, rsync), files changed while they were copied. "
+        "`ckstore repair COPY --from ORIGINAL --apply` completes it. `ckstore mirror` makes complete copies of a store "
+        "in use."
     )
 
 
 def _print_damage(damage: Damage) -> None:
-    # Not a table: a path must be complete in a terminal of any width, so that it can be copied.
+    # Not a table, which would shorten paths on a narrow terminal. Users copy these paths.
     render.say("")
     render.say(f"- {damage.what}")
     render.say(f"  at      {damage.where}")

@@ -51,7 +51,7 @@ def remove_packs(folder, store, step):
 def test_commands_push_list_show_restore_and_pull(filled, address, call, tmp_path):
     assert call("push", filled)[0] == 10
     code, out, _ = call("push", filled, address, "--keep-local", 2, "--dry-run")
-    assert (code, "1 of 3 checkpoints would go" in out) == (0, True)
+    assert (code, "1 of 3 checkpoints would be pushed" in out) == (0, True)
     code, out, _ = call("push", filled, address, "--keep-local", 1, "--tier", "attic", "--json")
     report = json.loads(out)
     assert (code, report["tier"], report["packs_copied"]) == (0, "attic", 2)
@@ -69,8 +69,8 @@ def test_commands_push_list_show_restore_and_pull(filled, address, call, tmp_pat
     code, out, _ = call("pull", filled, "1", "--json")
     assert (code, json.loads(out)["checkpoints"][0]["is_done"]) == (0, True)
     code, out, _ = call("pull", filled)
-    assert (code, "1 checkpoint came back" in out) == (0, True)
-    assert call("pull", filled)[1].startswith("Everything asked for")
+    assert (code, "1 checkpoint pulled" in out) == (0, True)
+    assert call("pull", filled)[1].startswith("Nothing to pull")
 
 
 @pytest.mark.parametrize(

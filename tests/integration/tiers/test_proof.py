@@ -124,7 +124,7 @@ def test_silent_tier_stops_only_what_depends_on_it(folder, address, hasty, monke
         assert_restores(store, 1, 3)
         assert run(["gc", str(folder), "--now"]) == 0
         said = capsys.readouterr().out
-        assert "Tier remote does not answer, and what depends on it waits" in said
+        assert "Tier remote does not answer, so local copies of its packs stay" in said
     with ckstore.open(folder) as store:
         assert store.gc(now=True).done.superseded == 1
         assert len(before) - len(packs_here(folder)) == 2

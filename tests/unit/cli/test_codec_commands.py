@@ -117,7 +117,7 @@ def test_repack_dry_run_prints_the_plan_and_changes_nothing(call, plain):
     assert lines[0] == "run main: 2 of 2 checkpoints would be rewritten"
     assert [line.split()[:3] for line in lines[2:4]] == [["1", "20", "keyframe"], ["0", "10", "delta"]]
     assert "about" in lines[-2]
-    assert lines[-1] == "What saves less than 3% stays as it is."
+    assert lines[-1] == "Checkpoints for which a rewrite saves less than 3% are not changed."
 
 
 def test_repack_does_what_its_dry_run_says(call, plain):

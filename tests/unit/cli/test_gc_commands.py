@@ -58,7 +58,7 @@ def test_table_tells_reasons_of_what_is_kept_and_dropped(call, store):
     code, out, _ = call("gc", store, "--keep-last", "1", "--dry-run")
     assert "drop  keep_last 1: number 3 from the newest" in out
     assert "3 checkpoints would be dropped." in out
-    assert "would go to the trash" in out
+    assert "would move to the trash" in out
 
 
 def test_it_says_what_was_moved_what_was_freed_and_when_the_rest_will_be(call, store):
@@ -67,9 +67,9 @@ def test_it_says_what_was_moved_what_was_freed_and_when_the_rest_will_be(call, s
     assert "3 checkpoints dropped" in out
     assert "moved to the trash" in out
     assert "0 B freed." in out
-    assert "frees all of it, --now frees it at once." in out
+    assert "frees all of it; --now frees it immediately." in out
     code, out, _ = call("gc", store, "--now")
-    assert "No rules: nothing is dropped" in out
+    assert "No rules: no checkpoint is dropped" in out
     assert "freed." in out
     assert "0 B freed." not in out
     code, out, _ = call("gc", store, "--dry-run")
@@ -124,7 +124,7 @@ def test_time_of_the_trash_is_said_saved_and_forgotten(call, store):
         (["--keep-within", "soon"], "no span of time"),
         (["--time-zone", "CET", "--keep-daily", "3"], "fixed offset"),
         (["--keep-last", "0"], "keep-last"),
-        (["--repack-max", "much"], "no size"),
+        (["--repack-max", "much"], "not a size"),
         (["--time-zone", "UTC"], "needs a rule"),
         (["--keep-last", "1", "--max-delete", "0"], "max_delete is 0"),
         (["--run", "none", "--keep-last", "1"], "there is no run 'none'"),
@@ -144,14 +144,14 @@ def test_damage_is_told_and_ends_with_its_exit_code(call, store):
     manifest.write_bytes(whole[:-1])
     code, out, err = call("gc", store, "--keep-last", "1")
     assert code == 12
-    assert "packs were left alone" in err
+    assert "packs were not collected" in err
     assert "nothing of this run goes" in out
     manifest.write_bytes(whole)
     tag = store / "tags" / "main" / "good"
     tag.write_bytes(b"{}")
     code, _, err = call("gc", store, "--keep-last", "1")
     assert code == 12
-    assert "nothing of run main was dropped" in err
+    assert "no checkpoint of run main was dropped" in err
 
 
 def test_damage_that_is_met_while_collecting_ends_with_its_exit_code_too(call, store, monkeypatch):
@@ -168,7 +168,7 @@ def test_damage_that_is_met_while_collecting_ends_with_its_exit_code_too(call, s
     monkeypatch.setattr(Marker, "mark", damaging_look)
     code, _, err = call("gc", store, "--keep-last", "1")
     assert code == 12
-    assert "packs were left alone" in err
+    assert "packs were not collected" in err
 
 
 def test_trash_is_listed_restored_and_purged(call, store):
@@ -183,7 +183,7 @@ def test_trash_is_listed_restored_and_purged(call, store):
     assert [info["step"] for info in restored["undeleted"]] == [100, 300, 400]
     assert steps_of(store) == [100, 200, 300, 400, 500]
     code, _, err = call("trash", "purge", store, "--all")
-    assert (code, "nobody is there to confirm" in err) == (2, True)
+    assert (code, "cannot ask for confirmation" in err) == (2, True)
     assert documents(call, "trash", "purge", store, "--all", "--yes")["freed_nbytes"] > 0
     assert documents(call, "trash", "ls", store)["trash"] == []
     assert call("verify", store, "--level", "decode")[0] == 0
@@ -207,7 +207,7 @@ def test_mistakes_with_the_trash_are_named(call, store, arguments, code):
 def test_undelete_brings_back_what_delete_took(call, store):
     call("delete", store, "100", "--yes")
     code, out, _ = call("undelete", store, "100")
-    assert (code, out) == (0, "Brought back: step 100 (seq 5) of run main, a new entry; `latest` skips it.\n")
+    assert (code, out) == (0, "Restored: step 100 (seq 5) of run main, as a new entry that `latest` skips.\n")
     assert documents(call, "undelete", store, "seq:0")["undeleted"][0]["is_archival"] is True
     assert "archival" in call("ls", store)[1]
     code, _, err = call("undelete", store, "999")
@@ -220,7 +220,7 @@ def test_sizes_are_read():
         0, 4 << 30, 512 << 20, 1 << 10, 3 << 40, 7
     ]  # fmt: skip
     for text in ("", "-1", "1.5G", "G", "1P"):
-        with pytest.raises(UsageError, match="no size"):
+        with pytest.raises(UsageError, match="not a size"):
             nbytes_of(text)
 
 
@@ -284,7 +284,7 @@ def test_options_that_do_not_go_with_a_tier_are_refused(call, store):
     for wrong in (("--keep-last", "3"), ("--now",), ("--run", "main")):
         code, _, err = call("gc", store, "--tier", "attic", *wrong)
         assert code == 2
-        assert "does not go with --tier" in err
+        assert "cannot be combined with --tier" in err
     code, _, err = call("gc", store, "--clear-lists")
     assert (code, "needs --tier" in err) == (2, True)
     code, _, err = call("gc", store, "--tier", "attic")

@@ -241,7 +241,7 @@ def test_dry_run_of_demote_shows_sizes_errors_and_the_fidelity(call, aged):
     row = next(line.split() for line in out.splitlines() if line.split()[:3] == ["2", "2", "demote"])
     assert any(cell.startswith("~") for cell in row)
     assert "become about" in out
-    assert "the greatest RMS error of a tensor is" in out
+    assert "the largest RMS error of a tensor is" in out
 
 
 def test_demotion_is_undone_by_undelete_and_by_the_trash(call, aged):
@@ -268,6 +268,6 @@ def test_nothing_done_is_not_success(call, aged):
     folder = next(entry for entry in listed if [each["kind"] for each in entry["manifests"]] == ["made exact"])
     code, out, err = call("trash", "restore", aged, folder["trash_id"][:8])
     assert code == 10
-    assert "1 left in the trash" in out
-    assert "nothing was brought back" in err
+    assert "1 older form left in the trash" in out
+    assert "nothing was restored" in err
     assert call("undelete", aged, 1)[0] == 10

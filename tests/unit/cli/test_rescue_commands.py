@@ -62,8 +62,8 @@ def test_import_speaks_json(call, source, tmp_path):
     ("arguments", "code", "words"),
     [
         (["nowhere"], 10, "no such file"),
-        (["source", "--step", "5"], 2, "one step was given, and there are 3"),
-        (["source", "--exclude", "*"], 10, "no checkpoint in the folder"),
+        (["source", "--step", "5"], 2, "--step applies to one checkpoint, but there are 3"),
+        (["source", "--exclude", "*"], 10, "no checkpoint found in the folder"),
     ],
 )
 def test_import_says_what_is_wrong(call, source, tmp_path, arguments, code, words):
@@ -90,15 +90,15 @@ def test_repair_tells_first_and_acts_on_demand(call, store):
     damage(store)
     code, out, err = call("repair", store)
     assert code == 12
-    assert "step 200 (seq 1) has a manifest that would be put aside" in out
+    assert "step 200 (seq 1) has an unreadable manifest, which would move to quarantine" in out
     assert "would be partial" in out
     assert "lost tensors:" in out
-    assert "--apply does all of this." in out
-    assert "have lost something" in err
+    assert "add --apply to do all of this." in out
+    assert "have lost data" in err
     assert not list(store.glob("quarantine/*/*"))
     code, out, _ = call("repair", store, "--apply")
     assert code == 12
-    assert "step 200 (seq 1) has a manifest that was put aside" in out
+    assert "step 200 (seq 1) had an unreadable manifest, which moved to quarantine" in out
     assert "is partial" in out
     assert list(store.glob("quarantine/packs/*.pack"))
     again = json.loads(call("repair", store, "--json")[1])
@@ -124,11 +124,11 @@ def test_quarantine_tells_first_and_moves_on_demand(call, store):
     damage(store)
     code, out, _ = call("quarantine", store)
     assert code == 0
-    assert "1 files would be moved" in out
+    assert "1 file would be moved" in out
     code, out, _ = call("quarantine", store, "--apply")
-    assert "1 files were moved" in out
+    assert "1 file moved" in out
     assert len(list(store.glob("quarantine/manifests/main/*.ckm"))) == 1
-    assert call("quarantine", store)[1].startswith("Nothing to put aside")
+    assert call("quarantine", store)[1].startswith("Nothing to move")
     assert call("ls", store)[0] == 0
 
 
@@ -159,6 +159,6 @@ def test_repair_does_not_say_that_it_has_read_what_lies_in_tiers(call, tmp_path)
         store.push(str(tmp_path / "tier"), keep_local=1)
     code, out, _ = call("repair", tmp_path / "store")
     assert code == 0
-    assert out.startswith("No damage; everything here that is named was read")
-    assert "2 packs in other tiers were not read: `ckstore verify --remote --level read` does that." in out
+    assert out.startswith("No damage; every local pack that a checkpoint needs was read")
+    assert "2 packs in other tiers were not read; `ckstore verify --remote --level read` reads them." in out
     assert json.loads(call("repair", tmp_path / "store", "--json")[1])["packs_elsewhere"] == 2

@@ -69,7 +69,7 @@ def test_repack_says_that_the_store_grows_until_it_is_collected(call, history):
     before = used()
     out = call("repack", history)[1]
     assert used() > before
-    assert "the store is larger by that" in out
+    assert "until a gc the store is larger by that" in out
     assert "once `ckstore gc` has freed the old ones" in out
     after = next(line for line in out.splitlines() if "of packs before" in line)
     call("gc", history, "--now", "--min-age", "0")
@@ -80,11 +80,11 @@ def test_repack_says_that_the_store_grows_until_it_is_collected(call, history):
 def test_trash_does_not_call_dropped_what_was_pushed_or_rewritten(call, history, tmp_path):
     call("repack", history)
     out = call("trash", "ls", history)[1]
-    assert "in place, before its packs were rewritten: main step 0 (seq:0)" in out
+    assert "form before its packs were rewritten: main step 0 (seq:0)" in out
     call("push", history, tmp_path / "tier", "--keep-local", 2)
     out = call("trash", "ls", history)[1]
-    assert "in place, before it was pushed: main step 0 (seq:0)" in out
-    assert "in place, before it was pushed: main step 1 (seq:1)" in out
+    assert "form before a push: main step 0 (seq:0)" in out
+    assert "form before a push: main step 1 (seq:1)" in out
     assert "dropped" not in out
     call("delete", history, 0, "--yes")
     assert "dropped: main step 0 (seq:0)" in call("trash", "ls", history)[1]

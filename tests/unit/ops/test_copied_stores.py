@@ -199,7 +199,7 @@ def test_store_that_knows_no_inodes_is_told_by_its_address(attic):
 
 @pytest.mark.parametrize(
     ("options", "code", "said"),
-    [([], 2, "give one of"), (["--as-new", "--as-original"], 2, "give one of"), (["--as-new"], 0, "owns no tier"),
+    [([], 2, "give either"), (["--as-new", "--as-original"], 2, "give either"), (["--as-new"], 0, "owns no tier"),
      (["--as-original"], 0, "owns remote"), (["--as-original", "--json"], 0, '"remote"')],
 )  # fmt: skip
 def test_command_says_what_became_of_the_folder(copy, capsys, options, code, said):

@@ -348,7 +348,7 @@ def test_store_that_lost_a_pack_is_not_taken_for_a_copy_but_told_what_would_look
     (place, newest), _ = commit_and_copy(tmp_path)
     newest.unlink()
     assert ckstore_command(["verify", str(place)]) == 12
-    assert "If this folder is a copy that was made while the store was in use" in capsys.readouterr().out
+    assert "If this folder is a copy made while the store was in use" in capsys.readouterr().out
     with ckstore.open(place) as store:
         assert store.verify().copied_ns is None
 

@@ -9,7 +9,7 @@ Other keys stay text, because the user's key may have been the text ``"0"``.
 
 Invariants:
 - A tensor is assembled only if its parts cover it exactly. Memory that was not read is never returned.
-- Tensors take no more memory than the files have bytes.
+- Tensors take at most as much memory as the files have bytes.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def discover(source: Path, *, exclude: Sequence[str] = ()) -> Discovery:
         exclude: Globs of paths below it that are left out.
 
     Raises:
-        NotFoundError: There is none. The message names a folder that has some, or the supported names.
+        NotFoundError: No checkpoint was found. The message names a folder that has some, or the supported names.
         CorruptError: A shard is missing.
     """
     source = Path(os.path.abspath(source))  # noqa: PTH100 - resolve() would follow links, and change names

@@ -63,7 +63,7 @@ def step_of_name(name: str) -> int | None:
 
 
 def number_of_name(name: str) -> int | None:
-    """Return the only number or epoch in a name, as in ``model_1000``; None if there are none or several."""
+    """Return the only number or epoch in a name, as in ``model_1000``; otherwise None."""
     bare = _without_dates(name)[0]
     found = _EPOCH.findall(bare) or _NUMBER.findall(bare)
     return _step_of_count(found[0]) if len(found) == 1 else None
