@@ -46,8 +46,8 @@ BANNED_NAMES = frozenset(
 )
 """Words that must not be a part of an identifier."""
 
-STORED_NAMES = frozenset({"doomed"})
-"""Strings that are names in a store and cannot change."""
+STORED_NAMES = frozenset({"doomed", "lies in"})
+"""Strings that cannot change: names in a store, and headings of tables that programs may read."""
 
 _PATTERN = re.compile("|".join(rf"\b{pattern}\b" for pattern in BANNED).replace(" ", r"\s+"), re.IGNORECASE)
 _CODE = re.compile(r"```.*?```|``.*?``|`[^`\n]*`", re.DOTALL)
