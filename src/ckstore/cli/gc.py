@@ -136,11 +136,11 @@ def gc(
     """
     policy = _policy_of({name: value for name, value in locals().items() if name.startswith("keep_")}, time_zone)
     if tier is not None or clear_lists:
-        others = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete, "--trash-for": trash_for}
-        others |= {"--save-policy": save_policy, "--forget-policy": forget_policy, "--clear-intents": clear_intents}
-        given = {"min_age": min_age or "24h", "repack_nbytes_max": nbytes_of(repack_max)}
-        given |= {"dry_run": dry_run, "clear_lists": clear_lists}
-        _collect_tier(path, tier, others, given, as_json=as_json, allow_shared_folder=allow_shared_folder)
+        refused = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete, "--trash-for": trash_for}
+        refused |= {"--save-policy": save_policy, "--forget-policy": forget_policy, "--clear-intents": clear_intents}
+        tier_options = {"min_age": min_age or "24h", "repack_nbytes_max": nbytes_of(repack_max)}
+        tier_options |= {"dry_run": dry_run, "clear_lists": clear_lists}
+        _collect_tier(path, tier, refused, tier_options, as_json=as_json, allow_shared_folder=allow_shared_folder)
         return
     if save_policy and policy is None and trash_for is None:
         raise UsageError("--save-policy needs rules, or --trash-for", todo="for example --keep-last 3")
@@ -149,8 +149,8 @@ def gc(
             raise NotFoundError(f"there is no run {run!r}", where=str(path), todo="`ckstore ls` shows the runs")
         _begin(store, forget_policy=forget_policy and not dry_run, accept_missing=accept_missing and not dry_run)
         limits = {"min_age": min_age or "1h", "trash_for": trash_for, "repack_nbytes_max": nbytes_of(repack_max)}
-        asked = {"all_runs": run is None, "dry_run": dry_run, "now": now, "max_delete": max_delete}
-        report = store.gc(policy, **asked, **limits, clear_intents=clear_intents)  # type: ignore[arg-type]
+        scope = {"all_runs": run is None, "dry_run": dry_run, "now": now, "max_delete": max_delete}
+        report = store.gc(policy, **scope, **limits, clear_intents=clear_intents)  # type: ignore[arg-type]
         if save_policy and not dry_run:
             _save(store, policy, trash_for)
     _print(report, as_json=as_json)
@@ -277,7 +277,7 @@ def _lines_of(report: GcReport) -> list[str]:
             "`ckstore gc PATH --clear-intents` removes the intents."
         )
     if plan.young_nbytes:
-        lines.append(f"{size(plan.young_nbytes)} in unreferenced packs younger than --min-age were kept.")
+        lines.append(f"{size(plan.young_nbytes)} in unreferenced packs younger than --min-age are kept.")
     return lines
 
 
@@ -346,8 +346,8 @@ def _json_of_repacked(repacked: Repacked) -> dict[str, Any]:
 def _collect_tier(
     path: str,
     tier: str | None,
-    others: dict[str, Any],
-    given: dict[str, Any],
+    refused: dict[str, Any],
+    options: dict[str, Any],
     *,
     as_json: bool,
     allow_shared_folder: bool,
@@ -357,8 +357,8 @@ def _collect_tier(
     Args:
         path: The store whose tier it is.
         tier: The name of the tier.
-        others: Options that do not apply to a tier, and their values; refused if one was given.
-        given: Options of the collection.
+        refused: Options that do not apply to a tier, and their values. An error if one was given.
+        options: Options of the collection.
         as_json: Print JSON.
         allow_shared_folder: Accept a folder that other users may write to.
 
@@ -368,14 +368,14 @@ def _collect_tier(
     """
     if tier is None:
         raise UsageError("--clear-lists needs --tier NAME", todo="name the tier that holds the lists")
-    wrong = [name for name, value in others.items() if value]
+    wrong = [name for name, value in refused.items() if value]
     if wrong:
         raise UsageError(
             f"{wrong[0]} cannot be combined with --tier",
             todo="first apply rules and free the trash here; --tier then removes the same from the tier",
         )
     with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
-        report = store.gc_tier(tier, **given)
+        report = store.gc_tier(tier, **options)
     if as_json:
         render.print_json(_json_of_tier(report))
     else:
