@@ -297,12 +297,12 @@ def _for_torch(state: Any, path: KeyPath, notes: dict[str, str]) -> Any:
             raise UsageError("two keys of a dict would be one in a .pt file", where=place_of(path), todo=_CHOOSE)
         if all(keys[key] is key and converted[keys[key]] is child for key, child in state.items()):
             return state
-        made = state.copy()
-        made.clear()
-        made.update(converted)
+        copy = state.copy()
+        copy.clear()
+        copy.update(converted)
         if hasattr(state, "_metadata"):
-            made._metadata = state._metadata  # type: ignore[attr-defined]
-        return made
+            copy._metadata = state._metadata  # type: ignore[attr-defined]
+        return copy
     if type(state) in (list, tuple):
         items = [_for_torch(child, (*path, index), notes) for index, child in enumerate(state)]
         return state if all(new is old for new, old in zip(items, state, strict=True)) else type(state)(items)

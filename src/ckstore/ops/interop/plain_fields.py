@@ -70,7 +70,7 @@ def make_container(name: str, arguments: tuple[Any, ...], content: Any) -> objec
         is_valid = not initial and (length is None or (type(length) is int and length >= len(content)))
         return deque(content, length) if is_valid else None
     if name == "collections.defaultdict" and (isinstance(content, dict) or not content) and len(arguments) == 1:
-        factories = {f"builtins.{word}": made for word, made in FACTORIES.items()} | {None: None}
+        factories = {f"builtins.{word}": result for word, result in FACTORIES.items()} | {None: None}
         return defaultdict(factories[arguments[0]], content) if arguments[0] in factories else None
     return None
 
@@ -136,34 +136,34 @@ class PlainFields:
     def _make_keys_plain(self, item: dict[Any, Any], path: Path) -> None:
         self._dropped = []
         try:
-            made = self._with_plain_keys(item.items(), lambda child: child)
+            result = self._with_plain_keys(item.items(), lambda child: child)
         except _NotPlainError:
             # The commit refuses such a key by the path of its dict.
             return
-        if any(one is not other for one, other in zip(item, made, strict=True)):
+        if any(one is not other for one, other in zip(item, result, strict=True)):
             self.notes.append(f"{place_of(path)} has objects for keys; their plain values are stored.")
             item.clear()
-            item.update(made)
+            item.update(result)
             self._list_dropped(path)
 
     def _convert_object(self, item: Any, name: str, path: Path) -> Any:
         self._dropped = []
         try:
-            made = self._plain(item, may_hold_tensors=name in _NAMESPACES)
+            result = self._plain(item, may_hold_tensors=name in _NAMESPACES)
         except _NotPlainError:
             if id(item) not in self._containers:
                 return item
             # A container of a special class, such as a defaultdict of tensors.
             content = self._convert_container(item, path)
             self._dropped = []
-            made = self._with_arguments(item, name, content)
+            result = self._with_arguments(item, name, content)
         self._list_dropped(path)
-        if name in (f"{type(made).__module__}.{type(made).__qualname__}", "_codecs.encode"):
+        if name in (f"{type(result).__module__}.{type(result).__qualname__}", "_codecs.encode"):
             self.leaf_count += 1
-            return made
-        form = _FORM_WORDS.get(type(made), f"a plain value of type {type(made).__name__}")
+            return result
+        form = _FORM_WORDS.get(type(result), f"a plain value of type {type(result).__name__}")
         self.notes.append(f"{place_of(path)} is an object of {name}; it is stored as {form}.")
-        return made
+        return result
 
     def _list_dropped(self, path: Path) -> None:
         if self._dropped:
@@ -230,15 +230,15 @@ class PlainFields:
         arguments = self._arguments_of(item)
         if fields or items or name in CONTAINERS:
             return self._with_arguments(item, name, [plain(each) for each in items] if items else fields)
-        made = tuple(plain(argument) for argument in arguments)
-        if name.startswith("pathlib.") and all(isinstance(part, str) for part in made):
-            return str(PurePosixPath(*made))
-        if name == "_codecs.encode" and len(made) == 2 and made[1] in ("latin1", "latin-1"):
-            return made[0].encode("latin1")
-        leaf = make_leaf(name, made)
-        if leaf is not None or not made:
+        result = tuple(plain(argument) for argument in arguments)
+        if name.startswith("pathlib.") and all(isinstance(part, str) for part in result):
+            return str(PurePosixPath(*result))
+        if name == "_codecs.encode" and len(result) == 2 and result[1] in ("latin1", "latin-1"):
+            return result[0].encode("latin1")
+        leaf = make_leaf(name, result)
+        if leaf is not None or not result:
             return {} if leaf is None else leaf
-        return made[0] if len(made) == 1 else list(made)
+        return result[0] if len(result) == 1 else list(result)
 
     def _arguments_of(self, item: Any) -> tuple[Any, ...]:
         """Return the arguments that an object was created with, without its class."""
@@ -262,31 +262,31 @@ class PlainFields:
 
     def _with_plain_keys(self, pairs: Iterable[tuple[Any, Any]], plain: Callable[[Any], Any]) -> dict[Any, Any]:
         """Return a dict with plain keys and values."""
-        made: dict[Any, Any] = {}
+        result: dict[Any, Any] = {}
         for key, child in pairs:
             plain_key = self._key(key)
-            if plain_key in made:
+            if plain_key in result:
                 raise _NotPlainError
-            made[plain_key] = plain(child)
-        return made
+            result[plain_key] = plain(child)
+        return result
 
     def _key(self, key: Any) -> Any:
-        made = self._plain(key)
+        result = self._plain(key)
         try:
-            hash(made)
+            hash(result)
         except TypeError:
             raise _NotPlainError from None
-        return made
+        return result
 
 
 def _union(*parts: dict[Any, Any]) -> dict[Any, Any]:
     """Return the union of the dicts; raise if two of them have different values for one key."""
-    made: dict[Any, Any] = {}
+    result: dict[Any, Any] = {}
     for part in parts:
-        if not all(_is_same(made[key], part[key]) for key in made.keys() & part.keys()):
+        if not all(_is_same(result[key], part[key]) for key in result.keys() & part.keys()):
             raise _NotPlainError
-        made |= part
-    return made
+        result |= part
+    return result
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -302,10 +302,10 @@ def _with_members(item: Any, members: list[Any]) -> Any:
     if not isinstance(item, list) and all(one is other for one, other in zip(members, item, strict=True)):
         return item
     try:
-        made = type(item)(members)
+        result = type(item)(members)
     except TypeError:
         return sorted(members, key=repr)
-    return made if len(made) == len(members) else sorted(members, key=repr)
+    return result if len(result) == len(members) else sorted(members, key=repr)
 
 
 def _numpy_value(item: Any, plain: Callable[[Any], Any]) -> Any:
@@ -324,7 +324,7 @@ def _numpy_value(item: Any, plain: Callable[[Any], Any]) -> Any:
         if _NUMPY_DTYPE.fullmatch(dtype.arguments[0]) is None:
             raise _NotPlainError
         order = dtype.state[1] if dtype.state else "<"
-        made: Any = np.frombuffer(plain(content), np.dtype(dtype.arguments[0]).newbyteorder(order))
-        return made[0] if shape is None else made.reshape(shape, order=layout).copy(order="K")
+        result: Any = np.frombuffer(plain(content), np.dtype(dtype.arguments[0]).newbyteorder(order))
+        return result[0] if shape is None else result.reshape(shape, order=layout).copy(order="K")
     except (TypeError, ValueError, IndexError, AttributeError):
         raise _NotPlainError from None

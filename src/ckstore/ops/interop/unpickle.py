@@ -332,9 +332,9 @@ class StandIn:
 
     def __new__(cls, *arguments: Any) -> Any:
         """Keep the arguments; run nothing."""
-        made = super().__new__(cls)
-        made.arguments, made.state = arguments, None
-        return made
+        stand_in = super().__new__(cls)
+        stand_in.arguments, stand_in.state = arguments, None
+        return stand_in
 
     def __setstate__(self, state: Any) -> None:
         """Keep the state."""
@@ -364,7 +364,7 @@ class StandIns:
     @property
     def allowed(self) -> list[tuple[Any, str]]:
         """The argument for ``torch.serialization.safe_globals``."""
-        return [(made, name) for name, made in self._classes.items()]
+        return [(stand_in, name) for name, stand_in in self._classes.items()]
 
     def add(self, name: str) -> bool:
         """Create the stand-in for a class or function; return False if it exists already."""
