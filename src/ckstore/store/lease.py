@@ -1,16 +1,16 @@
-"""One live writer a run: who it is, and whether it still lives.
+"""The writer lease of a run: only one process writes to a run at a time.
 
-A lease keeps people from running twice. Safety never rests on it: claims and the check after publish
-carry that, so everything here may fail, or be fooled by a clock, and cost at most a ConflictError.
+The lease keeps people from running a training twice. Safety does not depend on it: claims and the check after
+publishing protect the store. So everything here may fail, or be misled by a clock, at the cost of a ConflictError at
+most.
 
-The holder is host, machine, boot, pid namespace, pid and process start time. In the same boot and pid
-namespace the system knows of its death immediately; elsewhere a heartbeat that stops tells. A machine of the
-same name in another boot may be a twin of this one, so a reboot proves nothing. A flock or a closed pipe would
-not do: a forked child keeps both alive after the holder was killed.
+The holder is identified by host, machine, boot, pid namespace, pid and process start time. In the same boot and pid
+namespace, the operating system knows at once whether it has died. Elsewhere only its heartbeat tells: a machine of the
+same name in another boot may be a copy of this one, so a reboot proves nothing. A flock or a closed pipe would not do:
+a forked child keeps both alive after the holder was killed.
 
-A saver holds the lease for its trainer, who takes it in the saver's name before there is anything to publish: who is to
-be waited for must be seen from the first staged byte on, however long a saver takes to start. When the trainer has died
-and the saver still publishes what was staged, it is an *orphan* (``orphans.py``): whoever starts again waits for it.
+For background commits the saver process holds the lease. An *orphan* is a saver that is still publishing after its
+trainer died. A trainer that starts must wait for orphans first (``orphans.py``).
 """
 
 from __future__ import annotations
@@ -36,64 +36,66 @@ _log = logging.getLogger("ckstore")
 
 HEARTBEAT_SECONDS = 3.0
 STALE_SECONDS = 15.0
-"""A heartbeat that stands still for this long belongs to a dead holder: five beats."""
+"""A holder whose heartbeat does not change for this long is dead: five heartbeats."""
 
-HEART_NAME = "ckstore-lease"
-"""Of the thread that beats."""
+HEARTBEAT_THREAD_NAME = "ckstore-lease"
+"""Name of the heartbeat thread."""
 
 _live_tokens: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
 
 
 class Lease:
-    """The writer lease of one run, as one handle sees it.
+    """The writer lease of one run, as one handle uses it.
+
+    A background thread renews the heartbeat while the lease is held.
 
     Args:
-        backend: Where it lies.
-        run: Whose lease it is.
-        clock: Where time comes from.
-        stale_seconds: How long a heartbeat elsewhere may stand still.
+        backend: The store.
+        run: The run that the lease protects.
+        clock: The time source.
+        stale_seconds: A holder on another host is dead if its heartbeat does not change for this long.
     """
 
     def __init__(self, backend: Backend, run: str, clock: Clock, *, stale_seconds: float = STALE_SECONDS) -> None:
         self.purpose = ""
-        """What it is held for; written when it is taken or renewed."""
+        """What the lease is held for. Written when it is taken or renewed."""
         self.orphans = Orphans(backend, run, clock, stale_seconds=stale_seconds)
-        """Savers that may still publish to the run, whose trainer is gone."""
+        """Savers that may still publish to the run although their trainer is gone."""
         self._backend = backend
         self._run = run
         self._clock = clock
         self._stale_seconds = stale_seconds
         self._path = paths.lease_name(run)
         self._record: LeaseRecord | None = None
-        # The token of what a saver of this process was lent.
+        # Token of the lease that was transferred to a saver of this process.
         self._transferred_token = ""
         self._pid = os.getpid()
         self._stop = Latch()
-        self._heart: threading.Thread | None = None
-        self._was_gone = False
-        # A renewal that has begun must not bring back what was given up meanwhile.
-        self._writing = threading.Lock()
+        self._heartbeat: threading.Thread | None = None
+        self._was_missing = False
+        # Held while the lease file is written, so that a renewal cannot restore a released lease.
+        self._file_lock = threading.Lock()
 
     @property
     def location(self) -> str:
-        """Where it lies, for messages too."""
+        """The lease's path, also for messages."""
         return self._backend.location_of(self._path)
 
     @property
     def is_held(self) -> bool:
-        """Whether this handle, in this process, has taken the lease."""
+        """Whether this handle, in this process, holds the lease."""
         return self._record is not None and self._pid == os.getpid()
 
     def take(self) -> None:
-        """Take the lease, from a dead holder too; wait for an orphan to leave, or a heartbeat on another host to stop.
+        """Take the lease, also from a dead holder. Wait for an orphan, or for a heartbeat on another host to stop.
 
         Raises:
-            ConflictError: A live process holds it; the message names that process.
+            ConflictError: A live process holds it. The message names that process.
         """
         if self.is_held and self._is_ours(self._read()):
-            if self._heart is None or not self._heart.is_alive():
-                # Whoever was interrupted right before it began holds a lease that would look dead from other hosts.
-                self._start_heart()
+            if self._heartbeat is None or not self._heartbeat.is_alive():
+                # An interrupt may have come right before the heartbeat started. Other hosts would take us for dead.
+                self._start_heartbeat()
             return
         self._forget()
         mine = self._new_record(os.getpid(), self.purpose)
@@ -112,25 +114,31 @@ class Lease:
             self._backend.unlink(draft)
 
     def transfer_to(self, pid: int, step: int) -> str:
-        """Have a saver of this process hold the lease, where nobody has to be waited for; never raises.
+        """Make a saver of this process the holder of the lease. Never waits and never raises.
 
-        What this handle holds becomes the saver's in one step; what is free, or a dead process's, is taken for it.
+        If this handle holds the lease, one rename transfers it. If it is free, or its holder is dead, it is taken in
+        the saver's name.
 
         Args:
-            pid: The saver's.
-            step: What it is to publish.
+            pid: The saver's pid.
+            step: The step that the saver will publish.
 
         Returns:
-            The token of the saver's lease; empty: the saver has to take it by itself. This handle does not hold it.
+            The token of the saver's lease. Empty: the saver must take the lease itself. In both cases this handle does
+            not hold it.
         """
         purpose = SaverPurpose(os.getpid(), process_started(os.getpid()) or "", step)
         record = self._new_record(pid, purpose.text)
         try:
-            # Where the system does not say who a process is, a saver could take another's lease for its own.
+            # If the operating system does not identify processes, a saver could mistake another's lease for its own.
             self._transferred_token = self._put(record) if record.boot_id and record.process_started else ""
         except (CkstoreError, OSError) as error:
             log_safely(
-                _log, logging.INFO, "the saver has to take the writer lease of run %r by itself: %s", self._run, error
+                _log,
+                logging.INFO,
+                "could not transfer the writer lease of run %r to the saver, which will take it itself: %s",
+                self._run,
+                error,
             )
             self._transferred_token = ""
         finally:
@@ -138,10 +146,10 @@ class Lease:
         return self._transferred_token
 
     def accept_transfer(self) -> LeaseRecord | None:
-        """Hold the lease if it was lent to this process; return what it says, if that is news.
+        """Hold the lease if it was transferred to this process; return its record, or None if nothing has changed.
 
         Raises:
-            BackendError, CapacityError: The medium does not answer.
+            BackendError, CapacityError: The backend does not answer.
         """
         holder = self._read_transferred()
         if holder is None or self._is_ours(holder):
@@ -151,16 +159,16 @@ class Lease:
         return holder
 
     def _read_transferred(self) -> LeaseRecord | None:
-        """Return the lease if it is this process's and a saver's."""
+        """Return the lease if it names this process and was written for a saver."""
         holder, mine = self._read(), self._new_record(os.getpid(), "")
         if holder is None or not (mine.boot_id and mine.process_started) or _identity(holder) != _identity(mine):
             return None
         return holder if SaverPurpose.of(holder.purpose) else None
 
     def mark_trainer_dead(self) -> None:
-        """Let a lease that was lent say that its trainer is gone, where the saver cannot say so now; never raises.
+        """Record in a transferred lease that its trainer is gone, if the saver cannot do so. Never raises.
 
-        It has not adopted it yet, or stands still.
+        The saver cannot if it has not accepted the lease yet, or is stopped.
         """
         try:
             holder = self._read() if self._transferred_token else None
@@ -171,10 +179,10 @@ class Lease:
                 text = replace(purpose, trainer_started=TRAINER_DEAD).text
                 self._backend.rename(self._draft(with_changes(holder, purpose=text)), self._path)
         except (CkstoreError, OSError) as error:
-            log_safely(_log, logging.WARNING, "could not look at the writer lease of run %r: %s", self._run, error)
+            log_safely(_log, logging.WARNING, "could not read the writer lease of run %r: %s", self._run, error)
 
     def check(self) -> None:
-        """Look at the lease again, before publishing; a medium that does not answer is logged and no reason to stop.
+        """Check before publishing that the lease is still ours. A backend that does not answer is only logged.
 
         Raises:
             ConflictError: Another writer took it over.
@@ -182,7 +190,7 @@ class Lease:
         try:
             holder = self._read()
         except (BackendError, CapacityError) as error:
-            _log.warning("could not look at the writer lease of run %r: %s", self._run, error)
+            _log.warning("could not read the writer lease of run %r: %s", self._run, error)
             return
         if not self._is_ours(holder):
             self._forget()
@@ -193,20 +201,20 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Give the lease up, if it is still ours; never raises."""
+        """Release the lease if it is still ours. Never raises."""
         record = self._forget()
         if record is None or self._pid != os.getpid():
             return
         try:
-            with self._writing:
+            with self._file_lock:
                 holder = self._read()
                 if holder is not None and holder.token == record.token:
                     self._backend.unlink(self._path)
         except (CkstoreError, OSError) as error:
-            _log.warning("could not give up the writer lease of run %r: %s", self._run, error)
+            _log.warning("could not release the writer lease of run %r: %s", self._run, error)
 
     def _forget(self) -> LeaseRecord | None:
-        """Stop holding: no heartbeat any more, and nobody in this process takes the token for a live one."""
+        """Stop holding: end the heartbeat, and no longer count the token as live in this process."""
         self._stop.set()
         record, self._record = self._record, None
         if record is not None:
@@ -214,7 +222,7 @@ class Lease:
         return record
 
     def holder(self) -> LeaseRecord | None:
-        """Return who holds the lease now, dead or alive."""
+        """Return the record of the current holder, dead or alive; None if the lease is free."""
         return self._read()
 
     def _new_record(self, pid: int, purpose: str) -> LeaseRecord:
@@ -222,7 +230,7 @@ class Lease:
         return LeaseRecord(**identity_of(pid), acquired_ns=now, heartbeat_ns=now, purpose=purpose)
 
     def _draft(self, record: LeaseRecord) -> str:
-        """Write a record under a name of its own."""
+        """Write a record to a file in ``tmp``; return its path."""
         draft = f"{paths.TMP_FOLDER}/{new_token()}.lease"
         self._backend.create(draft, encode_record(record), sync=False)
         return draft
@@ -231,17 +239,17 @@ class Lease:
         self._record = record
         self._pid = os.getpid()
         _live_tokens[record.token] = self
-        self._start_heart()
+        self._start_heartbeat()
 
     def _put(self, record: LeaseRecord) -> str:
-        """Put a record in the place of ours, or of none, or of a dead process's.
+        """Write a record as the lease if the lease is ours, free, or held by a dead process.
 
         Returns:
-            The token of the lease that its process has now; empty: another one lives, or may.
+            The token of the lease that the record's process holds now. Empty: another process lives, or may live.
         """
         draft, is_moved = self._draft(record), False
         try:
-            with self._writing:
+            with self._file_lock:
                 if self._is_ours(self._read()):
                     self._backend.rename(draft, self._path)
                     is_moved = True
@@ -257,8 +265,8 @@ class Lease:
                     return holder.token
                 if holder is not None and self._is_known_alive(holder) is not False:
                     return ""
-                # One that cannot be read protects nobody.
-                self._bury(holder)
+                # An unreadable lease protects nobody.
+                self._remove_stale(holder)
         finally:
             if not is_moved:
                 with contextlib.suppress(CkstoreError, OSError):
@@ -271,12 +279,12 @@ class Lease:
         return self.is_held and holder is not None and self._record is not None and holder.token == self._record.token
 
     def wait_for_orphan(self) -> bool:
-        """Wait while a saver whose trainer is gone publishes what was staged, as ``Orphans.wait`` does.
+        """Wait while an orphan publishes what was staged, as ``Orphans.wait`` does.
 
-        To be called before the newest checkpoint is looked for, and before a first commit.
+        Call it before looking for the newest checkpoint and before a first commit.
 
         Returns:
-            Whether there was one.
+            Whether there was an orphan.
         """
         return self.orphans.wait()
 
@@ -287,43 +295,43 @@ class Lease:
             raise ConflictError(
                 f"run {self._run!r} is being written by {describe(holder)}",
                 where=self.location,
-                todo="stop that process, or commit to another run; in a copy of its store, delete this file",
+                todo="stop that process, or commit to another run; if this store is a copy, delete this file",
                 pid=holder.pid,
                 host=holder.host,
             )
-        self._bury(holder)
+        self._remove_stale(holder)
 
-    def _bury(self, holder: LeaseRecord | None) -> None:
-        """Remove the lease of a holder that is dead, and no other's."""
-        # Moved to a name of our own first: two who take over at once must not remove each other's new lease.
-        graveyard = f"{paths.TMP_FOLDER}/{new_token()}.lease"
+    def _remove_stale(self, holder: LeaseRecord | None) -> None:
+        """Remove the lease of a dead holder, and no other lease."""
+        # Rename it first: two processes that take over at the same time must not remove each other's new lease.
+        removed = f"{paths.TMP_FOLDER}/{new_token()}.lease"
         try:
-            self._backend.rename_new(self._path, graveyard)
+            self._backend.rename_new(self._path, removed)
         except FileNotFoundError:
             return
-        moved = read_lease(self._backend, self._run, graveyard)
+        moved = read_lease(self._backend, self._run, removed)
         if moved is not None and (holder is None or moved.token != holder.token):
-            # Another one took over between our look and our move: what we moved is alive; put it back.
+            # Another process took over before our rename, so we moved a live lease. Put it back.
             with contextlib.suppress(FileExistsError):
-                self._backend.link(graveyard, self._path)
-        self._backend.unlink(graveyard)
+                self._backend.link(removed, self._path)
+        self._backend.unlink(removed)
 
     def _is_alive(self, holder: LeaseRecord) -> bool:
         is_alive = self._is_known_alive(holder)
-        return self._heart_beats(holder) if is_alive is None else is_alive
+        return self._is_heartbeat_moving(holder) if is_alive is None else is_alive
 
     def _is_known_alive(self, holder: LeaseRecord) -> bool | None:
-        """Whether a holder lives, as is known at once; None: only its heartbeat can tell."""
+        """Whether a holder is alive, as far as known without waiting. None: only its heartbeat can tell."""
         if self.orphans.is_known_dead(holder):
             return False
         is_running = owner_is_running(holder)
-        # Our own process: alive only if that handle still is; a forgotten one has no token left.
+        # In our own process, the holder is alive only if its handle still exists.
         return is_running and (holder.pid != os.getpid() or holder.token in _live_tokens)
 
-    def _heart_beats(self, holder: LeaseRecord) -> bool:
-        """Watch a holder on another host: does its heartbeat move within the stale time?"""
+    def _is_heartbeat_moving(self, holder: LeaseRecord) -> bool:
+        """Watch a holder on another host: return whether its heartbeat changes within the stale time."""
         _log.warning(
-            "run %r was last written by %s; waiting up to %.0f s to see whether it still lives",
+            "run %r was last written by %s; waiting up to %.0f s to see whether that process is alive",
             self._run, describe(holder), self._stale_seconds,
         )  # fmt: skip
         deadline = self._clock.monotonic() + self._stale_seconds
@@ -334,19 +342,21 @@ class Lease:
                 return now is not None
             if now.heartbeat_ns != holder.heartbeat_ns:
                 return True
-        _log.warning("its heartbeat has stopped; the lease is taken over")
+        _log.warning("run %r: that heartbeat has stopped; taking over the lease", self._run)
         return False
 
-    def _start_heart(self) -> None:
-        # One may have begun in a call that was interrupted.
+    def _start_heartbeat(self) -> None:
+        # An interrupted call may have started one.
         self._stop.set()
         self._stop = Latch()
-        self._heart = threading.Thread(target=_beat, args=(weakref.ref(self), self._stop), name=HEART_NAME, daemon=True)
-        self._heart.start()
+        self._heartbeat = threading.Thread(
+            target=_beat, args=(weakref.ref(self), self._stop), name=HEARTBEAT_THREAD_NAME, daemon=True
+        )
+        self._heartbeat.start()
 
     def renew(self) -> None:
-        """Write a new heartbeat; a failure is logged, whatever logging raises: safety never rests on it, hearts do."""
-        with self._writing:
+        """Write a new heartbeat. A failure is only logged: the heartbeat thread must survive it."""
+        with self._file_lock:
             self._renew()
 
     def _renew(self) -> None:
@@ -355,18 +365,17 @@ class Lease:
             if record is None or not self._is_ours(self._read()):
                 return
         except CkstoreError as error:
-            log_safely(_log, logging.WARNING, "could not look at the writer lease of run %r: %s", self._run, error)
+            log_safely(_log, logging.WARNING, "could not read the writer lease of run %r: %s", self._run, error)
             return
         renewed = with_changes(record, heartbeat_ns=self._clock.now_ns(), purpose=self.purpose)
         try:
             self._backend.rename(self._draft(renewed), self._path)
-            self._was_gone = False
+            self._was_missing = False
         except FileNotFoundError as error:
-            # A store that is being removed while its process ends says nothing; one that is still gone at the next
-            # beat does.
-            if self._was_gone:
+            # The store may be removed while its process ends. Log only if it is still missing at the next heartbeat.
+            if self._was_missing:
                 log_safely(_log, logging.WARNING, "could not renew the writer lease of run %r: %s", self._run, error)
-            self._was_gone = True
+            self._was_missing = True
         except (CkstoreError, OSError) as error:
             log_safely(_log, logging.WARNING, "could not renew the writer lease of run %r: %s", self._run, error)
 

@@ -1,16 +1,12 @@
-"""Claim, publish, replace, drop, withdraw; list, load: the manifests of one run.
+"""The manifests of one run: claim a seq, publish, replace, withdraw, drop, list, load and quarantine.
 
 Invariants:
-- Publishing is the only commit point. A manifest is written once, under a name that no other commit can
-  take: its seq was claimed first. Nothing is overwritten or exchanged.
-- Replacing means the next generation under its own name; a drop mark, once made, is never taken back.
-- What is visible may be unacknowledged: a reader checks the packs before it trusts a manifest.
-
-Put damaged manifests and packs aside, where nothing reads them and nobody removes them.
-
-Invariants:
-- A file is moved, never copied or removed; a name that is taken in quarantine is left to the file that has it.
-- A move is durable when it returns.
+- Publishing is the only commit point. A manifest is written once, under a name that no other commit can take, because
+  its seq was claimed first. Nothing is overwritten.
+- Replacing a checkpoint means publishing its next generation under a new name.
+- A drop mark is never removed.
+- A visible manifest may be unacknowledged. Readers check its packs before they trust it.
+- Quarantine moves damaged files; it never copies or deletes them. A move is durable when it returns.
 """
 
 from __future__ import annotations
@@ -38,65 +34,32 @@ if TYPE_CHECKING:
     from ckstore.format.manifest import Manifest
 
 
-_AGAIN = "~"
-"""Between the name of a file and what is added to it where that name was taken."""
-
-
-def quarantine_manifest(backend: Backend, name: ManifestName) -> str | None:
-    """Move a manifest into quarantine; return where it lies now, or None if it was not there any more."""
-    folder = paths.quarantine_manifests_folder(name.run)
-    return _move(backend, name.path, folder, name.file)
-
-
-def quarantine_pack(backend: Backend, path: str, pack_id: PackId) -> str | None:
-    """Move a pack into quarantine from where it lies; return where it lies now, or None if it was not there."""
-    return _move(backend, path, paths.quarantine_packs_folder(), paths.pack_file(pack_id))
-
-
-def quarantined_names(backend: Backend, run: str) -> list[ManifestName]:
-    """Return the manifests of a run that lie in quarantine, by the names that they had."""
-    files = backend.list_names(paths.quarantine_manifests_folder(run))
-    names = (paths.parse_manifest_file(run, file.split(_AGAIN)[0]) for file in files)
-    return [name for name in names if name is not None]
-
-
-def _move(backend: Backend, path: str, folder: str, file: str) -> str | None:
-    make_durable_folder(backend, folder)
-    target = f"{folder}/{file}"
-    try:
-        try:
-            backend.rename_new(path, target)
-        except FileExistsError:
-            # A file of this name was put aside before, and may hold other bytes.
-            target = f"{target}{_AGAIN}{new_token()}"
-            backend.rename_new(path, target)
-    except FileNotFoundError:
-        return None
-    backend.sync_folder(folder)
-    backend.sync_folder(path.rsplit("/", 1)[0])
-    return target
-
-
 _log = logging.getLogger("ckstore")
 
 _SHOWN_MAX = 8
-"""Seqs that a message names."""
+"""Most seqs that a message lists."""
 
-HEAD_NBYTES = 4096
-"""First read of a header: holds every header with fewer than about a hundred metrics."""
-
+HEADER_READ_NBYTES = 4096
+"""First read of a header. Enough for about a hundred metrics."""
 
 TIERS_NBYTES = 4096
-"""Read for the names of tiers, of which there are few."""
+"""Read for the names of tiers. There are few."""
+
+_TAKEN_SEPARATOR = "~"
+"""Separates a file's name from the token that is added if the name is taken in quarantine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What one look at a run's folders showed.
+    """The files of a run at one moment.
 
-    ``names`` holds the highest generation in place of every seq without a drop mark, by ascending seq;
-    ``lower`` the superseded generations; ``dropped`` the seqs that carry a drop mark; ``missing`` those that were
-    published, as a mark says, and have no manifest any more, neither in place nor in the trash nor in quarantine.
+    Attributes:
+        names: The highest generation in place of every seq without a drop mark, by ascending seq.
+        lower: Superseded generations.
+        dropped: The seqs with a drop mark.
+        claimed_max: The highest claimed seq; -1 if there is none.
+        missing: Seqs with a mark that they were published, whose manifest is neither in place nor in the trash nor in
+            quarantine.
     """
 
     names: tuple[ManifestName, ...]
@@ -119,9 +82,9 @@ class Manifests:
     # Reading
 
     def listing(self) -> Listing:
-        """Look at the run's folders; a claimed seq that shows no manifest makes us look twice.
+        """List the run's folders. If a claimed seq shows no manifest, list twice.
 
-        One readdir may show neither of two names of which one is made and the other moved meanwhile.
+        A single directory read may miss both names of a file that is renamed meanwhile.
         """
         found = self._names_in_place()
         marks = self._marks()
@@ -148,16 +111,16 @@ class Manifests:
         return marks
 
     def _missing(self, seqs: set[int]) -> frozenset[int]:
-        """Return those of these published seqs that are nowhere; each may have been dropped or moved meanwhile."""
+        """Return those of these published seqs that are in no folder. Each may have been moved or dropped meanwhile."""
         if not seqs:
             return frozenset()
         trashed = {
             m.name.seq for folder in Trash(self.backend).contents() for m in folder.manifests if m.name.run == self.run
         }
-        aside = {name.seq for name in quarantined_names(self.backend, self.run)}
-        # Last, since what is dropped gets its mark before it is moved.
+        quarantined = {name.seq for name in quarantined_names(self.backend, self.run)}
+        # The marks are read last: a drop sets its mark before it moves the manifest.
         in_place = {name.seq for name in self._names_in_place()}
-        return frozenset(seqs - trashed - aside - in_place - self._marks()["dropped"])
+        return frozenset(seqs - trashed - quarantined - in_place - self._marks()["dropped"])
 
     def _names_in_place(self) -> set[ManifestName]:
         files = self.backend.list_names(paths.manifests_folder(self.run))
@@ -165,20 +128,20 @@ class Manifests:
         return {name for name in parsed if name is not None}
 
     def path_of(self, name: ManifestName) -> str:
-        """Return the backend name of a manifest."""
+        """Return the path of a manifest in the store."""
         return name.path
 
     def header(self, name: ManifestName) -> ManifestHeader:
-        """Read the header only.
+        """Read only the header of a manifest.
 
         Raises:
-            FileNotFoundError: It was moved or replaced meanwhile: list again.
+            FileNotFoundError: It was moved or replaced meanwhile; list again.
             CorruptError: Its bytes are not what was written.
             UnsupportedError: A newer ckstore wrote it.
         """
         path = self.path_of(name)
         where = self.backend.location_of(path)
-        head = self.backend.read_head(path, HEAD_NBYTES)
+        head = self.backend.read_head(path, HEADER_READ_NBYTES)
         needed = header_nbytes_needed(head, where=where)
         if needed > len(head):
             head = self.backend.read_head(path, needed)
@@ -187,9 +150,9 @@ class Manifests:
         return header
 
     def tiers(self, header: ManifestHeader) -> tuple[str, ...]:
-        """Return the tiers that a checkpoint lies in, by name; reads a few bytes of its manifest.
+        """Return the names of the tiers that contain packs of a checkpoint; reads a few bytes of its manifest.
 
-        What was never moved nor published again lies here, and is not asked.
+        A checkpoint that was never moved or published again is local, and its manifest is not read.
         """
         if header.generation == 0 and header.origin_id is None:
             return (LOCAL_TIER,)
@@ -206,7 +169,7 @@ class Manifests:
         return decode_tiers(begin, version=preamble.version, where=where) or (LOCAL_TIER,)
 
     def load(self, name: ManifestName) -> Manifest:
-        """Read and check a whole manifest; raises as ``header`` does."""
+        """Read and check a whole manifest. Raises as ``header`` does."""
         from ckstore.format.manifest import decode_manifest
 
         path = self.path_of(name)
@@ -221,13 +184,13 @@ class Manifests:
             raise MalformedError("the manifest belongs to another store", where=where)
 
     def is_visible(self, seq: int) -> bool:
-        """Whether a manifest of this seq lies in place, of whatever generation."""
+        """Whether a manifest of this seq is in place, of any generation."""
         return any(name.seq == seq for name in self._names_in_place())
 
     # Writing
 
     def make_folders(self) -> None:
-        """Make the run's folders durable, old ones once per handle: another process may have left them unsynced."""
+        """Make the run's folders durable. Existing ones are synced once: another process may not have done it."""
         if self._has_folders and isinstance(self.backend, Distant):
             return
         for folder in (paths.manifests_folder(self.run), paths.claims_folder(self.run), paths.tags_folder(self.run)):
@@ -236,11 +199,11 @@ class Manifests:
         self._has_folders = True
 
     def claim(self, seq_first: int) -> int:
-        """Take the lowest free seq from ``seq_first`` upward; it is ours for ever once this returns.
+        """Take the lowest free seq from ``seq_first`` upward. Once this returns, no other commit gets it.
 
         Raises:
-            ConflictError: Another store has taken this one's place.
-            UnreachableError: The store is not there any more.
+            ConflictError: Another store is at this path now.
+            UnreachableError: No store is at this path now.
         """
         self._require_same_store()
         seq = seq_first
@@ -254,100 +217,100 @@ class Manifests:
             return seq
 
     def claim_all(self, seqs: Iterable[int]) -> None:
-        """Take these seqs where nobody has them, so that no commit does; durable on return."""
+        """Claim those of these seqs that are free, so that no commit takes them; durable on return."""
         for seq in seqs:
             with contextlib.suppress(FileExistsError):
                 self.backend.create(paths.claim_name(self.run, seq), b"", sync=False)
         self.backend.sync_folder(paths.claims_folder(self.run))
 
     def publish(self, manifest: Manifest) -> ManifestName:
-        """Make the checkpoint exist, so that it survives a power cut.
+        """Make a checkpoint visible, durably.
 
         Raises:
-            ConflictError: Other bytes have the name; someone did not claim, or has replaced it first. Or another store
-                has taken this one's place.
-            UnreachableError: The store is not there any more.
-            CapacityError: The disk is full; nothing was published.
+            ConflictError: The name has other bytes: another writer did not claim the seq, or replaced the checkpoint
+                first. Or another store is at this path now.
+            UnreachableError: No store is at this path now.
+            CapacityError: The disk is full. Nothing was published.
         """
         from ckstore.format.manifest import decode_manifest, encode_manifest
 
         header = manifest.header
         name = ManifestName(self.run, header.seq, header.step, header.generation)
         encoded = encode_manifest(manifest, limits=self.limits)
-        # Nothing is published that a reader would refuse: it would be found out when it is needed.
+        # Check that readers accept the manifest before it is published.
         decode_manifest(encoded, limits=self.limits, expect=name)
         draft = paths.draft_name(new_token())
         target = self.path_of(name)
         require_same_store(self.backend, self.store_id)
         self.backend.create(draft, encoded, sync=True)
         try:
-            # A rename would silently replace what another writer has published.
+            # A rename would silently replace another writer's manifest.
             self.backend.link(draft, target)
         except FileNotFoundError:
             raise ConflictError(
                 "the draft of a manifest was removed before it was published",
                 where=self.backend.location_of(draft),
-                todo="commit again; a collection takes drafts of processes that were stopped for long",
+                todo="commit again; gc deletes old drafts, so this process was probably stopped for long",
             ) from None
         except FileExistsError:
-            # An interrupted first try may have got this far; then the name is already ours.
+            # A first attempt may have been interrupted after the link. Then the name is ours.
             if self.backend.read_bytes(target, nbytes_max=self.limits.manifest_nbytes_max) != encoded:
                 raise ConflictError(
-                    "another writer has published under this name",
+                    "another writer has published a manifest under this name",
                     where=self.backend.location_of(target),
-                    todo="commit again; see `ckstore ls` for what is there",
+                    todo="commit again; `ckstore ls` shows what is there",
                 ) from None
         self.backend.sync_folder(paths.manifests_folder(self.run))
         try:
-            # Checked before and after: a folder that was exchanged in between fails one of the two.
+            # Checked before and after the link: if the folder was exchanged in between, one of the checks fails.
             self._require_same_store()
         except ConflictError:
-            self._take_back(name, encoded)
+            self._withdraw_from_other_store(name, encoded)
             raise
-        self._forget_draft(draft)
+        self._remove_draft(draft)
         return name
 
-    def _take_back(self, name: ManifestName, encoded: bytes) -> None:
-        """Withdraw a manifest that was linked into the store that has taken this one's place.
+    def _withdraw_from_other_store(self, name: ManifestName, encoded: bytes) -> None:
+        """Withdraw a manifest that was linked into another store, which is at this path now.
 
-        Only there: where it cannot be told which store this is, it may be this one, and others may build on what they
-        see in it. It is whole and stays, unacknowledged, as after a sync of its folder that failed.
+        Called only if that is certain. If it is unknown which store this is, the manifest stays, whole but
+        unacknowledged, as after a failed sync of its folder: others may already rely on it.
         """
         with contextlib.suppress(OSError, CkstoreError):
-            # Only the very bytes that were put there: by now the name may be a manifest of that store.
+            # Only if the bytes are ours. The name may be a manifest of that other store.
             if self.backend.read_bytes(self.path_of(name), nbytes_max=self.limits.manifest_nbytes_max) == encoded:
                 self.withdraw(name)
 
     def _require_same_store(self) -> None:
-        """Check a folder; nothing is mounted or linked in a bucket, which is asked once a manifest, by ``publish``."""
+        """Check a folder. A bucket cannot be exchanged by a mount, so ``publish`` checks it only once."""
         if not isinstance(self.backend, Distant):
             require_same_store(self.backend, self.store_id)
 
-    def _forget_draft(self, draft: str) -> None:
+    def _remove_draft(self, draft: str) -> None:
         try:
             self.backend.unlink(draft)
         except (OSError, CorruptError) as error:
-            _log.debug("draft %s left for gc: %s", draft, error)
+            _log.debug("could not remove draft %s; gc will: %s", draft, error)
 
     def withdraw(self, name: ManifestName) -> None:
-        """Undo an unacknowledged publish: the manifest goes to ``tmp``, durably."""
+        """Undo an unacknowledged publish: move the manifest to ``tmp``, durably."""
         with contextlib.suppress(FileNotFoundError):
             self.backend.rename(self.path_of(name), paths.draft_name(new_token()))
         self.backend.sync_folder(paths.manifests_folder(self.run))
         self.backend.sync_folder(paths.TMP_FOLDER)
 
     def note_published(self, seq: int) -> None:
-        """Leave a mark that a checkpoint was acknowledged, so that the loss of its manifest shows.
+        """Leave a mark that a checkpoint was acknowledged. If its manifest is lost later, the mark shows it.
 
-        It is not synced, and may fail: without it everything else is as safe.
+        The mark is not synced, and a failure is only logged: nothing else depends on it.
         """
         try:
             self.backend.create(paths.published_mark_name(self.run, seq), b"", sync=False)
         except (OSError, CkstoreError) as error:
-            _log.debug("no mark that seq %d was published: %s", seq, error)
+            _log.debug("could not mark seq %d as published: %s", seq, error)
 
     def accept_missing(self) -> frozenset[int]:
-        """Forget that those were published whose manifests are gone, durably; return their seqs."""
+        """Remove the published marks of checkpoints whose manifests are missing, durably; return their seqs."""
         missing = self.listing().missing
         for seq in sorted(missing):
             with contextlib.suppress(FileNotFoundError):
@@ -357,14 +320,15 @@ class Manifests:
         return missing
 
     def mark_dropped(self, intents: Mapping[int, str]) -> None:
-        """Make drop marks, in any order; every generation of these seqs is to go, and none will come back.
+        """Create drop marks, in any order. They are permanent: all generations of these seqs will be removed.
 
         Args:
             intents: For each seq the path of this process's intent on it.
 
         Raises:
-            ConflictError: Somebody else has removed an intent, so there may be a tag; or this is another store by now.
-            UnreachableError: The store is not there any more.
+            ConflictError: A collection has removed an intent, so there may be a tag. Or another store is at this path
+                now.
+            UnreachableError: No store is at this path now.
         """
         self._require_same_store()
 
@@ -376,7 +340,8 @@ class Manifests:
                     self.backend.create(name, b"", sync=False)
                     return
                 try:
-                    # No mark without the intent: whoever takes that away has it before or after this, not meanwhile.
+                    # The link fails if the intent is gone. So whoever removes the intent does it before or after, not
+                    # in between.
                     self.backend.link(intent, name)
                 except FileNotFoundError:
                     raise intent_removed_error(self.backend, intent) from None
@@ -386,36 +351,36 @@ class Manifests:
         self.backend.sync_folder(paths.claims_folder(self.run))
 
     def is_marked(self, seq: int) -> bool:
-        """Whether a drop mark lies there: every generation of this seq is to go."""
+        """Whether a seq has a drop mark."""
         return self.backend.stat(paths.drop_mark_name(self.run, seq)) is not None
 
     def move_to_trash(self, seqs: frozenset[int]) -> int:
-        """Move all generations of marked seqs into a fresh trash folder until none is left; return how many."""
+        """Move all generations of marked seqs into a new trash folder until none is left; return how many."""
         return self._move_to_trash(lambda name: name.seq in seqs)
 
     def move_lower_to_trash(self, name: ManifestName) -> int:
         """Move the generations below this one to the trash; return how many.
 
-        Whoever calls this has seen every pack that this generation names. Its name is made durable first: another
-        process may have linked it, and died before its sync.
+        The caller has checked that every pack of this generation is in place. The generation's name is synced first:
+        the process that linked it may have died before its own sync.
         """
         self.backend.sync_folder(paths.manifests_folder(self.run))
         return self._move_to_trash(lambda other: other.seq == name.seq and other.generation < name.generation)
 
-    def _move_to_trash(self, is_doomed: Callable[[ManifestName], bool]) -> int:
+    def _move_to_trash(self, is_selected: Callable[[ManifestName], bool]) -> int:
         folder = paths.trash_manifests_folder(new_token(), self.run)
         count = 0
-        while doomed := sorted(filter(is_doomed, self._names_in_place()), key=lambda name: name.file):
-            # A collector that frees at once may take an empty folder of the trash at any moment; then it is made again.
+        while selected := sorted(filter(is_selected, self._names_in_place()), key=lambda name: name.file):
+            # A collector that deletes immediately may remove the empty trash folder at any moment. Then make it again.
             with contextlib.suppress(FileNotFoundError):
                 make_durable_folder(self.backend, folder)
-            count += sum(map_concurrent(self.backend, lambda name: self._is_moved(name, folder), doomed))
+            count += sum(map_concurrent(self.backend, lambda name: self._try_move(name, folder), selected))
             with contextlib.suppress(FileNotFoundError):
                 self.backend.sync_folder(folder)
             self.backend.sync_folder(paths.manifests_folder(self.run))
         return count
 
-    def _is_moved(self, name: ManifestName, folder: str) -> bool:
+    def _try_move(self, name: ManifestName, folder: str) -> bool:
         with contextlib.suppress(FileNotFoundError):
             self.backend.rename(self.path_of(name), f"{folder}/{name.file}")
             return True
@@ -423,23 +388,61 @@ class Manifests:
 
 
 class DroppedError(NotFoundError):
-    """A checkpoint that was listed a moment ago was dropped meanwhile: whoever goes through a list goes on."""
+    """A listed checkpoint was dropped meanwhile. Code that walks a list skips it."""
 
 
 class EmptyRunError(NotFoundError):
-    """A run of a store that can be read has no checkpoint."""
+    """A readable run has no checkpoint."""
 
 
 def missing_sentence(run: str, seqs: Collection[int]) -> str:
-    """Say that checkpoints were committed and that their manifests are gone."""
+    """Return a sentence: these checkpoints were committed, but their manifests are missing."""
     shown = ", ".join(str(seq) for seq in sorted(seqs)[-_SHOWN_MAX:])
     more = f" and {len(seqs) - _SHOWN_MAX} more" if len(seqs) > _SHOWN_MAX else ""
-    what = "its manifest is gone" if len(seqs) == 1 else "their manifests are gone"
-    return f"seq {shown}{more} of run {run!r} {'was' if len(seqs) == 1 else 'were'} committed, and {what}"
+    what = "its manifest is missing" if len(seqs) == 1 else "their manifests are missing"
+    return f"seq {shown}{more} of run {run!r} {'was' if len(seqs) == 1 else 'were'} committed, but {what}"
 
 
 def no_checkpoint_error(run: str, root: str) -> EmptyRunError:
     """Return the error for a run without checkpoints."""
     return EmptyRunError(
-        f"run {run!r} has no checkpoint", where=root, todo="commit one, or name another run (`ckstore ls` lists them)"
+        f"run {run!r} has no checkpoint", where=root, todo="commit one, or choose another run (`ckstore ls` lists them)"
     )
+
+
+# Quarantine
+
+
+def quarantine_manifest(backend: Backend, name: ManifestName) -> str | None:
+    """Move a manifest into quarantine; return its new path, or None if it was already gone."""
+    folder = paths.quarantine_manifests_folder(name.run)
+    return _quarantine(backend, name.path, folder, name.file)
+
+
+def quarantine_pack(backend: Backend, path: str, pack_id: PackId) -> str | None:
+    """Move a pack into quarantine; return its new path, or None if it was already gone."""
+    return _quarantine(backend, path, paths.quarantine_packs_folder(), paths.pack_file(pack_id))
+
+
+def quarantined_names(backend: Backend, run: str) -> list[ManifestName]:
+    """Return the manifests of a run that are in quarantine, by their original names."""
+    files = backend.list_names(paths.quarantine_manifests_folder(run))
+    names = (paths.parse_manifest_file(run, file.split(_TAKEN_SEPARATOR)[0]) for file in files)
+    return [name for name in names if name is not None]
+
+
+def _quarantine(backend: Backend, path: str, folder: str, file: str) -> str | None:
+    make_durable_folder(backend, folder)
+    target = f"{folder}/{file}"
+    try:
+        try:
+            backend.rename_new(path, target)
+        except FileExistsError:
+            # A file of this name was quarantined before, perhaps with other bytes.
+            target = f"{target}{_TAKEN_SEPARATOR}{new_token()}"
+            backend.rename_new(path, target)
+    except FileNotFoundError:
+        return None
+    backend.sync_folder(folder)
+    backend.sync_folder(path.rsplit("/", 1)[0])
+    return target

@@ -1,12 +1,10 @@
-"""Savers whose trainer is gone, and that may still publish what it staged: whoever starts the run again waits for them.
+"""Orphans: savers that may still publish what their dead trainer staged. A trainer that starts waits for them.
 
-Otherwise an older state would be resumed, and then overtaken.
+Otherwise it would resume an older state, and the orphan would then publish a newer one.
 
-On the same boot, and in the same pid namespace, the system tells whether a trainer and its saver live. Elsewhere, on
-another node that shares the file system say, the lease tells: a saver says there that its trainer is gone, and as long
-as its heartbeat moves it lives.
-
-What a writer lease says: who holds it, and for whom; read from where it lies.
+In the same boot and pid namespace, the operating system tells whether a trainer and its saver are alive. Elsewhere, for
+example on another node that shares the file system, the lease tells: the saver records there that its trainer is gone,
+and it is alive as long as its heartbeat changes.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ _log = logging.getLogger("ckstore")
 RECORD_NBYTES_MAX = 4096
 
 TRAINER_DEAD = "gone"
-"""In place of a trainer's start time: that trainer has died, or has let go of its saver."""
+"""Replaces the trainer's start time once the trainer has died or dropped its saver."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaverPurpose:
-    """What a saver's lease is for: whose saver it is, and which step it is about to publish, if any."""
+    """The ``purpose`` field of a saver's lease: its trainer, and the step that it will publish, if any."""
 
     trainer_pid: int
     trainer_started: str
@@ -44,13 +42,13 @@ class SaverPurpose:
 
     @property
     def text(self) -> str:
-        """The purpose as a lease records it."""
+        """The purpose as the lease records it."""
         step = "" if self.step is None else str(self.step)
         return f"saver:{self.trainer_pid}:{self.trainer_started}:{step}"
 
     @classmethod
     def of(cls, text: str) -> SaverPurpose | None:
-        """Return the purpose that a lease records; None: it is no saver's."""
+        """Parse the purpose of a lease; None if the holder is not a saver."""
         fields = text.split(":")
         if len(fields) != 4 or fields[0] != "saver" or not fields[1].isdecimal():
             return None
@@ -58,10 +56,10 @@ class SaverPurpose:
 
 
 def read_lease(backend: Backend, run: str, path: str | None = None) -> LeaseRecord | None:
-    """Return what the lease of a run says, or a lease that was moved to another path; None: there is none.
+    """Return the lease of a run, or a lease that was moved to ``path``; None if there is none.
 
     Raises:
-        BackendError, CapacityError: The medium does not answer, which says nothing about the holder.
+        BackendError, CapacityError: The backend does not answer, which says nothing about the holder.
     """
     try:
         content = backend.read_bytes(path or paths.lease_name(run), nbytes_max=RECORD_NBYTES_MAX)
@@ -69,15 +67,15 @@ def read_lease(backend: Backend, run: str, path: str | None = None) -> LeaseReco
     except FileNotFoundError:
         return None
     except CorruptError as error:
-        # A torn lease, after a power cut say, protects nobody.
-        _log.warning("unreadable lease of run %r is taken over: %s", run, error)
+        # A lease torn by a power cut, for example, protects nobody.
+        _log.warning("the lease of run %r is unreadable and will be replaced: %s", run, error)
         return None
 
 
 def describe(holder: LeaseRecord | None) -> str:
-    """Return who holds a lease, in words."""
+    """Describe the holder of a lease, for messages."""
     if holder is None:
-        return "someone who has left"
+        return "a process that has released it since"
     purpose = SaverPurpose.of(holder.purpose)
     saver = "" if purpose is None else f", the saver of pid {purpose.trainer_pid}"
     return f"pid {holder.pid} on host {holder.host}{saver}"
@@ -85,35 +83,35 @@ def describe(holder: LeaseRecord | None) -> str:
 
 POLL_SECONDS = 0.05
 POLL_ELSEWHERE_SECONDS = 0.5
-"""Whoever reads a lease on a shared file system has a server answer."""
+"""Slower, because on a shared file system every read goes to a server."""
 
 PATIENCE_SECONDS = 10.0
-"""Whoever waits for an orphan is told so at once, and again after every so many seconds."""
+"""A waiting process logs a line immediately and then at this interval."""
 
 _Saver = tuple[int, str | None]
-"""Its pid, and when it was started."""
+"""Pid and process start time."""
 
 _silent: dict[str, tuple[str, int]] = {}
-"""Leases of savers elsewhere whose heartbeat was seen to stand still: location -> token and heartbeat."""
+"""Savers elsewhere whose heartbeat has stopped: location of the lease -> token and last heartbeat."""
 
 _DROPPED = "a handle that was dropped"
 _abandoned: dict[_Saver, str | None] = {}
-"""Savers of this process whose handle was dropped, and which lease they may still come to take."""
+"""Savers of this process whose handle was dropped, and the location of the lease that each may still take."""
 
 
 class Orphans:
     """The orphans of one run, as one handle sees them.
 
     Args:
-        backend: Where the lease lies.
-        run: Whose lease it is.
-        clock: Where time comes from.
-        stale_seconds: How long the heartbeat of a saver elsewhere may stand still.
+        backend: The store.
+        run: The run that the lease protects.
+        clock: The time source.
+        stale_seconds: A saver elsewhere is dead if its heartbeat does not change for this long.
     """
 
     def __init__(self, backend: Backend, run: str, clock: Clock, *, stale_seconds: float) -> None:
         self.awaited_step: int | None = None
-        """What the last one that was waited for was to publish."""
+        """The step that the last awaited orphan was to publish."""
         self._backend = backend
         self._run = run
         self._location = backend.location_of(paths.lease_name(run))
@@ -121,12 +119,12 @@ class Orphans:
         self._stale_seconds = stale_seconds
 
     def wait(self) -> bool:
-        """Wait while a saver whose trainer is gone publishes what was staged; says so in the log.
+        """Wait while an orphan publishes what was staged, and log it.
 
-        There is no bound: an orphan ends by itself, and one that is killed, or was never there, is not waited for.
+        There is no time limit: an orphan ends by itself, and a killed one is noticed.
 
         Returns:
-            Whether there was one.
+            Whether there was an orphan.
         """
         was_dropped = self.wait_for_dropped()
         orphan = read_lease(self._backend, self._run)
@@ -140,40 +138,42 @@ class Orphans:
         is_dropped = (orphan.pid, orphan.process_started) in _abandoned
         what = f"of {_DROPPED if is_dropped else 'the trainer that died'} to {what}"
         if is_here:
-            self._wait_for(partial(self._is_there, orphan), orphan.pid, what)
+            self._wait_for(partial(self._is_still_there, orphan), orphan.pid, what)
         else:
             self._wait_elsewhere(orphan, what)
         self.awaited_step = None if purpose is None else purpose.step
         return True
 
     def wait_for_dropped(self) -> bool:
-        """Wait for savers of this process whose handle was dropped before they had the lease; says so in the log.
+        """Wait for savers of this process whose handle was dropped before they had the lease, and log it.
 
         Returns:
             Whether there was one.
         """
-        waiting = [saver for saver, coming in list(_abandoned.items()) if coming == self._location and _lives(saver)]
+        waiting = [
+            saver for saver, location in list(_abandoned.items()) if location == self._location and _is_alive(saver)
+        ]
         for saver in waiting:
-            self._wait_for(partial(_lives, saver), saver[0], f"of {_DROPPED} to publish what it was given")
+            self._wait_for(partial(_is_alive, saver), saver[0], f"of {_DROPPED} to publish its pending checkpoints")
         return bool(waiting)
 
     def is_known_dead(self, holder: LeaseRecord) -> bool:
-        """Whether this process has seen this holder's heartbeat stand still, and it has not moved since."""
+        """Whether this process saw the holder's heartbeat stop, and it has not changed since."""
         return _silent.get(self._location) == (holder.token, holder.heartbeat_ns)
 
-    def _is_there(self, orphan: LeaseRecord) -> bool:
+    def _is_still_there(self, orphan: LeaseRecord) -> bool:
         try:
             holder = read_lease(self._backend, self._run)
         except (BackendError, CapacityError):
-            # A medium that does not answer says nothing, and the system does.
-            return _lives((orphan.pid, orphan.process_started))
+            # The backend does not answer. The operating system still knows.
+            return _is_alive((orphan.pid, orphan.process_started))
         return holder is not None and holder.token == orphan.token and is_orphan(holder)
 
     def _wait_elsewhere(self, orphan: LeaseRecord, what: str) -> None:
-        """Wait for a saver that cannot be judged here: until its lease is gone, or its heartbeat stands still."""
+        """Wait for a saver on another machine: until its lease is gone or its heartbeat stops."""
         heartbeat_ns, moved = orphan.heartbeat_ns, self._clock.monotonic()
 
-        def is_there() -> bool:
+        def is_active() -> bool:
             nonlocal heartbeat_ns, moved
             with contextlib.suppress(BackendError, CapacityError):
                 holder = read_lease(self._backend, self._run)
@@ -183,47 +183,47 @@ class Orphans:
                     heartbeat_ns, moved = holder.heartbeat_ns, self._clock.monotonic()
             if self._clock.monotonic() - moved < self._stale_seconds:
                 return True
-            _log.warning("run %r: its heartbeat has stopped; it is not waited for any more", self._run)
+            _log.warning("run %r: the heartbeat of that saver has stopped; no longer waiting for it", self._run)
             _silent[self._location] = orphan.token, heartbeat_ns
             return False
 
-        self._wait_for(is_there, orphan.pid, what, host=orphan.host)
+        self._wait_for(is_active, orphan.pid, what, host=orphan.host)
 
-    def _wait_for(self, is_there: Callable[[], bool], pid: int, what: str, *, host: str = "") -> None:
-        begun, told = self._clock.monotonic(), 0
+    def _wait_for(self, is_active: Callable[[], bool], pid: int, what: str, *, host: str = "") -> None:
+        begun, report_count = self._clock.monotonic(), 0
         where = f"pid {pid} on host {host}" if host else f"pid {pid}"
         _log.warning("run %r: waiting for the saver (%s) %s", self._run, where, what)
-        while is_there():
+        while is_active():
             self._clock.sleep(POLL_ELSEWHERE_SECONDS if host else POLL_SECONDS)
             waited = self._clock.monotonic() - begun
-            if waited >= (told + 1) * PATIENCE_SECONDS:
-                told += 1
-                stopped = "; it is stopped: SIGCONT lets it go on" if not host and is_stopped(pid) else ""
+            if waited >= (report_count + 1) * PATIENCE_SECONDS:
+                report_count += 1
+                stopped = "; it is stopped: resume it with SIGCONT" if not host and is_stopped(pid) else ""
                 _log.warning(
                     "run %r: still waiting for the saver (%s), for %.0f s%s", self._run, where, waited, stopped
                 )
 
 
-def note_abandoned(pid: int, coming: str | None) -> None:
-    """Let a saver of this process, whose handle was dropped, be waited for as an orphan is.
+def note_abandoned(pid: int, lease_location: str | None) -> None:
+    """Wait for a saver of this process, whose handle was dropped, as for an orphan.
 
     Args:
-        pid: The saver's.
-        coming: Where the lease lies that it takes to publish what it was given; None: it was given nothing.
+        pid: The saver's pid.
+        lease_location: The location of the lease that the saver will take; None if it has nothing to publish.
     """
     for each in list(_abandoned):
-        if not _lives(each):
+        if not _is_alive(each):
             _abandoned.pop(each, None)
-    _abandoned[pid, process_started(pid)] = coming
+    _abandoned[pid, process_started(pid)] = lease_location
 
 
-def _lives(saver: _Saver) -> bool:
+def _is_alive(saver: _Saver) -> bool:
     pid, started = saver
     return is_running(pid, started or "") is not False
 
 
 def is_orphan(holder: LeaseRecord) -> bool:
-    """Whether a lease is held by a living saver, of this boot, whose trainer has died or dropped it."""
+    """Whether a lease is held by a live saver of this boot whose trainer has died or dropped it."""
     purpose = SaverPurpose.of(holder.purpose)
     if purpose is None or holder.pid == os.getpid() or not owner_is_running(holder):
         return False
@@ -233,10 +233,10 @@ def is_orphan(holder: LeaseRecord) -> bool:
 
 
 def is_orphan_elsewhere(holder: LeaseRecord) -> bool:
-    """Whether a lease is held by a saver that says that its trainer is gone, and of which only heartbeats tell here."""
+    """Whether a lease is held by a saver whose trainer is gone, and which only its heartbeat can prove alive."""
     purpose = SaverPurpose.of(holder.purpose)
     if purpose is None or purpose.trainer_started != TRAINER_DEAD or owner_is_running(holder) is not None:
         return False
-    # Where the system says nothing of boots, a saver would wait for itself.
+    # If the operating system has no boot ids, a saver would wait for itself.
     mine = socket.gethostname(), os.getpid(), process_started(os.getpid()) or ""
     return (holder.host, holder.pid, holder.process_started) != mine

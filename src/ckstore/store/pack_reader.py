@@ -1,6 +1,7 @@
-"""Open packs for reading, in place, in the trash or in their tier, and read what a failing medium still gives.
+"""Open packs for reading, wherever they are, and read what a failing medium still returns.
 
-Files of a place that the store's own backend cannot read: a folder, where the store itself lies in a bucket.
+A pack is in place, in the trash, or in a tier. A store in a bucket may have a tier in a folder, whose files the
+bucket's backend cannot read: ``ForeignFile`` wraps those.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from ckstore.store.repository import Repository
 
 
 class ForeignFile:
-    """A file that another place has opened, whose ranges that place fetches.
+    """A file of another backend, which must also fetch its ranges.
 
     Args:
-        place: What has opened it.
+        backend: The backend that opened the file.
         file: The file.
     """
 
-    def __init__(self, place: Backend, file: ReadFile) -> None:
-        self.place = place
+    def __init__(self, backend: Backend, file: ReadFile) -> None:
+        self.backend = backend
         self.file = file
 
     @property
     def name(self) -> str:
-        """The name it was opened by."""
+        """The path that it was opened by."""
         return self.file.name
 
     @property
@@ -44,74 +45,74 @@ class ForeignFile:
         return self.file.nbytes
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Read exactly these bytes; shorter only at the end."""
+        """Read exactly these bytes; fewer only at the end of the file."""
         return self.file.read_at(offset, nbytes)
 
     def view_at(self, offset: int, nbytes: int) -> memoryview:
-        """Read as ``read_at`` does."""
+        """As ``read_at``, as a memoryview."""
         return memoryview(self.file.read_at(offset, nbytes))
 
     def fetch_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
-        """Fetch ranges of this and other files of the same place, many at a time."""
-        return self.place.read_ranges((replace(request, file=_opened(request.file)) for request in requests), pool)
+        """Fetch ranges of this file and others of the same backend, many concurrently."""
+        return self.backend.read_ranges((replace(request, file=_unwrapped(request.file)) for request in requests), pool)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self.file.close()
 
 
 def readable_from(home: Backend, place: Backend, file: ReadFile) -> ReadFile:
-    """Return a file of a place in a form whose ranges ``store.packs.read_ranges`` fetches for this home."""
+    """Return a file of ``place`` in a form that ``read_ranges`` accepts for the store's own backend ``home``."""
     if place is home or not isinstance(home, Distant) or isinstance(file, Fetching):
         return file
     return ForeignFile(place, file)
 
 
 def fetcher_of(file: ReadFile) -> int:
-    """Return what has to fetch ranges of a file: 0 the store's backend, 1 a file of its kind, else one place's."""
+    """Return which object fetches ranges of a file: 0 the store's backend, 1 the file, else another backend."""
     if isinstance(file, ForeignFile):
-        return id(file.place)
+        return id(file.backend)
     return int(isinstance(file, Fetching))
 
 
-def _opened(file: ReadFile) -> ReadFile:
+def _unwrapped(file: ReadFile) -> ReadFile:
     assert isinstance(file, ForeignFile), "requests are grouped by what fetches them"
     return file.file
 
 
 READ_SLACK_NBYTES = 64 * KIB
-"""Room in a read buffer beyond one chunk: frame header, codec tables, alignment at both ends."""
+"""Space in a read buffer beyond one chunk: frame header, codec tables, alignment at both ends."""
 
 _PAGE_NBYTES = 4096
 
 
 def read_buffer_nbytes(limits: Limits) -> int:
-    """Return the size of a read buffer, in bytes: any frame fits."""
+    """Return the size of a read buffer, in bytes, that holds any frame."""
     return limits.chunk_nbytes_max + READ_SLACK_NBYTES
 
 
 def open_pack(repository: Repository, pack: PackRef, *, keeps_ranges: bool = True) -> ReadFile:
-    """Open a pack wherever it lies; an open file stays readable when gc moves its name.
+    """Open a pack wherever it is. An open file stays readable when gc moves its name.
 
-    One of another tier is taken from here where it still, or again, lies here: its name stands for its bytes.
+    A pack of a tier is read locally if it is also here: a pack id always means the same bytes.
 
     Args:
         repository: The store.
-        pack: The pack, and where it lies.
-        keeps_ranges: Ranges that are fetched from afar are kept here for a while.
+        pack: The pack, and the tier that contains it.
+        keeps_ranges: Cache ranges fetched from a tier locally.
 
     Raises:
-        MissingChunkError: It is neither in place nor in the trash nor in its tier, or has another size.
+        MissingChunkError: It is neither in place, nor in the trash, nor in its tier, or it has another size.
         UnreachableError: Its tier cannot be reached.
     """
     backend: Backend = repository.backend
-    place = paths.pack_name(pack.pack_id)
+    in_place = paths.pack_name(pack.pack_id)
     names = repository.trash.paths_of(pack.pack_id)
     if pack.tier != LOCAL_TIER:
-        file = _open_if_whole(backend, place, pack)
+        file = _open_if_complete(backend, in_place, pack)
         if file is not None:
             return file
-        backend, names = repository.tiers.open(pack.tier), iter((place,))
+        backend, names = repository.tiers.open(pack.tier), iter((in_place,))
     for name in names:
         try:
             file = backend.open_read(name)
@@ -123,17 +124,17 @@ def open_pack(repository: Repository, pack: PackRef, *, keeps_ranges: bool = Tru
             return file if cache is None or not _is_viewed(file) else CachedFile(file, pack.pack_id, cache)
         file.close()
         raise MissingChunkError(
-            f"pack {pack.pack_id.hex()} has {file.nbytes} bytes where the manifest says {pack.nbytes}",
+            f"pack {pack.pack_id.hex()} has {file.nbytes} bytes, but the manifest says {pack.nbytes}",
             where=backend.location_of(name),
-            todo="restore an older checkpoint, or bring the file back from a copy",
+            todo="restore an older checkpoint, or copy the file back from a backup",
             pack_id=pack.pack_id.hex(),
         )
     if pack.tier != LOCAL_TIER:
         repository.tiers.require_present(pack.tier)
     raise MissingChunkError(
         f"pack {pack.pack_id.hex()} is missing",
-        where=backend.location_of(place),
-        todo="restore an older checkpoint, or bring the file back from a copy",
+        where=backend.location_of(in_place),
+        todo="restore an older checkpoint, or copy the file back from a backup",
         pack_id=pack.pack_id.hex(),
     )
 
@@ -142,7 +143,7 @@ def _is_viewed(file: ReadFile) -> TypeGuard[ViewedFile]:
     return isinstance(file, Fetching)
 
 
-def _open_if_whole(backend: Backend, name: str, pack: PackRef) -> ReadFile | None:
+def _open_if_complete(backend: Backend, name: str, pack: PackRef) -> ReadFile | None:
     try:
         file = backend.open_read(name)
     except FileNotFoundError:
@@ -154,39 +155,39 @@ def _open_if_whole(backend: Backend, name: str, pack: PackRef) -> ReadFile | Non
 
 
 def distant_packs(repository: Repository, packs: Sequence[PackRef]) -> frozenset[int]:
-    """Return which packs, by their index, are far away, as those of a bucket are."""
+    """Return the indices of the packs that are in a bucket or a tier."""
     is_home_distant = isinstance(repository.backend, Distant)
     return frozenset(index for index, pack in enumerate(packs) if is_home_distant or pack.tier != LOCAL_TIER)
 
 
 def read_ranges(backend: Backend, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
-    """Fetch ranges of files that this backend has opened, or another tier's, and yield them as they arrive.
+    """Read ranges of files of this backend or of tiers; yield them as they arrive.
 
-    What lies in different places is fetched in the order of the requests, one place after another: a range that others
-    wait for is asked for before them.
+    Consecutive requests to the same backend run concurrently. Requests to different backends run in the given order: an
+    earlier range may be needed to decode a later one.
     """
     for fetcher, group in groupby(requests, key=lambda request: fetcher_of(request.file)):
         if not fetcher:
             yield from backend.read_ranges(group, pool)
             continue
         first = next(group)
-        assert isinstance(first.file, Fetching), "the key said so"
+        assert isinstance(first.file, Fetching), "the key of the group is not 0"
         yield from first.file.fetch_ranges(chain((first,), group), pool)  # noqa: B031 - the rest of it
 
 
 def read_frame(backend: Backend, file: ReadFile, offset: int, nbytes: int, pool: BufferPool) -> ReadResult:
-    """Read one frame into a buffer of the pool; shorter only where the file ends.
+    """Read one frame into a buffer of the pool; shorter only if the file ends.
 
     Raises:
-        ChecksumError: The medium does not give it.
+        ChecksumError: The medium cannot read it.
     """
     results = iter(read_ranges(backend, [ReadRequest(file, offset, nbytes, 0)], pool))
     try:
-        # Not asked for a second one: that would wait for a second buffer.
+        # Do not ask the iterator for a second result: that would wait for a second buffer.
         return next(results)
     except BackendError:
         if isinstance(file, Fetching):
-            # It was asked for again and again, and no half of it comes where the whole does not.
+            # A remote range was already retried, and halves do not help.
             raise
         buffer = pool.acquire()
         try:
@@ -199,10 +200,10 @@ def read_frame(backend: Backend, file: ReadFile, offset: int, nbytes: int, pool:
 
 
 def read_in_halves(file: ReadFile, offset: int, view: memoryview, *, try_count: int = 2) -> None:
-    """Fill ``view`` from a file whose reads fail: try again, then halve until the bad part is known.
+    """Fill ``view`` from a file whose reads fail: retry, then halve until the unreadable part is found.
 
     Raises:
-        ChecksumError: Some bytes cannot be read; it names them.
+        ChecksumError: Some bytes cannot be read. The message names them.
     """
     for _ in range(try_count):
         try:

@@ -1,10 +1,10 @@
-"""Fill packs with frames: places in order, bytes in parallel, each pack finished once.
+"""Write packs: frames are reserved in order, filled in parallel, and each pack is finished once.
 
-Any number of threads encode; ``place`` is called in the order of the plan, one thread at a time, so that
-the same commit makes the same pack whatever the threads did. ``fill`` then runs in parallel.
+Any number of threads encode. ``reserve`` is called in plan order, by one thread at a time, so the same commit writes
+the same packs regardless of thread timing. ``fill`` runs in parallel.
 
-A pack in which a write or sync failed is given up: it is never synced again, and what it held is written
-anew under another id by the caller, who still has the bytes.
+A pack in which a write or sync failed is abandoned and never synced again. The caller still has the bytes and writes
+them to a new pack.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ckstore.io.buffers import BufferPool
 _log = logging.getLogger("ckstore")
 
 PACK_NBYTES_TARGET = 4 << 30
-"""A pack is closed when it reaches this size: large enough for long sequential writes, small enough for gc."""
+"""A pack is closed at this size: large enough for long sequential writes, small enough for gc."""
 
 Check = Callable[[Sequence[memoryview]], None]
-"""Called with the frame's payload as it lies in the write block; raises when it is not what it must be."""
+"""Called with a frame's payload in the write block. Raises if the payload is wrong."""
 
 
 @dataclass(slots=True)
 class FrameSlot:
-    """Where a frame will lie: its pack, and the offset of its header in it."""
+    """The place reserved for one frame: its pack, and the offset of its header in it."""
 
     pack: OpenPack
     offset: int
@@ -46,7 +46,7 @@ class FrameSlot:
 
 @dataclass(slots=True, eq=False)
 class OpenPack:
-    """A pack being filled, and afterwards what a manifest says of it."""
+    """A pack that is being filled, and afterwards its entry for the manifest."""
 
     pack_id: PackId
     name: str
@@ -79,16 +79,16 @@ class PackWriter:
         self._new_id = new_id
         self._packs: list[OpenPack] = []
         self._filled = threading.Condition()
-        self._nbytes_placed = 0
+        self._nbytes_reserved = 0
         self._has_failed = False
 
     @property
     def pack_names(self) -> list[str]:
-        """Names of all packs begun, for cleaning up after a failure."""
+        """The names of all packs that were begun, for removal after a failure."""
         return [pack.name for pack in self._packs]
 
     def reserve(self, stored_nbytes: int) -> FrameSlot:
-        """Reserve the next place for a frame whose payload has this many bytes; callers take turns."""
+        """Reserve the next place for a frame with a payload of this many bytes. Calls must not overlap."""
         pack = self._packs[-1] if self._packs else None
         if pack is None or pack.stream.position >= self._pack_nbytes_target:
             if pack is not None:
@@ -98,7 +98,7 @@ class PackWriter:
         place = pack.stream.reserve(frame_nbytes, align=FRAME_ALIGN)
         with self._filled:
             pack.unfilled += 1
-        self._nbytes_placed += frame_nbytes
+        self._nbytes_reserved += frame_nbytes
         return FrameSlot(pack, place.offset, place, stored_nbytes)
 
     def fill(
@@ -111,20 +111,20 @@ class PackWriter:
         watch: Callable[[memoryview], object] | None = None,
         checksum: int | None = None,
     ) -> None:
-        """Copy a frame to its place, check it there, and put its header before it.
+        """Copy a frame to its place, check it there, then write its header.
 
-        ``header.payload_xxh3`` is set here, from the bytes as they lie in the block.
+        ``header.payload_xxh3`` is set here, from the bytes in the write block.
 
         Args:
-            at: Where it belongs.
-            header: What goes before it.
+            at: The frame's place.
+            header: Its header.
             parts: Its payload.
-            check: Called with the payload in the block; raises when it is not what it must be.
-            watch: Called before that with every piece of the payload in the block, in order.
-            checksum: The xxh3 that the payload had where it comes from; None: not known.
+            check: Called with the payload in the write block. Raises if it is wrong.
+            watch: Called before ``check`` with every piece of the payload in the block, in order.
+            checksum: The xxh3 of the payload at its source, if known.
 
         Raises:
-            CorruptError: The payload in the block has another checksum.
+            ChecksumError: The payload in the block has another checksum.
         """
         stream = at.pack.stream
         found = new_xxh3()
@@ -152,17 +152,17 @@ class PackWriter:
             self._filled.notify_all()
 
     def fail(self) -> None:
-        """Say that some frame will never be filled, so that nobody waits for it."""
+        """Report that some frame will never be filled, so that no thread waits for it."""
         with self._filled:
             self._has_failed = True
             self._filled.notify_all()
 
     def finish(self) -> list[PackRef]:
-        """Write directories, wait for every write, and make all packs and their folders durable.
+        """Write directories, wait for all writes, and make all packs and their folders durable.
 
         Raises:
             CapacityError: The disk is full.
-            BackendError: A write or sync failed; none of these packs may be used.
+            BackendError: A write or sync failed. None of these packs may be used.
         """
         for pack in self._packs:
             self._finish(pack)
@@ -171,23 +171,23 @@ class PackWriter:
         return [pack.ref for pack in self._packs if pack.ref is not None]
 
     def abandon(self) -> None:
-        """Give up all packs: nothing refers to them. Their names are removed when that is possible."""
+        """Abandon and delete all packs. Nothing refers to them; what cannot be deleted is left for gc."""
         for pack in self._packs:
             try:
                 pack.stream.abandon()
                 self._backend.unlink(pack.name)
             except (CkstoreError, OSError) as error:
-                _log.debug("abandoned pack %s is left for gc: %s", pack.name, error)
+                _log.debug("could not delete abandoned pack %s; gc will: %s", pack.name, error)
 
     def _open(self) -> OpenPack:
         pack_id = self._new_id()
         name = paths.pack_name(pack_id)
-        remaining = max(0, self._nbytes_expected - self._nbytes_placed)
+        remaining = max(0, self._nbytes_expected - self._nbytes_reserved)
         nbytes_expected = min(remaining, self._pack_nbytes_target)
         try:
             sink = self._backend.create_pack(name, nbytes_expected=nbytes_expected)
         except FileNotFoundError:
-            # Init makes all pack folders; a copy of the store may have left out the empty ones.
+            # All pack folders were made with the store, but a copy may have left out the empty ones.
             self._backend.make_folder(paths.pack_folder(pack_id))
             self._backend.sync_folder(paths.PACKS_FOLDER)
             sink = self._backend.create_pack(name, nbytes_expected=nbytes_expected)
@@ -208,7 +208,7 @@ class PackWriter:
         with self._filled:
             self._filled.wait_for(lambda: self._has_failed or pack.unfilled == 0)
         if pack.unfilled:
-            raise BackendError("a frame was not filled", where=self._backend.location_of(pack.name))
+            raise BackendError("a frame of this pack was never written", where=self._backend.location_of(pack.name))
         directory = encode_directory(sorted(pack.entries, key=lambda entry: entry.offset))
         offset = self._append(pack, directory.encoded, align=PACK_ALIGN)
         tail = encode_tail(store_id=self._store_id, pack_id=pack.pack_id, directory=directory, directory_offset=offset)
@@ -217,7 +217,7 @@ class PackWriter:
 
 
 def _put(views: Sequence[memoryview], content: bytes) -> None:
-    """Write over the first bytes of a place."""
+    """Overwrite the first bytes of a place."""
     begin = 0
     for view in views:
         part = content[begin : begin + len(view)]
@@ -226,6 +226,7 @@ def _put(views: Sequence[memoryview], content: bytes) -> None:
 
 
 def _skip(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """Return views of the same bytes without the first ``nbytes``."""
     rest = []
     for view in views:
         if nbytes >= len(view):

@@ -1,9 +1,9 @@
-"""Ranges of packs of other tiers, kept here for a while: who looks at an old checkpoint twice fetches it once.
+"""A local cache of ranges read from packs in tiers.
 
 Invariants:
-- It is bounded, and never takes more than a share of what the disk has left: the oldest ranges go first.
-- Nothing in it is believed: each range carries a checksum, and one that differs is forgotten and fetched again.
-- Whatever fails in it costs a request, and nothing else.
+- The cache is bounded, and never uses more than a share of the free disk space. The oldest ranges are evicted first.
+- Every range has a checksum. A range that does not match is removed and fetched again.
+- A failure of the cache costs one request and nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger("ckstore")
 
 CACHE_NBYTES_MAX = 2 * GIB
 CACHE_SHARE_MAX = 0.25
-"""Of what is free on the disk."""
+"""Share of the free disk space."""
 
 _CHECKSUM_NBYTES = 8
 _FILE = re.compile(r"([0-9a-f]{16})-([0-9a-f]{8})\.range", re.ASCII)
@@ -35,14 +35,14 @@ _FILE = re.compile(r"([0-9a-f]{16})-([0-9a-f]{8})\.range", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """A range that is kept: where in which pack, since when."""
+    """A cached range of a pack, and when it was written (0: by this handle)."""
 
     pack: str
     offset: int
     nbytes: int
     modified_ns: int
 
-    def holds(self, offset: int, nbytes: int) -> bool:
+    def contains(self, offset: int, nbytes: int) -> bool:
         return self.offset <= offset and offset + nbytes <= self.offset + self.nbytes
 
     @property
@@ -51,11 +51,11 @@ class _Range:
 
 
 class RangeCache:
-    """The ranges that a store keeps.
+    """The cached ranges of a store. Thread-safe.
 
     Args:
-        backend: The store's own.
-        nbytes_max: All ranges together are no larger.
+        backend: The store's own backend.
+        nbytes_max: Maximum size of all ranges.
     """
 
     def __init__(self, backend: Backend, *, nbytes_max: int = CACHE_NBYTES_MAX) -> None:
@@ -66,50 +66,50 @@ class RangeCache:
         self._folders: set[str] = set()
 
     def get(self, pack_id: PackId, offset: int, nbytes: int) -> memoryview | None:
-        """Return a range if it is kept, in part of a larger one perhaps."""
+        """Return a range, possibly as part of a larger cached one; None if it is not cached."""
         found: _Range | None = None
         try:
             with self._lock:
-                ranges = self._known().get(pack_id.hex(), [])
-                found = next((each for each in ranges if each.holds(offset, nbytes)), None)
+                ranges = self._index().get(pack_id.hex(), [])
+                found = next((each for each in ranges if each.contains(offset, nbytes)), None)
             if found is None:
                 return None
             content = self._backend.read_bytes(found.path, nbytes_max=found.nbytes + _CHECKSUM_NBYTES)
             view = memoryview(content)[:-_CHECKSUM_NBYTES]
             if len(view) != found.nbytes or xxh3_64(view).to_bytes(_CHECKSUM_NBYTES, "little") != content[-8:]:
-                self._forget(found)
+                self._remove(found)
                 return None
             return view[offset - found.offset :][:nbytes]
         except FileNotFoundError:
-            self._forget(found)
+            self._remove(found)
             return None
         except (CkstoreError, OSError) as error:
-            _log.debug("the cache could not be read: %s", error)
+            _log.debug("could not read the range cache: %s", error)
             return None
 
     def put(self, pack_id: PackId, offset: int, content: memoryview) -> None:
-        """Keep a range, and let older ones go; where there is no room, keep nothing."""
-        kept = _Range(pack_id.hex(), offset, len(content), 0)
+        """Cache a range and evict old ones; do nothing if there is no space."""
+        new = _Range(pack_id.hex(), offset, len(content), 0)
         try:
             if not self._make_room(len(content)):
                 return
             draft = paths.draft_name(new_token(), "range")
             checksum = xxh3_64(content).to_bytes(_CHECKSUM_NBYTES, "little")
-            self._make_folder(kept.path.rpartition("/")[0])
+            self._make_folder(new.path.rpartition("/")[0])
             self._backend.create(draft, bytes(content) + checksum, sync=False)
-            self._backend.rename(draft, kept.path)
+            self._backend.rename(draft, new.path)
             with self._lock:
-                self._known().setdefault(kept.pack, []).append(kept)
+                self._index().setdefault(new.pack, []).append(new)
         except (CkstoreError, OSError) as error:
-            _log.debug("the cache could not be written: %s", error)
+            _log.debug("could not write the range cache: %s", error)
 
     def forget_packs(self, pack_ids: Iterable[PackId]) -> None:
-        """Forget what is kept of these packs: it turned out to be wrong, here or where it came from."""
+        """Remove all ranges of these packs, because the cache or the tier had wrong bytes."""
         for pack_id in pack_ids:
             with self._lock:
-                doomed = list(self._known().get(pack_id.hex(), []))
-            for each in doomed:
-                self._forget(each)
+                outdated = list(self._index().get(pack_id.hex(), []))
+            for each in outdated:
+                self._remove(each)
 
     def _make_folder(self, folder: str) -> None:
         if folder not in self._folders:
@@ -119,44 +119,44 @@ class RangeCache:
     def _make_room(self, nbytes: int) -> bool:
         free = self._backend.free_nbytes()
         with self._lock:
-            known = self._known()
-            ranges = [each for kept in known.values() for each in kept]
+            index = self._index()
+            ranges = [each for found in index.values() for each in found]
             total = sum(each.nbytes for each in ranges)
             limit = self._nbytes_max if free is None else min(self._nbytes_max, int(CACHE_SHARE_MAX * (free + total)))
             if nbytes > limit:
                 return False
-            # Those of this handle have no time; they are the newest, in the order in which they came.
-            doomed = []
+            # Ranges written by this handle have no time. They are the newest, in the order of writing.
+            evicted = []
             for each in sorted(ranges, key=lambda each: (each.modified_ns == 0, each.modified_ns)):
                 if total + nbytes <= limit:
                     break
                 total -= each.nbytes
-                known[each.pack].remove(each)
-                doomed.append(each)
-        for each in doomed:
+                index[each.pack].remove(each)
+                evicted.append(each)
+        for each in evicted:
             with contextlib.suppress(FileNotFoundError):
                 self._backend.unlink(each.path)
         return True
 
-    def _forget(self, doomed: _Range | None) -> None:
-        if doomed is None:
+    def _remove(self, outdated: _Range | None) -> None:
+        if outdated is None:
             return
         with self._lock, contextlib.suppress(ValueError):
-            self._known().get(doomed.pack, []).remove(doomed)
+            self._index().get(outdated.pack, []).remove(outdated)
         with contextlib.suppress(CkstoreError, OSError):
-            self._backend.unlink(doomed.path)
+            self._backend.unlink(outdated.path)
 
-    def _known(self) -> dict[str, list[_Range]]:
-        """Return what is kept, as the folder showed it when it was first asked for, and what came since."""
+    def _index(self) -> dict[str, list[_Range]]:
+        """Return the index of ranges: what the folder listed at first use, plus later changes."""
         if self._ranges is None:
             self._ranges = {}
             for pack in filter(paths.is_token, self._backend.list_names(paths.CACHE_FOLDER)):
                 folder = f"{paths.CACHE_FOLDER}/{pack}"
-                found = [self._look_at(pack, folder, file) for file in self._backend.list_names(folder)]
+                found = [self._parse_file(pack, folder, file) for file in self._backend.list_names(folder)]
                 self._ranges[pack] = [each for each in found if each is not None]
         return self._ranges
 
-    def _look_at(self, pack: str, folder: str, file: str) -> _Range | None:
+    def _parse_file(self, pack: str, folder: str, file: str) -> _Range | None:
         parsed, info = _FILE.fullmatch(file), self._backend.stat(f"{folder}/{file}")
         if parsed is None or info is None:
             return None
@@ -164,12 +164,12 @@ class RangeCache:
 
 
 class CachedFile:
-    """A pack of another tier, of which ranges that were read are kept here.
+    """A pack in a tier whose ranges are cached here.
 
     Args:
-        file: The pack, opened there.
-        pack_id: Which one.
-        cache: Where ranges are kept.
+        file: The pack, opened in the tier.
+        pack_id: Its id.
+        cache: The cache.
     """
 
     def __init__(self, file: ViewedFile, pack_id: PackId, cache: RangeCache) -> None:
@@ -179,7 +179,7 @@ class CachedFile:
 
     @property
     def name(self) -> str:
-        """The name it was opened by."""
+        """The path that it was opened by."""
         return self._file.name
 
     @property
@@ -188,11 +188,11 @@ class CachedFile:
         return self._file.nbytes
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Read exactly these bytes; shorter only at the end."""
+        """Read exactly these bytes; fewer only at the end of the file."""
         return bytes(self.view_at(offset, nbytes))
 
     def view_at(self, offset: int, nbytes: int) -> memoryview:
-        """Return what is kept of it, or what is fetched, and kept then."""
+        """As ``read_at``, from the cache if possible; otherwise fetch the range and cache it."""
         found = self._cache.get(self._pack_id, offset, nbytes)
         if found is None:
             found = self._file.view_at(offset, nbytes)
@@ -200,9 +200,9 @@ class CachedFile:
         return found
 
     def fetch_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
-        """Fetch ranges of this and other files of its kind, many at a time."""
+        """Fetch ranges of this file and others of its kind, many concurrently. They are not cached."""
         return self._file.fetch_ranges(requests, pool)
 
     def close(self) -> None:
-        """Let go of the pack."""
+        """Close the pack."""
         self._file.close()

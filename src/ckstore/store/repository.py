@@ -1,7 +1,11 @@
-"""Open or create a store's folder, and hold its parts.
+"""An opened store, seen from one run: its manifests, tags, lease, trash, tiers and chunk index.
 
-``store.json`` is the last thing that init makes: a folder without it is no store, and an interrupted
-init is simply done again.
+Also the last steps of replacing a manifest by its next generation: the same checkpoint in another form or place
+(docs/FORMAT.md section 10, Replace).
+
+Invariants of a replacement:
+- A lower generation is moved to the trash only after every pack of the higher one was found.
+- A drop mark wins: the replacement is withdrawn and the checkpoint stays dropped.
 """
 
 from __future__ import annotations
@@ -47,11 +51,18 @@ _log = logging.getLogger("ckstore")
 
 _RENEWED_AFTER_NS = 86400 * 10**9
 OTHER_RUNS_MAX = 16
-"""Other runs whose newest checkpoint is looked at for chunks to share; bounds the first commit's reading."""
+"""Other runs whose newest checkpoint is indexed for reuse. Bounds what the first commit reads."""
 
 
 class Repository:
-    """A store's parts for one run, as one handle uses them."""
+    """An opened store and one of its runs, as one handle uses them.
+
+    Args:
+        backend: The store.
+        record: Its ``store.json``.
+        run: The run that is read and written.
+        clock: The time source.
+    """
 
     def __init__(self, backend: Backend, record: StoreRecord, run: str, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self.backend = backend
@@ -72,16 +83,16 @@ class Repository:
         self.chunk_index = ChunkIndex()
         self.tiers = Tiers(backend, self.store_id, clock)
         self.newest: Manifest | None = None
-        """The newest whole checkpoint of the run, as the first commit found it."""
+        """The newest complete checkpoint of the run when the first commit began."""
         self.retention: Mapping[str, Any] = {}
-        """Rules by which a commit that finds the disk full lets checkpoints of its run go; empty: none."""
+        """Rules by which a commit on a full disk drops checkpoints of its own run. Empty: it drops none."""
         self._seq_highest: int | None = None
         self._nbytes_written_last: int | None = None
-        self._renewed: float | None = None
+        self._times_renewed: float | None = None
 
     @property
     def engine_name(self) -> str:
-        """What moves packs."""
+        """The I/O engine that reads and writes packs."""
         return self.backend.engine_name
 
     def manifests_of(self, run: str) -> Manifests:
@@ -89,7 +100,7 @@ class Repository:
         return Manifests(self.backend, run, store_id=self.store_id, limits=self.limits)
 
     def for_run(self, run: str) -> Repository:
-        """Return the parts for another run of this store; tiers that are open are shared."""
+        """Return a repository for another run of this store. It shares the open tiers."""
         other = Repository(self.backend, self.record, run, clock=self.clock)
         other.tiers = self.tiers
         return other
@@ -99,71 +110,73 @@ class Repository:
         return [name for name in self.backend.list_names(paths.MANIFESTS_FOLDER) if is_name(name)]
 
     def runs_with_claims(self) -> list[str]:
-        """Return the names of all runs, sorted; also of one whose manifests are gone while its claims are there."""
+        """Return the names of all runs, sorted, including runs of which only claims are left."""
         claimed = filter(is_name, self.backend.list_names(paths.CLAIMS_FOLDER))
         return sorted({*self.runs(), *claimed})
 
     def require_same_store(self) -> None:
-        """Check that the store that was opened is still at its place; a bucket, where nothing is mounted, is believed.
+        """Check that the path still leads to the store that was opened. A bucket is not checked: it has no mounts.
 
         Raises:
-            ConflictError: Another store has taken its place.
-            UnreachableError: It is not there any more.
+            ConflictError: Another store is at this path now.
+            UnreachableError: No store is at this path now.
         """
         if not isinstance(self.backend, Distant):
             require_same_store(self.backend, self.store_id)
 
     def prepare_run(self) -> None:
-        """Before a commit: make folders; before the first of a handle, learn which chunks there are."""
+        """Before a commit: make folders. Before the first commit, also index the chunks that can be reused."""
         self.make_folders()
         if self._seq_highest is not None:
             return
         if isinstance(self.backend, Probing):
-            # Whoever made the store, a push perhaps, needed less than a commit does.
+            # The store may have been made by a push, which needs less of a backend than a commit.
             self.backend.probe()
-        # Whoever made the store may have died, or still be, before its last sync: without this one, store.json
-        # could vanish in a power cut under checkpoints that were acknowledged.
+        # The process that made the store may not have reached its last sync. Without this one, a power cut could remove
+        # store.json under acknowledged checkpoints.
         self.backend.sync_folder("")
         self.manifests.make_folders()
         listing = self.manifests.listing()
         seqs = [name.seq for name in (*listing.names, *listing.lower)]
         self._seq_highest = max([listing.claimed_max, *seqs, *listing.dropped, -1])
-        self._learn_known()
+        self._fill_chunk_index()
         fill_reserve(self.backend)
 
     def make_folders(self) -> None:
-        """Make what is missing of the store's folders and the run's: a copy, or a purge, leaves out empty ones.
+        """Make missing folders of the store and the run. Copies and purges leave out empty folders.
 
         Raises:
             UnreachableError: The store itself is gone.
-            CorruptError: ``store.json`` is gone.
+            CorruptError: ``store.json`` is missing.
         """
         if not isinstance(self.backend, Distant):
             if self.backend.stat(paths.STORE_FILE) is None:
-                # Nothing is made where another disk, or none, is mounted by now.
-                self._raise_for_no_record()
+                # Another disk, or none, may be mounted here now. Then make nothing.
+                self._raise_for_missing_record()
             for folder in paths.TOP_FOLDERS:
                 if self.backend.make_folder(folder):
                     self.backend.sync_folder("")
         self.manifests.make_folders()
 
-    def _raise_for_no_record(self) -> None:
-        """Raise what the loss of ``store.json`` means: of that file alone, or of the whole store."""
+    def _raise_for_missing_record(self) -> None:
+        """Raise the error for a missing ``store.json``: only that file is gone, or the whole store."""
         try:
             read_store_record(self.backend)
         except NotFoundError:
             require_same_store(self.backend, self.store_id)
 
     def renew_file_times(self, packs: Iterable[PackRef]) -> None:
-        """Renew the times of files that every later commit or restore needs, at most once an hour; never raises.
+        """Set the modification times of files that are still needed to now, at most once an hour. Never raises.
 
-        Purges of scratch file systems remove what was not changed for weeks. What a running training still needs is
-        no leftover: ``store.json``, the configuration, tags, and the packs of the newest checkpoint.
+        Purges of scratch file systems delete files that were not modified for weeks. A running training still needs
+        ``store.json``, the configuration, tags, and the packs of the newest checkpoint.
         """
         now = self.clock.monotonic()
-        if not isinstance(self.backend, Ageing) or (self._renewed is not None and now - self._renewed < 3600):
+        if not isinstance(self.backend, Ageing) or (
+            self._times_renewed is not None and now - self._times_renewed < 3600
+        ):
             return
-        self._renewed = now
+        self._times_renewed = now
         try:
             tags = (paths.tag_name(self.run, name) for name in self.backend.list_names(paths.tags_folder(self.run)))
             names = [*paths.TOP_FILES, *tags, *(paths.pack_name(p.pack_id) for p in packs if p.tier == LOCAL_TIER)]
@@ -171,15 +184,15 @@ class Repository:
             for name in names:
                 self.backend.renew(name, before_ns=before_ns)
         except CkstoreError as error:
-            _log.debug("times of files were not renewed: %s", error)
+            _log.debug("could not renew the times of files: %s", error)
 
-    def _learn_known(self) -> None:
-        others = sorted((run for run in self.runs() if run != self.run), key=self._changed_ns, reverse=True)
+    def _fill_chunk_index(self) -> None:
+        others = sorted((run for run in self.runs() if run != self.run), key=self._modified_ns, reverse=True)
         others = others[:OTHER_RUNS_MAX]
         newest: list[tuple[Manifests, int]] = [(self.manifests_of(run), 1) for run in others]
         newest.append((self.manifests, self.chunk_index.manifests_max))
         for manifests, count in newest:
-            for name in self._names_known(manifests)[-count:]:
+            for name in self._names_to_index(manifests)[-count:]:
                 try:
                     manifest = manifests.load(name)
                     self.chunk_index.add(manifest)
@@ -189,11 +202,11 @@ class Repository:
                 except (CorruptError, UnsupportedError, BackendError, FileNotFoundError) as error:
                     if isinstance(error, BackendError) and not is_refused(error):
                         raise
-                    # Nothing is lost: what is not known is written again.
+                    # Chunks that are not indexed are simply written again.
                     _log.warning("chunks of %s cannot be reused: %s", manifests.path_of(name), error)
 
-    def _names_known(self, manifests: Manifests) -> Sequence[ManifestName]:
-        """Return what a run holds; of another run that this user may not list, nothing."""
+    def _names_to_index(self, manifests: Manifests) -> Sequence[ManifestName]:
+        """Return the manifests of a run; none of another run that this user may not list."""
         try:
             return manifests.listing().names
         except BackendError as error:
@@ -202,37 +215,37 @@ class Repository:
             _log.warning("chunks of run %r cannot be reused: %s", manifests.run, error)
             return ()
 
-    def _changed_ns(self, run: str) -> int:
+    def _modified_ns(self, run: str) -> int:
         info = self.backend.stat(paths.manifests_folder(run))
         return 0 if info is None else info.modified_ns
 
     def wait_for_orphan(self) -> None:
-        """Wait as ``Lease.wait_for_orphan`` does; say so where what was waited for did not come."""
+        """Wait as ``Lease.wait_for_orphan`` does; log a warning if the expected checkpoint was not published."""
         if not self.lease.wait_for_orphan():
             return
         orphans = self.lease.orphans
         step, orphans.awaited_step = orphans.awaited_step, None
         if step is not None and all(name.step != step for name in self.manifests.listing().names):
             _log.warning(
-                "run %r: step %d was not published: it was not staged whole when the trainer died, or its saver failed "
-                "or was killed; going on from what there is",
+                "run %r: step %d was not published. It was not completely staged when the trainer died, or its saver "
+                "failed or was killed. Continuing from the newest published checkpoint.",
                 self.run,
                 step,
             )
 
     def seq_next(self) -> int:
-        """Return the first seq worth claiming."""
+        """Return the first seq to try to claim."""
         assert self._seq_highest is not None, "prepare_run comes first"
         return self._seq_highest + 1
 
     def note_seq(self, seq: int) -> None:
-        """Remember a claimed seq, so that no listing is needed for the next one."""
+        """Remember a claimed seq, so that the next claim needs no listing."""
         self._seq_highest = seq
 
     def nbytes_expected(self, nbytes: int) -> int:
-        """Return about how much a commit of a state this large will write: as much as the last one did.
+        """Estimate how many bytes a commit of a state of this size writes: as many as the previous commit.
 
-        Space is reserved by it, so that a full disk shows early and not at all when little is new.
+        That much space is reserved. So a full disk is noticed early, but not if little is new.
         """
         return nbytes if self._nbytes_written_last is None else min(nbytes, self._nbytes_written_last)
 
@@ -242,7 +255,7 @@ class Repository:
         self._nbytes_written_last = manifest.header.bytes_written
 
     def forget_run_state(self) -> None:
-        """Forget what is known of the run; the next commit looks at it as the first one did."""
+        """Forget what was read of the run. The next commit reads it as the first one did."""
         self.chunk_index = ChunkIndex(self.chunk_index.manifests_max)
         self.newest = None
         self._seq_highest = None
@@ -252,52 +265,52 @@ class Repository:
         return packs_gone(self.backend, packs)
 
     def packs_not_found(self, packs: dict[PackId, int]) -> set[PackId]:
-        """Return those of these packs (id to size) that lie neither in place nor in the trash with that size."""
-        return {pack_id for pack_id in self.packs_gone(packs) if self._is_nowhere(pack_id, packs[pack_id])}
+        """Return those of these packs (id to size) that are neither in place nor in the trash with that size."""
+        return {pack_id for pack_id in self.packs_gone(packs) if self._is_not_found(pack_id, packs[pack_id])}
 
-    def _is_nowhere(self, pack_id: PackId, nbytes: int) -> bool:
+    def _is_not_found(self, pack_id: PackId, nbytes: int) -> bool:
         found = (self.backend.stat(path) for path in self.trash.paths_of(pack_id))
         return not any(info is not None and info.nbytes == nbytes for info in found)
 
     def rescue_local_packs(self, packs: dict[PackId, int]) -> set[PackId]:
-        """Look for packs that a published manifest names; bring back those that gc moved meanwhile.
+        """Check that the packs of a published manifest exist. Move those that gc put into the trash back into place.
 
         Returns:
-            Packs that are neither in place nor in the trash.
+            Packs that are neither in place nor in the trash, or that a collector is about to delete.
         """
-        # In a bucket a collector writes down what it removes; and this store may be another one's tier.
-        doomed = packs_pending_deletion(self.backend, set(packs), self.clock)
+        # A collector in a bucket lists what it is about to delete. This store may also be another store's tier.
+        pending = packs_pending_deletion(self.backend, set(packs), self.clock)
         missing = self.packs_gone(packs)
         for pack_id in sorted(missing):
             self.trash.rescue_pack(pack_id)
-        # Looked at once more: gc may have moved one back between our look and our rescue.
-        return doomed | self.packs_gone({pack_id: packs[pack_id] for pack_id in missing})
+        # Check again: gc may have moved one back between the check and the rescue.
+        return pending | self.packs_gone({pack_id: packs[pack_id] for pack_id in missing})
 
     def rescue_packs(self, packs: Iterable[PackRef]) -> set[PackId]:
-        """Look for packs that a manifest names, wherever it says that they lie; bring local ones back from the trash.
+        """Check that the packs of a published manifest exist, here and in tiers. Rescue local ones from the trash.
 
         Returns:
-            Packs that are not where the manifest says, nor, if they are local, in the trash; and those that a collector
-            in their tier is about to remove.
+            Packs that are not in their tier (local ones: not in the trash either), and those that a collector there is
+            about to delete.
         """
         packs = list(packs)
-        doomed = self.tiers.packs_pending_deletion(packs)
+        pending = self.tiers.packs_pending_deletion(packs)
         lost = self.rescue_local_packs({pack.pack_id: pack.nbytes for pack in packs if pack.tier == LOCAL_TIER})
-        return lost | doomed | self.tiers.packs_gone(packs)
+        return lost | pending | self.tiers.packs_gone(packs)
 
     def require_packs(self, manifest: Manifest) -> None:
-        """Check that every pack of a manifest can be found: in place, in the trash, or in its tier.
+        """Check that every pack of a manifest can be read: in place, in the trash, or in its tier.
 
         Raises:
-            MissingChunkError: One cannot; it names the pack, and a tensor that lies in it.
-            UnreachableError: It is in a tier that cannot be reached.
+            MissingChunkError: One cannot. The message names the pack and a tensor in it.
+            UnreachableError: One is in a tier that cannot be reached.
         """
-        # A pack of a tier that lies here too holds the same bytes: names are never used again.
+        # A pack of a tier may also be here. Pack ids are unique, so it has the same bytes.
         gone = self.packs_gone({pack.pack_id: pack.nbytes for pack in manifest.packs})
         missing = [pack for pack in manifest.packs if pack.pack_id in gone]
         gone -= {pack.pack_id for pack in missing if pack.tier != LOCAL_TIER} - self.tiers.packs_gone(missing)
         for pack in missing:
-            if pack.pack_id in gone and self._is_nowhere(pack.pack_id, pack.nbytes):
+            if pack.pack_id in gone and self._is_not_found(pack.pack_id, pack.nbytes):
                 raise self._missing(manifest, pack.pack_id)
 
     def _missing(self, manifest: Manifest, pack_id: PackId) -> MissingChunkError:
@@ -314,52 +327,54 @@ class Repository:
             f"pack {pack_id.hex()} of seq {header.seq} (step {header.step}), which holds tensor "
             f"{tensors[0] if tensors else '(none)'}, is missing or has another size",
             where=backend.location_of(paths.pack_name(pack_id)),
-            todo="run `ckstore repair`, restore an older checkpoint, or bring the file back from a copy",
+            todo="run `ckstore repair`, restore an older checkpoint, or copy the file back from a backup",
             pack_id=pack_id.hex(),
             tensor=tensors[0] if tensors else None,
         )
 
     def close(self) -> None:
-        """Give up the lease and let go of descriptors; never raises."""
+        """Release the lease and close open files. Never raises."""
         self.lease.release()
         try:
             self.tiers.close()
             self.backend.close()
         except CkstoreError as error:
-            _log.warning("closing the store failed: %s", error)
+            _log.warning("could not close the store: %s", error)
 
 
 def finish_replacement(
     repository: Repository, manifest: Manifest, name: ManifestName, *, intent: str | None = None
 ) -> None:
-    """See every pack that a published replacement names, look for a drop, and move the lower generations to the trash.
+    """Finish a published replacement: find all its packs, check for a drop, move the lower generations to the trash.
 
     Args:
         repository: The store and its run.
-        manifest: What was published.
+        manifest: The published replacement.
         name: Its name.
-        intent: The path of the intent that has kept tags away from it; None: it may carry tags.
+        intent: The path of the intent that keeps tags off the checkpoint. None: the checkpoint may have tags.
 
     Raises:
-        ConflictError: Packs or the intent vanished meanwhile; the replacement is withdrawn.
-        DroppedError: The checkpoint was dropped meanwhile; its drop stands.
+        ConflictError: Packs or the intent vanished meanwhile. The replacement is withdrawn.
+        DroppedError: The checkpoint was dropped meanwhile. It stays dropped.
     """
     header, manifests = manifest.header, repository.manifests
     gone = repository.rescue_packs(manifest.packs)
     if gone:
         _withdraw(repository, name)
         raise ConflictError(
-            f"{len(gone)} packs of seq {header.seq} vanished while its manifest was replaced; it is as it was",
+            f"{len(gone)} packs of seq {header.seq} vanished while it was replaced; the replacement was withdrawn",
             where=repository.backend.root,
-            todo="find out who removes files from the store, then plan again",
+            todo="find out who removes files from the store, then try again",
             pack_ids=sorted(pack_id.hex() for pack_id in gone),
         )
     if manifests.is_marked(header.seq):
-        # Written first, looked at second: a drop that did not see this generation has left its mark by now.
+        # The manifest was published before this check. So a drop that missed this generation has set its mark by now.
         manifests.withdraw(name)
-        raise DroppedError(f"seq {header.seq} was dropped while it was replaced", where=repository.backend.root)
+        raise DroppedError(
+            f"seq {header.seq} was dropped while its manifest was replaced", where=repository.backend.root
+        )
     if intent is not None:
-        # As long as it was in place after the publication, every tag that was accepted has come after that too.
+        # If the intent is still in place after publishing, every accepted tag was set after that.
         try:
             require_intent(repository.backend, intent)
         except ConflictError:
@@ -369,22 +384,22 @@ def finish_replacement(
 
 
 def _withdraw(repository: Repository, name: ManifestName) -> None:
-    """Take back a replacement, if what it replaces is still in place."""
+    """Withdraw a replacement, if the generation that it replaces is still in place."""
     if any(lower.seq == name.seq for lower in repository.manifests.listing().lower):
-        # Without one it is all that there is of the checkpoint: gc has moved what it replaced.
+        # Otherwise it is all that is left of the checkpoint: gc has moved the lower generation.
         repository.manifests.withdraw(name)
 
 
-def finish_interrupted_replacements(repository: Repository, waits: dict[str, str] | None = None) -> int:
-    """Move lower generations that a replacement left in place when it was interrupted; return how many.
+def finish_interrupted_replacements(repository: Repository, unreachable: dict[str, str] | None = None) -> int:
+    """Move lower generations to the trash that an interrupted replacement left in place; return how many.
 
     Args:
         repository: The store and its run.
-        waits: Tiers that do not answer, and what they said. Given: what depends on such a tier stays as it is, and
-            tiers that are found to be silent are added.
+        unreachable: Unreachable tiers, and the error of each. If given, checkpoints in such tiers are skipped, and
+            tiers that turn out to be unreachable are added.
 
     Raises:
-        BackendError: A tier does not answer, and ``waits`` was not given.
+        BackendError: A tier does not answer, and ``unreachable`` was not given.
     """
     listing = repository.manifests.listing()
     highest = {name.seq: name for name in listing.names}
@@ -396,14 +411,14 @@ def finish_interrupted_replacements(repository: Repository, waits: dict[str, str
         except FileNotFoundError:
             continue
         tiers = sorted({pack.tier for pack in manifest.packs} - {LOCAL_TIER})
-        if waits is not None and not waits.keys().isdisjoint(tiers):
+        if unreachable is not None and not unreachable.keys().isdisjoint(tiers):
             continue
         try:
             lost = repository.rescue_packs(manifest.packs)
         except (BackendError, CapacityError, UsageError) as error:
-            if waits is None or not tiers:
+            if unreachable is None or not tiers:
                 raise
-            waits |= dict.fromkeys(tiers, str(error))
+            unreachable |= dict.fromkeys(tiers, str(error))
             continue
         if not lost:
             count += repository.manifests.move_lower_to_trash(name)

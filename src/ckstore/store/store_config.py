@@ -44,29 +44,29 @@ STORE_FILE_NBYTES_MAX = 1 << 20
 
 _TRIES_MAX = 20
 LOCK_PATIENCE_SECONDS = 10.0
-"""How long a change waits for one that another process makes."""
+"""How long a change waits for another process's change."""
 LOCK_AGE_SECONDS_MAX = 60
-"""Where there are no locks: a file in place of one is a dead process's when it is this old. A change takes moments."""
+"""A lock file older than this was left by a dead process. A change takes milliseconds."""
 _LOCK_POLL_SECONDS = 0.01
-_LOCK_BY_NAME = f"{paths.TMP_FOLDER}/config.lock"
-_IN_THIS_PROCESS = threading.Lock()
+_LOCK_FILE = f"{paths.TMP_FOLDER}/config.lock"
+_PROCESS_LOCK = threading.Lock()
 
 
 def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
-    """Make a store in an empty folder, or finish an interrupted try.
+    """Make a store in an empty folder, or finish an interrupted creation.
 
     Raises:
-        UsageError: The folder holds something else.
-        CorruptError: It holds checkpoints, and their ``store.json`` is gone.
+        UsageError: The folder contains something else.
+        CorruptError: It contains checkpoints, but ``store.json`` is missing.
         UnsupportedError: The file system lacks an operation that durability needs.
     """
     backend.make_folder("")
     foreign = [name for name in backend.list_names("") if not _is_harmless(backend, name)]
     if foreign:
         raise UsageError(
-            f"the folder is not empty and no store: it holds {foreign[0]!r}",
+            f"Not a ckstore store, and not empty (contains {foreign[0]!r})",
             where=backend.root,
-            todo="name an empty or new folder",
+            todo="choose an empty or new folder",
         )
     for folder in (*paths.TOP_FOLDERS, *paths.pack_folders()):
         backend.make_folder(folder)
@@ -91,7 +91,7 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
     )
     draft = f"{paths.TMP_FOLDER}/{new_token()}.store"
     backend.create(draft, encode_record(record), sync=True)
-    # Two who init at once: the first one's store.json stays, the other reads it.
+    # If two processes create at the same time, the first store.json stays and the other process reads it.
     with contextlib.suppress(FileExistsError):
         backend.link(draft, paths.STORE_FILE)
     backend.sync_folder("")
@@ -100,9 +100,9 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
 
 
 def _is_harmless(backend: Backend, name: str) -> bool:
-    """Whether a name in the root is ours, a probe's that died, or what a fresh file system holds."""
+    """Whether a name may be in the root of a new store: ours, a dead probe's, or made with the file system."""
     if name == paths.RESERVE_FOLDER:
-        # What lies in it is removed on a full disk; so it must not be somebody's.
+        # The reserve's files are deleted on a full disk, so the folder must not contain a user's files.
         info = backend.stat(name)
         return info is not None and info.nbytes == 0 and not backend.list_names(name)
     return name in (*paths.TOP_FOLDERS, paths.GC_LOCK_FILE, paths.CONFIG_LOCK_FILE, "lost+found") or name.startswith(
@@ -111,7 +111,7 @@ def _is_harmless(backend: Backend, name: str) -> bool:
 
 
 def _probe(backend: Backend) -> None:
-    """Try what publishing needs; a file system without it is refused now and not at the first commit."""
+    """Check that links never replace a name. Otherwise the first commit would find out."""
     token = new_token()
     source, target = f"{paths.TMP_FOLDER}/{token}.probe", f"{paths.TMP_FOLDER}/{token}.probe2"
     backend.create(source, b"ckstore probe", sync=True)
@@ -122,7 +122,9 @@ def _probe(backend: Backend) -> None:
         except FileExistsError:
             return
         raise UnsupportedError(
-            "this file system replaces a name that is taken", where=backend.root, todo="use a local file system"
+            "on this file system a link replaces an existing file, so commits would not be safe",
+            where=backend.root,
+            todo="use a local file system",
         )
     finally:
         for name in (source, target):
@@ -132,7 +134,7 @@ def _probe(backend: Backend) -> None:
 
 
 def why_no_locks(backend: Backend) -> str:
-    """Say what is done without in a place that has no locks; empty where it has them. Makes and removes a file."""
+    """Return why this backend has no file locks, as a warning; empty if it has them. Uses a temporary file."""
     if not isinstance(backend, Locking):
         return ""
     name = f"{paths.TMP_FOLDER}/{new_token()}.probe"
@@ -141,7 +143,7 @@ def why_no_locks(backend: Backend) -> str:
         if lock is not None:
             lock.close()
     except UnsupportedError as error:
-        return f"{error}. Nothing is lost without: two collections at a time are safe, and only do some work twice"
+        return f"{error}. Collections stay safe without locks: two at the same time only do some work twice"
     finally:
         with contextlib.suppress(FileNotFoundError):
             backend.unlink(name)
@@ -154,26 +156,28 @@ def read_store_record(backend: Backend) -> StoreRecord:
     Raises:
         NotFoundError: There is no store here.
         UnsupportedError: A newer ckstore made it.
-        CorruptError: It is damaged.
+        CorruptError: It is damaged, or missing from a store that contains checkpoints.
     """
     where = backend.location_of(paths.STORE_FILE)
     try:
         content = backend.read_bytes(paths.STORE_FILE, nbytes_max=STORE_FILE_NBYTES_MAX)
     except FileNotFoundError:
-        if what := _left_of_a_store(backend):
+        if what := _remains_of_store(backend):
             raise CorruptError(
-                f"store.json is missing from a store that holds {what}",
+                f"store.json is missing from a store that contains {what}",
                 where=where,
-                todo=f"`ckstore repair {backend.root} --apply` makes it again; a purge of old files may have taken it",
+                todo=f"run `ckstore repair {backend.root} --apply` to make it again; a purge may have removed it",
             ) from None
         raise NotFoundError(
-            "there is no store here", where=backend.root, todo="check the path; `ckstore init PATH` makes a store"
+            "there is no store here",
+            where=backend.root,
+            todo="check the path, or run `ckstore init PATH` to make a store",
         ) from None
     return decode_record(content, StoreRecord, nbytes_max=STORE_FILE_NBYTES_MAX, where=where)
 
 
-def _left_of_a_store(backend: Backend) -> str:
-    """Say which files show that a store was here; empty where there are none, and a new one may be made."""
+def _remains_of_store(backend: Backend) -> str:
+    """Return what shows that a store was here, such as its packs; empty if nothing does."""
     for run in filter(is_name, backend.list_names(paths.MANIFESTS_FOLDER)):
         if any(paths.parse_manifest_file(run, file) for file in backend.list_names(paths.manifests_folder(run))):
             return f"checkpoints of run {run!r}"
@@ -185,11 +189,11 @@ def _left_of_a_store(backend: Backend) -> str:
 
 
 def store_id_at(backend: Backend) -> bytes | None:
-    """Return the identity of the store at a place; None where there is no ``store.json``.
+    """Return the id of the store at this backend; None if there is no ``store.json``.
 
     Raises:
         CorruptError: ``store.json`` is damaged.
-        BackendError: The place does not answer.
+        BackendError: The backend does not answer.
     """
     try:
         content = backend.read_bytes(paths.STORE_FILE, nbytes_max=RECORD_NBYTES_MAX)
@@ -200,35 +204,35 @@ def store_id_at(backend: Backend) -> bytes | None:
 
 
 def require_same_store(backend: Backend, store_id: bytes) -> None:
-    """Check that the store that was opened is still at its place.
+    """Check that this path still leads to the store with this id.
 
     Raises:
         ConflictError: Another store is there now.
         UnreachableError: No store is there now.
         CorruptError: ``store.json`` is damaged.
-        BackendError: The place does not answer.
+        BackendError: The backend does not answer.
     """
     found = store_id_at(backend)
     if found == store_id:
         return
     if found is None:
         raise UnreachableError(
-            f"store {store_id.hex()[:8]} was opened here, and its store.json is gone",
+            f"store {store_id.hex()[:8]} was opened here, but its store.json is missing now",
             where=backend.root,
             todo="check whether the file system is mounted and whether the folder was moved; then open the store again",
         )
     raise ConflictError(
-        f"store {store_id.hex()[:8]} was opened here, and another store ({found.hex()[:8]}) has taken its place",
+        f"store {store_id.hex()[:8]} was opened here, but another store ({found.hex()[:8]}) is at this path now",
         where=backend.root,
-        todo="check links and mounts on the way to this folder, then open the store again",
+        todo="check the links and mounts along this path, then open the store again",
     )
 
 
 def read_config(backend: Backend) -> ConfigRecord:
-    """Return what ``config.json`` says; the defaults where there is none.
+    """Return the content of ``config.json``, or the defaults if there is no such file.
 
     Raises:
-        CorruptError: It cannot be read; the message says what a person has to mend.
+        CorruptError: It cannot be read. The message says what to repair.
     """
     return _record(backend, _content(backend))
 
@@ -247,20 +251,21 @@ def _record(backend: Backend, content: bytes | None) -> ConfigRecord:
     try:
         return decode_record(content, ConfigRecord, where=where)
     except CorruptError as error:
-        todo = error.todo or "mend it; after editing it by hand, set its xxh3 to null"
+        todo = error.todo or "correct the file; after editing it by hand, set its xxh3 to null"
         raise type(error)(error.what, where=where, todo=todo) from error
 
 
 def change_config(backend: Backend, change: Callable[[ConfigRecord], ConfigRecord]) -> ConfigRecord:
-    """Replace ``config.json`` by what ``change`` makes of it, durably; return what is there then.
+    """Replace ``config.json`` durably by the result of ``change``; return the new content.
 
     Args:
         backend: The store.
-        change: Called with what is there, perhaps more than once; what it has made must be no change to itself.
+        change: Maps the current content to the new one. It may be called several times. Applied to its own result, it
+            must change nothing.
 
     Raises:
-        CorruptError: What is there cannot be read.
-        ConflictError: Others change it all the time, or one of them does not end.
+        CorruptError: The current content cannot be read.
+        ConflictError: Other processes change it again and again, or one of them holds the lock.
     """
     for _ in range(_TRIES_MAX):
         content = _content(backend)
@@ -268,19 +273,22 @@ def change_config(backend: Backend, change: Callable[[ConfigRecord], ConfigRecor
         after = change(before)
         if after == before or replace_record(backend, paths.CONFIG_FILE, content, encode_record(after)):
             return after
-        # Another one's change came between: ours is made on top of it.
+        # Another change came first. Apply ours to its result.
     raise ConflictError(
-        "others change the configuration all the time", where=backend.location_of(paths.CONFIG_FILE), todo="try again"
+        "other processes keep changing config.json", where=backend.location_of(paths.CONFIG_FILE), todo="try again"
     )
 
 
 def replace_record(backend: Backend, name: str, before: bytes | None, after: bytes) -> bool:
-    """Replace a record at the top of a store, durably, if it still says ``before`` (None: is not there)."""
+    """Replace a record at the top of a store durably, if it still equals ``before``; return whether it did.
+
+    With ``before=None`` the file must not exist.
+    """
     if isinstance(backend, Swapping):
         return backend.replace_if(name, before, after)
-    # A purge may have taken it while it was empty.
+    # A purge of empty folders may have removed it.
     backend.make_folder(paths.TMP_FOLDER)
-    with _serialised(backend):
+    with _exclusive(backend):
         if _content(backend, name) != before:
             return False
         draft = paths.draft_name(new_token(), "config")
@@ -291,18 +299,18 @@ def replace_record(backend: Backend, name: str, before: bytes | None, after: byt
 
 
 @contextmanager
-def _serialised(backend: Backend) -> Iterator[None]:
-    """Keep others from replacing it at the same time; for the few moments that a reading and a rename take."""
-    with _IN_THIS_PROCESS:
+def _exclusive(backend: Backend) -> Iterator[None]:
+    """Keep other processes from replacing the record between the read and the rename."""
+    with _PROCESS_LOCK:
         deadline = SYSTEM_CLOCK.monotonic() + LOCK_PATIENCE_SECONDS
         lock: FileLock | None = None
         while isinstance(backend, Locking) and lock is None:
             lock = _try_lock(backend, backend)
             if lock is None and SYSTEM_CLOCK.monotonic() > deadline:
                 raise LockHeldError(
-                    "another process is changing the configuration, and does not end",
+                    f"another process has locked config.json for more than {LOCK_PATIENCE_SECONDS:.0f} s",
                     where=backend.location_of(paths.CONFIG_LOCK_FILE),
-                    todo="see which process holds the file open; it may be one that was stopped",
+                    todo="find the process that has the lock file open (`lsof`); it may be stopped",
                 )
             if lock is None:
                 SYSTEM_CLOCK.sleep(_LOCK_POLL_SECONDS)
@@ -317,39 +325,39 @@ def _try_lock(locks: Locking, backend: Backend) -> FileLock | None:
     try:
         return locks.try_lock(paths.CONFIG_LOCK_FILE)
     except UnsupportedError:
-        return _FileOfOne.try_make(backend)
+        return _LockFile.try_make(backend)
 
 
-class _FileOfOne:
-    """A file that only one process can make at a time, in place of a lock; one that was left behind ends by its age."""
+class _LockFile:
+    """A lock file, for file systems without locks. A file left by a dead process expires by its age."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     @classmethod
-    def try_make(cls, backend: Backend) -> _FileOfOne | None:
-        """Make it; None while another's is there."""
+    def try_make(cls, backend: Backend) -> _LockFile | None:
+        """Make the file; None while another process has one."""
         with contextlib.suppress(FileExistsError):
-            backend.create(_LOCK_BY_NAME, b"", sync=False)
+            backend.create(_LOCK_FILE, b"", sync=False)
             return cls(backend)
-        info = backend.stat(_LOCK_BY_NAME)
-        if info is not None and _is_left_behind(info.modified_ns):
-            # Moved to a name of our own first: two who find it must not remove each other's new one.
+        info = backend.stat(_LOCK_FILE)
+        if info is not None and _is_expired(info.modified_ns):
+            # Rename it first: two processes that find it must not remove each other's new file.
             mine = paths.draft_name(new_token(), "lock")
             with contextlib.suppress(FileNotFoundError):
-                backend.rename_new(_LOCK_BY_NAME, mine)
+                backend.rename_new(_LOCK_FILE, mine)
                 moved = backend.stat(mine)
-                if moved is not None and not _is_left_behind(moved.modified_ns):
+                if moved is not None and not _is_expired(moved.modified_ns):
                     with contextlib.suppress(FileExistsError):
-                        backend.link(mine, _LOCK_BY_NAME)
+                        backend.link(mine, _LOCK_FILE)
                 backend.unlink(mine)
         return None
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the file."""
         with contextlib.suppress(FileNotFoundError):
-            self._backend.unlink(_LOCK_BY_NAME)
+            self._backend.unlink(_LOCK_FILE)
 
 
-def _is_left_behind(modified_ns: int) -> bool:
+def _is_expired(modified_ns: int) -> bool:
     return SYSTEM_CLOCK.now_ns() - modified_ns > LOCK_AGE_SECONDS_MAX * 10**9

@@ -1,7 +1,14 @@
-"""Names people give to checkpoints: one tiny file each, replaced by rename.
+"""Tags: names that people give to checkpoints; and intents, which refuse new tags while a checkpoint is dropped.
 
-A tag is written first and the checkpoint looked at second; a drop writes its intent first and looks at
-the tags second. One of the two must see the other, so that no tagged checkpoint is dropped.
+A tag is a small file that is replaced by rename. An intent is a file that a drop or a demotion creates first.
+
+Invariants:
+- A tagged checkpoint is never dropped. Whoever sets a tag writes the tag and then checks for intents. Whoever drops a
+  checkpoint writes an intent and then reads the tags. One of the two sees the other.
+- An intent appears whole: it is written as a draft and linked to its names. A process that dies never leaves a torn
+  one. An unreadable intent therefore counts until it is old, and so does one whose process cannot be checked from here.
+- Removing the intent of a process that is still alive is safe. In a folder, a drop mark is a link of the intent. A
+  demotion checks for its intent again after it has published. Both give up if the intent is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from ckstore.store.small_files import MAKER_AGE_SECONDS_MAX, is_older, put_whole
 _log = logging.getLogger("ckstore")
 
 CLEAR_INTENTS = "if that process is dead, `ckstore gc STORE --clear-intents` removes it"
-"""What to do about one that cannot be judged from here."""
+"""What to do about an intent whose process cannot be checked from here."""
 
 _RECORD_NBYTES_MAX = 4096
 
@@ -35,10 +42,10 @@ class Intent:
     """An intent that counts.
 
     Attributes:
-        path: Its name in the store.
-        seq: What it is about.
-        words: Who made it, and how old it is.
-        is_known: Whether its maker was seen to be at work; False: it cannot be judged from here.
+        path: Its path in the store.
+        seq: The checkpoint that it protects.
+        words: The process that made it, and its age.
+        is_known: Whether that process was seen to run. False: it cannot be checked from here.
     """
 
     path: str
@@ -48,14 +55,14 @@ class Intent:
 
 
 def make_intents(backend: Backend, clock: Clock, run: str, seqs: Sequence[int], purpose: str) -> list[str]:
-    """Say that these are about to be dropped or demoted; return the paths, whose folder the caller syncs."""
+    """Announce that these seqs are about to be dropped or demoted; return the paths. The caller syncs their folder."""
     now = clock.now_ns()
     record = IntentRecord(**identity_of(os.getpid()), acquired_ns=now, heartbeat_ns=now, what=purpose)
     paths = [layout.intent_name(run, seq, record.token) for seq in seqs]
     try:
         put_whole(backend, paths, encode_record(record), kind="intent")
     except BaseException:
-        # As long as this process lives they would refuse tags.
+        # While this process runs, they would refuse tags.
         for path in paths:
             retract_intent(backend, path)
         raise
@@ -63,28 +70,32 @@ def make_intents(backend: Backend, clock: Clock, run: str, seqs: Sequence[int], 
 
 
 def retract_intent(backend: Backend, path: str) -> None:
-    """Remove an intent; one that stays after a crash is removed by a collection."""
+    """Remove an intent. After a crash, the next collection removes it."""
     with contextlib.suppress(FileNotFoundError):
         backend.unlink(path)
 
 
 def require_intent(backend: Backend, path: str) -> None:
-    """Be sure that an intent still refuses tags; ConflictError when somebody has removed it."""
+    """Check that an intent is still in place and refuses tags.
+
+    Raises:
+        ConflictError: A collection has removed it.
+    """
     if backend.stat(path) is None:
         raise intent_removed_error(backend, path)
 
 
 def intent_removed_error(backend: Backend, path: str) -> ConflictError:
-    """Return the error of a maker whose intent is gone."""
+    """Return the error for a process whose intent was removed."""
     return ConflictError(
-        "a collection took this process for dead and removed its intent; nothing was dropped or demoted",
+        "a collection removed the intent of this process, which it took for dead; nothing was dropped or demoted",
         where=backend.location_of(path),
         todo="run the command again",
     )
 
 
 def intents_in(backend: Backend, clock: Clock, run: str, seq: int | None = None) -> list[Intent]:
-    """Return the intents of a run, or on one seq, that count: those whose maker is not known to be dead."""
+    """Return the intents of a run, or of one seq, whose process is not known to be dead."""
     found = []
     for path, number in _paths(backend, run):
         if seq is None or number == seq:
@@ -95,7 +106,7 @@ def intents_in(backend: Backend, clock: Clock, run: str, seq: int | None = None)
 
 
 def remove_abandoned(backend: Backend, clock: Clock, run: str, *, everyone: bool = False) -> int:
-    """Remove the intents of makers that are dead, or all of them; return how many."""
+    """Remove the intents of dead processes, or with ``everyone`` all of them; return how many."""
     count = 0
     for path, seq in _paths(backend, run):
         if everyone or _read(backend, clock, path, seq) is None:
@@ -111,7 +122,7 @@ def _paths(backend: Backend, run: str) -> list[tuple[str, int]]:
 
 
 def _read(backend: Backend, clock: Clock, path: str, seq: int) -> Intent | None:
-    """Return an intent; None where it is gone, or its maker cannot be at work any more."""
+    """Return an intent; None if it is gone or its process cannot be running."""
     info = backend.stat(path)
     if info is None:
         return None
@@ -137,7 +148,7 @@ def _read(backend: Backend, clock: Clock, path: str, seq: int) -> Intent | None:
 
 
 class Tags:
-    """The tags of one run, and the intents that refuse new ones."""
+    """The tags of one run, and the intents on its checkpoints."""
 
     def __init__(self, backend: Backend, run: str, clock: Clock) -> None:
         self._backend = backend
@@ -146,11 +157,11 @@ class Tags:
         self._folder = layout.tags_folder(run)
 
     def all(self, *, is_strict: bool = False) -> dict[str, TagRecord]:
-        """Return every tag by name; one that cannot be read is logged and left out: no checkpoint depends on it.
+        """Return every tag by name. One that cannot be read is logged and left out.
 
         Args:
-            is_strict: Raise CorruptError for a damaged one, and BackendError for one that this user may not read: for
-                who would drop what it may point to.
+            is_strict: Raise CorruptError for a damaged tag, and BackendError for one that this user may not read.
+                Callers that drop checkpoints need this: the tag may point to any of them.
         """
         found: dict[str, TagRecord] = {}
         try:
@@ -164,7 +175,6 @@ class Tags:
             try:
                 found[name] = self.get(name)
             except NotFoundError:
-                # Removed since it was listed.
                 continue
             except (CorruptError, BackendError) as error:
                 if is_strict or not (isinstance(error, CorruptError) or is_refused(error)):
@@ -173,15 +183,15 @@ class Tags:
         return found
 
     def names_of(self, seq: int, *, is_strict: bool = False) -> list[str]:
-        """Return the names of the tags on a seq, sorted; ``is_strict`` as for ``all``."""
+        """Return the names of the tags on a seq, sorted. ``is_strict`` as for ``all``."""
         return sorted(name for name, record in self.all(is_strict=is_strict).items() if record.seq == seq)
 
     def get(self, name: str) -> TagRecord:
-        """Return what a tag points to.
+        """Return the record of a tag.
 
         Raises:
             NotFoundError: There is no such tag.
-            CorruptError: Its file is damaged: tag again.
+            CorruptError: Its file is damaged; set the tag again.
         """
         path = layout.tag_name(self._run, check_name(name, "tag"))
         try:
@@ -194,28 +204,28 @@ class Tags:
             return decode_record(content, TagRecord, nbytes_max=_RECORD_NBYTES_MAX)
         except CorruptError as error:
             raise type(error)(
-                f"the file of tag {name!r} is damaged", where=self._backend.location_of(path), todo="tag again"
+                f"the file of tag {name!r} is damaged", where=self._backend.location_of(path), todo="set the tag again"
             ) from error
 
     def put(self, name: str, *, seq: int, step: int, checkpoint_id: bytes, is_dropped: Callable[[int], bool]) -> None:
-        """Point a tag at a checkpoint, durably; then look whether that is being dropped.
+        """Point a tag at a checkpoint, durably, then check that the checkpoint is not being dropped.
 
-        Looked at before, too, so that a tag hardly ever leaves what it protects for something that is refused; only the
-        look after it was written is what no drop can slip past. For the milliseconds until such a tag is put back it
-        protects nothing: a drop that looks just then, at what the tag has left, lets that go, and the tag names it.
+        The check runs before the write as well, so that a refused tag rarely leaves its old checkpoint. Only the check
+        after the write is safe against a concurrent drop. If that one refuses, the old tag is restored. In the
+        milliseconds between, the old checkpoint is unprotected: a drop that reads the tags then may remove it.
 
         Raises:
-            ConflictError: The checkpoint is being dropped or demoted; the tag is as it was before.
+            ConflictError: The checkpoint is being dropped or demoted. The tag is as it was before.
         """
         path = layout.tag_name(self._run, check_name(name, "tag"))
-        self._refuse_if_going(name, seq, is_dropped)
+        self._refuse_if_dropped(name, seq, is_dropped)
         before: bytes | None = None
         with contextlib.suppress(FileNotFoundError, CorruptError):
             before = self._backend.read_bytes(path, nbytes_max=_RECORD_NBYTES_MAX)
         record = TagRecord(seq=seq, step=step, checkpoint_id=checkpoint_id.hex(), time_ns=self._clock.now_ns())
         self._replace(path, encode_record(record))
         try:
-            self._refuse_if_going(name, seq, is_dropped)
+            self._refuse_if_dropped(name, seq, is_dropped)
         except ConflictError:
             if before is None:
                 self._remove(path)
@@ -223,7 +233,7 @@ class Tags:
                 self._replace(path, before)
             raise
 
-    def _refuse_if_going(self, name: str, seq: int, is_dropped: Callable[[int], bool]) -> None:
+    def _refuse_if_dropped(self, name: str, seq: int, is_dropped: Callable[[int], bool]) -> None:
         if is_dropped(seq):
             raise ConflictError(
                 f"seq {seq} is being dropped; tag {name!r} was not set",
@@ -232,14 +242,14 @@ class Tags:
             )
         for intent in self.intents_on(seq):
             raise ConflictError(
-                f"seq {seq} is being dropped or demoted; tag {name!r} was not set: there is {intent.words}",
+                f"seq {seq} is being dropped or demoted; tag {name!r} was not set. Found {intent.words}",
                 where=self._backend.location_of(intent.path),
-                todo="wait until that is done, or tag another checkpoint"
+                todo="wait until that has ended, or tag another checkpoint"
                 + ("" if intent.is_known else f"; {CLEAR_INTENTS}"),
             )
 
     def remove(self, name: str) -> None:
-        """Remove a tag, durably; NotFoundError when there is none."""
+        """Remove a tag, durably; NotFoundError if there is none."""
         self.get(name)
         self._remove(layout.tag_name(self._run, name))
 
@@ -257,16 +267,16 @@ class Tags:
     # Intents
 
     def declare(self, seq: int, purpose: str) -> str:
-        """Say durably that a seq is about to be dropped or demoted; return the intent's path."""
+        """Write an intent to drop or demote a seq, durably; return its path."""
         return self.declare_all([seq], purpose)[0]
 
     def declare_all(self, seqs: Sequence[int], purpose: str) -> list[str]:
-        """Say durably that all of these are about to be dropped or demoted; return the intents' paths."""
+        """Write intents to drop or demote all of these seqs, durably; return their paths."""
         paths = make_intents(self._backend, self._clock, self._run, seqs, purpose)
         try:
             self._backend.sync_folder(layout.claims_folder(self._run))
         except BaseException:
-            # As long as this process lives they would refuse tags.
+            # While this process runs, they would refuse tags.
             for path in paths:
                 with contextlib.suppress(CkstoreError):
                     self.retract(path)
@@ -274,9 +284,9 @@ class Tags:
         return paths
 
     def retract(self, path: str) -> None:
-        """Remove an intent; what remains after a crash is removed by gc."""
+        """Remove an intent. After a crash, the next collection removes it."""
         retract_intent(self._backend, path)
 
     def intents_on(self, seq: int) -> list[Intent]:
-        """Return the intents on a seq whose maker is not known to be dead."""
+        """Return the intents on a seq whose process is not known to be dead."""
         return intents_in(self._backend, self._clock, self._run, seq)

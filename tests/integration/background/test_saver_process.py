@@ -105,7 +105,7 @@ def test_log_records_of_the_saver_reach_the_trainer_s_log(ready, caplog):
     with caplog.at_level(logging.WARNING, "ckstore"):
         lease.write_bytes(b"torn")
         ready.begin(noise(4), 4).stage().finish()
-        until(lambda: "unreadable lease" in caplog.text, "the record")
+        until(lambda: "is unreadable and will be replaced" in caplog.text, "the record")
     assert f"saver (pid {ready.saver.pid})" in caplog.text
 
 

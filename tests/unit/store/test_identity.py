@@ -56,7 +56,7 @@ def test_commit_into_an_exchanged_folder_is_refused_and_leaves_nothing(top, exch
     with ckstore.open(top / "link") as store:
         store.commit(state_of(1), 1)
         exchange(top)
-        with pytest.raises(ConflictError, match=r"another store .* has taken its place"):
+        with pytest.raises(ConflictError, match=r"another store .* is at this path now"):
             store.commit(state_of(2), 2)
     with ckstore.open(top / "link") as there:
         assert there.steps() == [0]
@@ -83,7 +83,7 @@ def test_every_verb_refuses_an_exchanged_folder_by_name(top, verb):
     with ckstore.open(top / "link") as store:
         store.attic = str(top / "attic")
         turn_link(top)
-        with pytest.raises(ConflictError, match=r"another store .* has taken its place"):
+        with pytest.raises(ConflictError, match=r"another store .* is at this path now"):
             VERBS[verb](store)
     with ckstore.open(top / "other") as there:
         assert (there.steps(), there.tags(), there.verify().is_clean) == ([0], {}, True)
@@ -97,7 +97,7 @@ def test_folder_that_is_gone_is_an_error_and_no_empty_run(top, verb):
         store.attic = str(top / "attic")
         (top / "first").rename(top / "elsewhere")
         (top / "first").mkdir()
-        with pytest.raises(UnreachableError, match=r"store\.json is gone"):
+        with pytest.raises(UnreachableError, match=r"store\.json is missing now"):
             verbs[verb](store)
         shutil.rmtree(top / "first")
         (top / "elsewhere").rename(top / "first")
@@ -141,7 +141,7 @@ def exchanged():
 
 def test_exchange_in_the_middle_of_a_publication_is_not_acknowledged(exchanged):
     store, backend = exchanged
-    with pytest.raises(ConflictError, match="has taken its place"):
+    with pytest.raises(ConflictError, match="is at this path now"):
         store.commit(state_of(1), 1)
     assert len(backend.list_names("manifests/main")) == 1
 

@@ -183,7 +183,7 @@ def test_a_tag_that_comes_after_a_collector_cleared_the_intent_stops_the_drop(st
         parts.tags.put("best", seq=seq, step=1, checkpoint_id=bytes(32), is_dropped=parts.manifests.is_marked)
 
     once(monkeypatch, manifests, "mark_dropped", before=lose_intent)
-    with pytest.raises(ConflictError, match="removed its intent"):
+    with pytest.raises(ConflictError, match="removed the intent of this process"):
         store.delete(f"seq:{seq}")
     assert store.tags() == {"best": seq}
     assert store.steps() == [1, 2]

@@ -147,7 +147,7 @@ def test_no_drop_mark_is_made_without_the_intent(manifests, store, backend):
     # Whoever took it for a dead maker's may have let a tag in.
     intents = {0: repository_of(store).tags.declare(0, "test")}
     backend.unlink(intents[0])
-    with pytest.raises(ConflictError, match="removed its intent"):
+    with pytest.raises(ConflictError, match="removed the intent of this process"):
         manifests.mark_dropped(intents)
     assert not manifests.is_marked(0)
 

@@ -47,7 +47,7 @@ def test_gap_is_told_by_verify_log_and_ls_and_stops_gc(five, gap, caplog, capsys
     with ckstore.open(five) as store:
         (damage,) = store.verify("quick").damage
         assert all(str(seq) in damage.what for seq in gap)
-        assert "committed, and" in damage.what
+        assert "committed, but" in damage.what
         store.log()
         assert damage.what in caplog.text
         assert damage.what in store.gc(now=True, min_age=0).stop
@@ -78,9 +78,9 @@ def test_retention_drops_nothing_beside_a_gap_until_somebody_says_so(five, gap):
 def test_loss_of_all_manifests_is_no_empty_run(five):
     shutil.rmtree(five / "manifests/main")
     with ckstore.open(five) as store:
-        with pytest.raises(CorruptError, match="were committed, and their manifests are gone"):
+        with pytest.raises(CorruptError, match="were committed, but their manifests are missing"):
             store.latest()
-        with pytest.raises(CorruptError, match="were committed, and their manifests are gone"):
+        with pytest.raises(CorruptError, match="were committed, but their manifests are missing"):
             store.restore()
         assert not store.verify("quick").is_clean
         assert store.gc(now=True, min_age=0).stop
@@ -91,7 +91,7 @@ def test_latest_says_that_a_newer_one_is_missing(five):
     with ckstore.open(five) as store:
         latest = store.latest()
         assert latest.step == 2
-        assert "seq 3, 4 of run 'main' were committed, and their manifests are gone" in latest.warnings
+        assert "seq 3, 4 of run 'main' were committed, but their manifests are missing" in latest.warnings
 
 
 def test_manifests_that_come_back_are_as_they_were(five):

@@ -257,6 +257,6 @@ def test_damaged_store_file_is_refused_and_not_replaced(backend, content):
 
 def test_file_system_that_replaces_taken_names_is_refused(backend, monkeypatch):
     monkeypatch.setattr(backend, "link", lambda source, target: None)
-    with pytest.raises(UnsupportedError, match="replaces a name that is taken"):
+    with pytest.raises(UnsupportedError, match="a link replaces an existing file"):
         ckstore.open(backend)
     assert backend.stat("store.json") is None

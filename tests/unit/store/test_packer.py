@@ -166,7 +166,7 @@ def test_frame_that_fails_its_check_fails_the_pack(backend):
         with pytest.raises(BackendError, match="no"):
             packer.fill(at, header_of(bytes(100)), [memoryview(bytes(100))], refuse)
         packer.fail()
-        with pytest.raises(BackendError, match="not filled"):
+        with pytest.raises(BackendError, match="never written"):
             packer.finish()
         packer.abandon()
         assert pool.free_count == pool.count

@@ -336,11 +336,11 @@ class GatedLease(Lease):
         super().__init__(backend, run, clock)
         self.gate: Callable[[], None] = lambda: None
 
-    def _start_heart(self) -> None:
-        super()._start_heart()
+    def _start_heartbeat(self) -> None:
+        super()._start_heartbeat()
         # Whoever renews a lease waits for a beat that is being written.
-        if self._heart is not None:
-            leave_idle_class(self._heart)
+        if self._heartbeat is not None:
+            leave_idle_class(self._heartbeat)
 
     def release(self) -> None:
         """Give the lease up, also one that was transferred and not adopted; never raises."""

@@ -33,7 +33,7 @@ from ckstore.commit.pipeline import WRITE_BLOCKS, WRITE_BLOCKS_MIN
 from ckstore.concurrency import Latch, ThreadLimit
 from ckstore.errors import CapacityError, CkstoreError, MalformedError, SaverError
 from ckstore.processes import JOB_SIGNALS, proc_is_ours
-from ckstore.store.lease import HEART_NAME
+from ckstore.store.lease import HEARTBEAT_THREAD_NAME
 
 _log = logging.getLogger("ckstore")
 
@@ -453,7 +453,10 @@ class Priority:
     def _set_all(self, added: int, is_idle: bool) -> None:
         nice = min(NICE_MAX, self._base + added)
         # The thread that listens: what it hears is when this ends. And the lease's: others judge by it who lives.
-        awake = {os.getpid(), *(thread.native_id for thread in threading.enumerate() if thread.name == HEART_NAME)}
+        awake = {
+            os.getpid(),
+            *(thread.native_id for thread in threading.enumerate() if thread.name == HEARTBEAT_THREAD_NAME),
+        }
         # Niceness belongs to a thread; one that is started later has that of its maker, which may be the old one still.
         done: set[int] = set()
         while new := _threads() - done:
