@@ -382,18 +382,18 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             try:
                 return self._restore_newest_form(ref, wanted, begun)
             except (CorruptError, BackendError) as error:
-                from ckstore.ops.fallback import is_damage, with_way_out
+                from ckstore.ops.verify import is_damage, with_recovery_advice
 
                 if not is_damage(error):
                     raise
                 damaged = begun[-1] if begun else None
                 if not fallback:
-                    raise with_way_out(self._repository, self._policy, damaged, error) from error
+                    raise with_recovery_advice(self._repository, self._policy, damaged, error) from error
                 return self._fall_back(damaged, error, wanted)
 
     def _fall_back(self, damaged: int | None, error: CkstoreError, wanted: _Wanted) -> Any:
         """Restore the newest other checkpoint that can be read; raise where none can."""
-        from ckstore.ops.fallback import candidates, is_damage
+        from ckstore.ops.verify import candidates, is_damage
 
         first, passed_over = error, [f"seq {damaged} was passed over: {error}"]
         for manifest in candidates(self._repository, damaged, first):

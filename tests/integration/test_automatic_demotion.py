@@ -82,5 +82,5 @@ def test_a_demotion_that_fails_is_told_and_raises_nothing(disk_store, caplog):
     change_config(repository_of(disk_store).backend, lambda record: type(record)(policy=rules))
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         demoted(disk_store, "stored")
-    assert "the demotion after a commit ended with code 2" in caplog.text
+    assert "the demotion after a commit failed with exit code 2" in caplog.text
     assert "keep_newest" in caplog.text

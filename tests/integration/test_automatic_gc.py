@@ -71,7 +71,7 @@ def test_collection_that_fails_is_told_and_raises_nothing(disk_store, caplog):
     Path(repository_of(disk_store).backend.location_of("tags/main/good")).write_bytes(b"{}")
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         collected(disk_store, LAST_ONE)
-    assert "ended with code 12" in caplog.text
+    assert "failed with exit code 12" in caplog.text
     assert "nothing of run main was dropped" in caplog.text
     assert disk_store.steps() == [1, 2]
 

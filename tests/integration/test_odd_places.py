@@ -135,4 +135,4 @@ def test_removed_working_folder_hinders_nothing_but_relative_paths(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "working folder of this process was removed" in done.stdout
-    assert "did not begin" not in done.stderr
+    assert "could not be started" not in done.stderr

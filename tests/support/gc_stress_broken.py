@@ -22,7 +22,7 @@ class BlindMarker:
     def __init__(self, marker):
         self._marker = marker
 
-    def look(self):
+    def mark(self):
         return dataclasses.replace(self._marker.mark(), named=frozenset())
 
     def __getattr__(self, name):

@@ -90,4 +90,6 @@ def test_rule_that_contradicts_the_name_is_carried_out_and_told(store):
         store.commit({"n": step}, step, metrics={"acc": value})
     plan = store.gc({"keep_best": ["acc:1:min"]}, dry_run=True).runs[0]
     assert [verdict.step for verdict in plan.kept] == [2, 1]
-    assert plan.notes == ("keep_best acc:1:min (lowest): its name says the opposite; write acc:1 if you mean that",)
+    assert plan.notes == (
+        "keep_best acc:1:min (lowest): the metric's name implies the opposite order; acc:1 uses that order",
+    )

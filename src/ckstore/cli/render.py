@@ -22,7 +22,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.store.refs import describe_best
 
 if TYPE_CHECKING:
-    from ckstore.ops.inspect.coding import Coding
+    from ckstore.ops.inspect.stats import Coding
     from ckstore.results import Info
 
 

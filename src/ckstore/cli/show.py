@@ -28,8 +28,8 @@ from ckstore.cli.render import (
 from ckstore.store.refs import describe_best
 
 if TYPE_CHECKING:
-    from ckstore.ops.inspect.coding import Coding
     from ckstore.ops.inspect.contents import Contents
+    from ckstore.ops.inspect.stats import Coding
     from ckstore.results import Info
 
 

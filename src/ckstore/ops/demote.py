@@ -1,19 +1,18 @@
-"""The story of a demotion: choose the checkpoints that have aged, then store each anew with a loss, the oldest first.
+"""Demote checkpoints: store old exact checkpoints again with a bounded loss, oldest first.
 
-For each: declare the intent, read its state from the store, quantize it against the checkpoint before it, make the
-packs durable, and replace the manifest by its next generation. The bytes differ, so the checkpoint's identity does
-too; the new manifest says which one it was made from.
+For each: declare an intent, read the state, quantize it against the checkpoint before it, make the packs durable, and
+replace the manifest by its next generation. The bytes change, so the checkpoint id changes too. The new manifest
+records the id of the exact checkpoint.
+
+``plan_demotion`` decides, and its result is plain data. ``demote`` carries it out, and a dry run prints it.
 
 Invariants:
-- Between any two steps every checkpoint can be restored, in its old or in its new form.
-- No rule demotes the newest checkpoint of a run; what carries a tag is not demoted even by name.
-- What cannot be stored with a loss, or would not become smaller, stays as it is.
-- No lease is needed beside a living trainer: a demotion claims no seq, and replaces what is not the newest. What counts
-  as newer is durable and whole, so that neither a power cut nor its own writer takes it back.
-
-Decide which checkpoints of a run are to be stored anew with a loss, and why the others are not.
-
-What comes out is data: ``demote`` carries it out, and a dry run prints it.
+- Between any two steps every checkpoint can be restored, in its old or its new form.
+- No rule demotes the newest checkpoint of a run. A tagged checkpoint is never demoted, not even by name.
+- A checkpoint that cannot be stored with a loss, or would not become smaller, stays exact.
+- Beside a running trainer no lease is needed: a demotion claims no seq and does not replace the newest checkpoint. A
+  checkpoint counts as newer only if it is durable and complete, so that neither a power cut nor its writer takes it
+  back.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from ckstore.commit.base_selection import BaseSelection, select_bases
 from ckstore.commit.chunk_writer import WriteResult
 from ckstore.commit.chunking import CommitPlan, plan_commit
 from ckstore.concurrency import run_uninterrupted
-from ckstore.config import GIB, MIB, DemotePolicy, Policy, Residual
+from ckstore.config import GIB, DemotePolicy, Policy, Residual
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import (
     BackendError,
     BoundError,
     CapacityError,
-    CkstoreError,
     ConflictError,
     CorruptError,
     MissingChunkError,
@@ -50,8 +48,13 @@ from ckstore.format.paths import ManifestName
 from ckstore.hashing import ChunkId
 from ckstore.io.backend import Backend, Distant
 from ckstore.io.memory import DiscardingBackend
-from ckstore.ops.repack import IsolatedRepository
-from ckstore.ops.stored_checkpoint import reader_nbytes, stored_state
+from ckstore.ops.stored_checkpoint import (
+    IsolatedRepository,
+    remove_unpublished,
+    rewrite_policy,
+    stored_state,
+    unlink_packs,
+)
 from ckstore.quant.warnings import diverged_warnings, named_nothing, tensor_words
 from ckstore.quant.writer import ResidualCommit, lossy_thread_nbytes
 from ckstore.state.capture import Captured
@@ -59,6 +62,9 @@ from ckstore.store.chunk_index import LOST_TIER, ChunkIndex, locate
 from ckstore.store.manifests import DroppedError, EmptyRunError
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
 from ckstore.store.repository import Repository, finish_interrupted_replacements, finish_replacement
+
+_log = logging.getLogger("ckstore")
+
 
 DemoteAction = Literal["demote", "keep"]
 
@@ -72,13 +78,13 @@ class DemoteEntry:
         step: The trainer's step.
         action: ``"demote"`` or ``"keep"``.
         reason: Why, in a sentence.
-        fidelity: As it is told afterwards; before, in a dry run.
+        fidelity: Its fidelity afterwards; in a dry run, the expected one.
         bytes_state: Plain bytes of its tensors.
         stored_before: Bytes of the frames of its own chunks.
-        stored_after: The same afterwards, and in a dry run what is expected; equal where nothing is done.
-        worst_rel_rms: The greatest RMS error of a tensor, in the RMS of its values; in a dry run the one to expect.
-        is_done: Whether it was demoted now.
-        is_final: Whether it was tried and came to nothing, as it would again by the same policy.
+        stored_after: The same afterwards; in a dry run, the expected number. Equal if nothing is done.
+        worst_rel_rms: Largest relative RMS error of a tensor; in a dry run, the expected one.
+        is_done: Whether it was demoted by this call.
+        is_final: Whether it could not be demoted, and cannot be by the same policy.
     """
 
     seq: int
@@ -96,18 +102,18 @@ class DemoteEntry:
 
 @dataclass(frozen=True, slots=True)
 class DemoteReport:
-    """What a demotion planned or did, the newest checkpoint first.
+    """What a demotion planned or did, newest checkpoint first.
 
     Attributes:
         run: The run.
         is_dry_run: Nothing was changed.
         entries: Every checkpoint of the run.
-        fidelity: What is asked for, by its name.
+        fidelity: Name of the requested fidelity.
         packs_before: Bytes of the packs that the run's checkpoints need.
-        packs_after: The same afterwards; packs that are needed no more are freed when the store is collected.
+        packs_after: The same afterwards. gc frees packs that are no longer referenced.
         bytes_written: Bytes of new packs.
-        warnings: Rules of the fidelity that name nothing in any checkpoint that is, or would be, demoted; and of what
-            was tried, which tensors stayed exact and why, and which hold NaN or infinity.
+        warnings: Rules of the fidelity that match no tensor of any demoted checkpoint; tensors that stayed exact, and
+            why; tensors that contain NaN or infinity.
     """
 
     run: str
@@ -120,32 +126,110 @@ class DemoteReport:
     fidelity: str = ""
 
 
-def plan_warnings(repository: Repository, residual: Residual, entries: Sequence[DemoteEntry]) -> tuple[str, ...]:
-    """Return a warning for each rule that names nothing in any checkpoint that is to be demoted."""
-    paths: dict[str, None] = {}
-    for entry in entries if residual.rules else ():
-        if entry.action == "demote":
-            # One that was dropped since has nothing that could be named.
-            with contextlib.suppress(NotFoundError):
-                tree = load_whole(repository, resolve(repository, f"seq:{entry.seq}")).tree
-                paths |= dict.fromkeys(tensor_words(tree))
-    return tuple(named_nothing(residual, list(paths))) if paths else ()
+def demote(
+    repository: Repository,
+    wanted: DemotePolicy,
+    policy: Policy,
+    *,
+    refs: Sequence[Reference] = (),
+    passed_over: Collection[int] = (),
+    dry_run: bool,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> DemoteReport:
+    """Choose checkpoints and, unless it is a dry run, demote them.
+
+    Args:
+        repository: The store.
+        wanted: Which checkpoints stay exact, and how the others are stored.
+        policy: Threads and memory.
+        refs: Demote exactly these checkpoints.
+        passed_over: Seqs to skip, because they could not be demoted before.
+        dry_run: Only estimate.
+        on_progress: Called with the number of checkpoints done and the total.
+
+    Raises:
+        ConflictError: A checkpoint in ``refs`` is tagged. Or another live process writes the run, and the store is in a
+            bucket or ``refs`` contains the newest checkpoint.
+        CorruptError: A checkpoint of the run is damaged.
+        CapacityError: The disk is full. After any error, each checkpoint is in its old or its new form.
+    """
+    report_progress = on_progress or (lambda done, total: None)
+    if dry_run:
+        return _dry_run(
+            repository, wanted, policy, plan_demotion(repository, wanted, refs, passed_over), report_progress
+        )
+    repository.prepare_run()
+    if isinstance(repository.backend, Distant) or names_newest(repository, refs):
+        # In a bucket, a writer may withdraw a checkpoint that was seen complete. And a trainer that demotes its newest
+        # checkpoint resumes from the lossy state.
+        repository.lease.take()
+    finish_interrupted_replacements(repository)
+    entries = plan_demotion(repository, wanted, refs, passed_over)
+    rule_warnings = plan_warnings(repository, wanted.fidelity, entries)
+    for warning in rule_warnings:
+        _log.warning("%s", warning)
+    previous = packs_nbytes(repository)
+    demoter = _Demoter(repository, wanted, policy, is_named=bool(refs))
+    try:
+        done = demoter.run(entries, report_progress)
+    finally:
+        # Even a failed call may have replaced the checkpoint that the next commit would follow.
+        repository.forget_run_state()
+    return DemoteReport(
+        run=repository.run,
+        is_dry_run=False,
+        entries=tuple(done),
+        packs_before=previous,
+        packs_after=packs_nbytes(repository),
+        bytes_written=demoter.written_nbytes,
+        warnings=(*rule_warnings, *demoter.warnings),
+        fidelity=wanted.fidelity.name,
+    )
+
+
+def _dry_run(
+    repository: Repository,
+    wanted: DemotePolicy,
+    policy: Policy,
+    entries: Sequence[DemoteEntry],
+    report_progress: Callable[[int, int], None],
+) -> DemoteReport:
+    """Code checkpoints as ``demote`` would, without writing, and report the expected result."""
+    packs = packs_nbytes(repository)
+    nowhere = Repository(
+        cast(Backend, DiscardingBackend(repository.backend)), repository.record, repository.run, clock=repository.clock
+    )
+    estimator = _Demoter(nowhere, wanted, policy, is_named=False)
+    expected = tuple(estimator.estimate(entries, report_progress))
+    warnings = (*plan_warnings(repository, wanted.fidelity, entries), *estimator.warnings)
+    return DemoteReport(repository.run, True, expected, packs, packs, 0, warnings, wanted.fidelity.name)
+
+
+def names_newest(repository: Repository, refs: Sequence[Reference]) -> bool:
+    """Return whether ``refs`` contains the newest checkpoint of the run."""
+    if not refs:
+        return False
+    try:
+        newest = resolve(repository, "latest").seq
+    except EmptyRunError:
+        return False
+    return any(resolve(repository, ref).seq == newest for ref in refs)
 
 
 def plan_demotion(
     repository: Repository, wanted: DemotePolicy, refs: Sequence[Reference] = (), passed_over: Collection[int] = ()
 ) -> list[DemoteEntry]:
-    """Choose what is to be demoted; the newest checkpoint comes first.
+    """Choose the checkpoints to demote. The result lists every checkpoint, newest first.
 
     Args:
         repository: The store.
         wanted: Which checkpoints stay exact.
-        refs: Demote these, whatever the rules say, and no others; even the newest one.
-        passed_over: Seqs that were tried before in vain.
+        refs: Demote exactly these, whatever the rules say, even the newest one.
+        passed_over: Seqs to skip, because they could not be demoted before.
 
     Raises:
-        NotFoundError: One of these is not there.
-        ConflictError: One of these carries a tag.
+        NotFoundError: One of ``refs`` does not exist.
+        ConflictError: One of ``refs`` is tagged.
     """
     named = {resolve(repository, ref).seq for ref in refs}
     tags: dict[int, list[str]] = {}
@@ -161,16 +245,16 @@ def plan_demotion(
     for header in reversed(headers):
         reason = _reason_to_keep(header, wanted, newest, tags.get(header.seq, []), named)
         if not reason and header.seq in passed_over:
-            reason = "it was tried before"
+            reason = "it could not be demoted before"
         if header.seq in named and header.seq in tags:
             raise _tagged(repository, header.seq, header.step, tags[header.seq])
         manifest = load_whole(repository, header.name)
         stored = own_nbytes(manifest)
         action: DemoteAction = "keep" if reason else "demote"
-        why = reason or (
-            "it was asked for" if named else f"{newest.index(header.seq) if header.seq in newest else 0} newer"
+        reason = reason or (
+            "it was named" if named else f"{newest.index(header.seq) if header.seq in newest else 0} newer checkpoints"
         )
-        facts = (header.seq, header.step, action, why, header.fidelity, header.bytes_state, stored, stored)
+        facts = (header.seq, header.step, action, reason, header.fidelity, header.bytes_state, stored, stored)
         entries.append(DemoteEntry(*facts, worst_rel_rms=max((loss.rel_rms for loss in manifest.losses), default=0.0)))
     return entries
 
@@ -178,24 +262,45 @@ def plan_demotion(
 def _reason_to_keep(
     header: ManifestHeader, wanted: DemotePolicy, newest: Sequence[int], tags: Sequence[str], named: set[int]
 ) -> str:
-    """Return why a checkpoint stays as it is; empty: it does not."""
+    """Return why a checkpoint is not demoted; empty if it is."""
     if header.fidelity != EXACT_FIDELITY:
-        return "it was stored with a loss already"
+        return "it is already stored with a loss"
     if named:
-        return "" if header.seq in named else "it was not asked for"
+        return "" if header.seq in named else "it was not named"
     if tags:
-        return f"it carries the tag {tags[0]!r}"
+        return f"it has the tag {tags[0]!r}"
     if header.is_archival:
-        return "it was brought back from the trash"
+        return "it was restored from the trash"
     if header.seq in newest[: wanted.keep_newest]:
-        return f"it is among the newest {wanted.keep_newest}"
+        return f"it is one of the newest {wanted.keep_newest}"
     if wanted.keep_every and header.seq % wanted.keep_every == 0:
         return f"every {wanted.keep_every}th stays exact"
     return ""
 
 
+def _tagged(repository: Repository, seq: int, step: int, tags: Sequence[str]) -> ConflictError:
+    return ConflictError(
+        f"seq {seq} (step {step}) has the tag {tags[0]!r}, and tagged checkpoints stay exact",
+        where=repository.backend.root,
+        todo="remove the tag with `ckstore untag` first, if it should be demoted",
+        tags=list(tags),
+    )
+
+
+def plan_warnings(repository: Repository, residual: Residual, entries: Sequence[DemoteEntry]) -> tuple[str, ...]:
+    """Return a warning for each rule that matches no tensor of any checkpoint to demote."""
+    paths: dict[str, None] = {}
+    for entry in entries if residual.rules else ():
+        if entry.action == "demote":
+            # A checkpoint that was deleted meanwhile has no tensors to match.
+            with contextlib.suppress(NotFoundError):
+                tree = load_whole(repository, resolve(repository, f"seq:{entry.seq}")).tree
+                paths |= dict.fromkeys(tensor_words(tree))
+    return tuple(named_nothing(residual, list(paths))) if paths else ()
+
+
 def own_nbytes(manifest: Manifest) -> int:
-    """Return the bytes of the frames that hold a checkpoint's own chunks."""
+    """Return the bytes of the frames of a checkpoint's own chunks, without their bases."""
     own = {chunk.chunk_id for chunk in manifest.chunks}
     return sum(frame.frame_nbytes for frame in manifest.frames if frame.chunk_id in own)
 
@@ -212,121 +317,23 @@ def packs_nbytes(repository: Repository) -> int:
     return sum(packs.values())
 
 
-def _tagged(repository: Repository, seq: int, step: int, tags: Sequence[str]) -> ConflictError:
-    return ConflictError(
-        f"seq {seq} (step {step}) carries the tag {tags[0]!r}, and what carries one stays exact",
-        where=repository.backend.root,
-        todo="`ckstore untag` it first if it is to be demoted",
-        tags=list(tags),
-    )
+_NEWEST = "it is now the newest checkpoint"
 
-
-_log = logging.getLogger("ckstore")
-
-_MEMORY_NBYTES_MIN = 56 * MIB
-"""Less cannot work, and a policy refuses it."""
-
-
-def demote(
-    repository: Repository,
-    wanted: DemotePolicy,
-    policy: Policy,
-    *,
-    refs: Sequence[Reference] = (),
-    passed_over: Collection[int] = (),
-    dry_run: bool,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> DemoteReport:
-    """Choose, and unless it is a dry run, act.
-
-    Args:
-        repository: The store.
-        wanted: Which checkpoints stay exact, and how the others are stored.
-        policy: Threads and memory.
-        refs: Demote these and no others.
-        passed_over: Seqs that were tried before in vain, and are not tried again.
-        dry_run: Only choose.
-        on_progress: Called with checkpoints done and checkpoints to be done.
-
-    Raises:
-        ConflictError: One that was named carries a tag; or the newest one was named, or the store lies in a bucket, and
-            another live process writes the run.
-        CorruptError: A checkpoint of the run is damaged.
-        CapacityError: The disk is full. Whatever is raised, each checkpoint is in its old or its new form.
-    """
-    tell = on_progress or (lambda done, total: None)
-    if dry_run:
-        return _dry_run(repository, wanted, policy, plan_demotion(repository, wanted, refs, passed_over), tell)
-    repository.prepare_run()
-    if isinstance(repository.backend, Distant) or names_newest(repository, refs):
-        # A writer in a bucket may take back what was seen whole; and who makes the newest one lossy resumes from it.
-        repository.lease.take()
-    finish_interrupted_replacements(repository)
-    entries = plan_demotion(repository, wanted, refs, passed_over)
-    told = plan_warnings(repository, wanted.fidelity, entries)
-    for warning in told:
-        _log.warning("%s", warning)
-    before = packs_nbytes(repository)
-    demoter = _Demoter(repository, wanted, policy, is_named=bool(refs))
-    try:
-        done = demoter.run(entries, tell)
-    finally:
-        # Even one that fails halfway has moved what the next commit would follow.
-        repository.forget_run_state()
-    return DemoteReport(
-        run=repository.run,
-        is_dry_run=False,
-        entries=tuple(done),
-        packs_before=before,
-        packs_after=packs_nbytes(repository),
-        bytes_written=demoter.written_nbytes,
-        warnings=(*told, *demoter.warnings),
-        fidelity=wanted.fidelity.name,
-    )
-
-
-def _dry_run(
-    repository: Repository,
-    wanted: DemotePolicy,
-    policy: Policy,
-    entries: Sequence[DemoteEntry],
-    tell: Callable[[int, int], None],
-) -> DemoteReport:
-    """Code as the act would, write it nowhere, and report what to expect."""
-    packs = packs_nbytes(repository)
-    nowhere = Repository(
-        cast(Backend, DiscardingBackend(repository.backend)), repository.record, repository.run, clock=repository.clock
-    )
-    estimator = _Demoter(nowhere, wanted, policy, is_named=False)
-    expected = tuple(estimator.estimate(entries, tell))
-    warnings = (*plan_warnings(repository, wanted.fidelity, entries), *estimator.warnings)
-    return DemoteReport(repository.run, True, expected, packs, packs, 0, warnings, wanted.fidelity.name)
-
-
-def names_newest(repository: Repository, refs: Sequence[Reference]) -> bool:
-    """Whether one of these is the newest checkpoint of the run."""
-    if not refs:
-        return False
-    try:
-        newest = resolve(repository, "latest").seq
-    except EmptyRunError:
-        return False
-    return any(resolve(repository, ref).seq == newest for ref in refs)
-
-
-_NEWEST = "it is the newest by now"
 
 _ESTIMATE_NBYTES = 4 * GIB
+
+
 _ESTIMATES_MIN = 2
-"""A dry run codes so many checkpoints, and others until their states have so many bytes."""
+"""A dry run codes checkpoints until both this many, and ``_ESTIMATE_NBYTES`` of state, are coded."""
+
 
 _READ_AMPLIFICATION_MAX = 4.0
-"""A restore of what has aged may read this many times the plain bytes of a weight: it is wanted rarely, and small."""
+"""Restoring an old checkpoint may read this multiple of a weight's plain bytes: it is rarely restored."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Drafted:
-    """A checkpoint in its new form, before it is published."""
+class _NewForm:
+    """The new form of a checkpoint, before it is published."""
 
     plan: CommitPlan
     selection: BaseSelection
@@ -334,11 +341,11 @@ class _Drafted:
 
 
 class _OutrunError(Exception):
-    """Another process was first; the checkpoint is as that one left it."""
+    """Another process replaced the checkpoint first."""
 
 
 class _Demoter:
-    """Demotes checkpoint by checkpoint."""
+    """Demote one checkpoint after the other."""
 
     def __init__(self, repository: Repository, wanted: DemotePolicy, policy: Policy, *, is_named: bool) -> None:
         self.written_nbytes = 0
@@ -346,75 +353,73 @@ class _Demoter:
         self._is_named = is_named
         self._repository = repository
         self._wanted = wanted
-        # A thread reads a chunk and its bases before it codes it: what reading takes comes off the bound.
-        spare = policy.memory_nbytes_max
-        coding = lossy_thread_nbytes(repository.limits, is_private=False)
-        per_thread = reader_nbytes(repository.limits) + coding
-        threads = max(1, min(policy.thread_count, spare // per_thread))
-        self._policy = replace(
+        self._policy = rewrite_policy(
             policy,
+            repository.limits,
+            lossy_thread_nbytes(repository.limits, is_private=False),
             compression=wanted.compression,
             fidelity=wanted.fidelity,
             base_cache="none",
-            threads=threads,
-            memory_nbytes_max=max(_MEMORY_NBYTES_MIN, spare - threads * reader_nbytes(repository.limits)),
             read_amplification_max=max(policy.read_amplification_max, _READ_AMPLIFICATION_MAX),
-            verify_encoded=True,
         )
 
-    def run(self, entries: Sequence[DemoteEntry], tell: Callable[[int, int], None]) -> list[DemoteEntry]:
-        """Demote what is to be, the oldest first; return what became of each, the newest first."""
+    def run(self, entries: Sequence[DemoteEntry], report_progress: Callable[[int, int], None]) -> list[DemoteEntry]:
+        """Demote the chosen checkpoints, oldest first. Return the result for every entry, newest first."""
         total = sum(entry.action == "demote" for entry in entries)
         done: list[DemoteEntry] = []
-        before: ManifestName | None = None
+        previous: ManifestName | None = None
         count = 0
         for entry in reversed(entries):
             if entry.action == "demote":
-                entry = self._demote(entry, before)
+                entry = self._demote(entry, previous)
                 count += 1
-                tell(count, total)
+                report_progress(count, total)
             done.append(entry)
-            before = next(
-                (name for name in self._repository.manifests.listing().names if name.seq == entry.seq), before
+            previous = next(
+                (name for name in self._repository.manifests.listing().names if name.seq == entry.seq), previous
             )
         return done[::-1]
 
-    def estimate(self, entries: Sequence[DemoteEntry], tell: Callable[[int, int], None]) -> list[DemoteEntry]:
-        """Code what would be demoted, the oldest first, and publish nothing; return what each would come to.
+    def estimate(
+        self, entries: Sequence[DemoteEntry], report_progress: Callable[[int, int], None]
+    ) -> list[DemoteEntry]:
+        """Code the chosen checkpoints, oldest first, without publishing. Return the estimates.
 
-        After so many bytes of states the sizes and errors of those that were coded stand for the others.
+        After ``_ESTIMATE_NBYTES`` of state, the other checkpoints are estimated from those that were coded.
         """
         total, count, hops, nbytes_coded = sum(entry.action == "demote" for entry in entries), 0, 0, 0
         done: list[DemoteEntry] = []
         coded: list[DemoteEntry] = []
-        before: ManifestName | None = None
+        previous: ManifestName | None = None
         for entry in reversed(entries):
             name = resolve(self._repository, f"seq:{entry.seq}")
             if entry.action == "demote":
                 if nbytes_coded < _ESTIMATE_NBYTES or len(coded) < _ESTIMATES_MIN:
-                    entry = self._estimated(entry, name, before, hops)
+                    entry = self._estimated(entry, name, previous, hops)
                     nbytes_coded += entry.bytes_state
                     coded += [entry] if entry.action == "demote" else []
                 else:
-                    entry = _like(entry, coded)
+                    entry = _estimate_from(entry, coded)
                 count += 1
-                tell(count, total)
+                report_progress(count, total)
             hops = hops + 1 if entry.action == "demote" else _hops_of(load_whole(self._repository, name))
             done.append(entry)
-            before = name
+            previous = name
         return done[::-1]
 
-    def _estimated(self, entry: DemoteEntry, name: ManifestName, before: ManifestName | None, hops: int) -> DemoteEntry:
-        if before is not None and 1 + hops >= self._wanted.fidelity.keyframe_every:
+    def _estimated(
+        self, entry: DemoteEntry, name: ManifestName, previous: ManifestName | None, hops: int
+    ) -> DemoteEntry:
+        if previous is not None and 1 + hops >= self._wanted.fidelity.keyframe_every:
             return replace(entry, action="keep", reason=_end_of_chain(self._wanted.fidelity.keyframe_every))
         manifest = load_whole(self._repository, name)
         try:
-            stored = self._stored(manifest, None if before is None else load_whole(self._repository, before)).stored
+            stored = self._code(manifest, None if previous is None else load_whole(self._repository, previous)).stored
         except BoundError as error:
             return replace(entry, action="keep", reason=f"{error.what}")
         after = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
-        if why := self._why_vain(entry, stored, after):
-            return replace(entry, action="keep", reason=why)
+        if reason := self._reason_to_discard(entry, stored, after):
+            return replace(entry, action="keep", reason=reason)
         return replace(
             entry,
             fidelity=fidelity_of(self._wanted.fidelity, stored.losses),
@@ -422,45 +427,45 @@ class _Demoter:
             worst_rel_rms=max(loss.rel_rms for loss in stored.losses),
         )
 
-    def _why_vain(self, entry: DemoteEntry, stored: WriteResult, after: int) -> str:
-        """Return why the new form of a checkpoint is not worth it; empty where it is."""
+    def _reason_to_discard(self, entry: DemoteEntry, stored: WriteResult, after: int) -> str:
+        """Return why a demotion is not worth publishing; empty if it is."""
         if not stored.losses:
-            return "nothing of it can be stored with a loss"
+            return "none of its tensors can be stored with a loss"
         return "it would not become smaller" if after > (1 - self._wanted.saving_min) * entry.stored_before else ""
 
-    def _demote(self, entry: DemoteEntry, before: ManifestName | None) -> DemoteEntry:
+    def _demote(self, entry: DemoteEntry, previous: ManifestName | None) -> DemoteEntry:
         repository = self._repository
         intent = repository.tags.declare(entry.seq, "demote")
         try:
-            # Read after the intent is durable: a tag set meanwhile is seen here, a later one is refused.
+            # Read tags after the intent is durable: an earlier tag is seen here, and a later one is refused.
             tags = repository.tags.names_of(entry.seq, is_strict=True)
             if tags:
-                return replace(entry, action="keep", reason=f"it carries the tag {tags[0]!r}")
+                return replace(entry, action="keep", reason=f"it has the tag {tags[0]!r}")
             if self._is_newest(entry):
                 return replace(entry, action="keep", reason=_NEWEST)
-            return self._coded(entry, before, intent)
+            return self._code_and_replace(entry, previous, intent)
         except NotFoundError:
-            # It was dropped since, and its drop stands.
-            return replace(entry, action="keep", reason="it was dropped meanwhile")
+            # It was deleted meanwhile, and stays deleted.
+            return replace(entry, action="keep", reason="it was deleted meanwhile")
         except _OutrunError as outrun:
             return replace(entry, action="keep", reason=str(outrun))
         finally:
             repository.tags.retract(intent)
 
-    def _coded(self, entry: DemoteEntry, before: ManifestName | None, intent: str) -> DemoteEntry:
-        """Store it anew; again where it or its base was replaced, and the old packs freed, while they were read."""
+    def _code_and_replace(self, entry: DemoteEntry, previous: ManifestName | None, intent: str) -> DemoteEntry:
+        """Code and replace a checkpoint. Try again if the packs that it reads were replaced and freed meanwhile."""
         repository = self._repository
         last: tuple[int, int | None] | None = None
         while True:
             manifest = load_whole(repository, resolve(repository, f"seq:{entry.seq}"))
             if manifest.losses:
-                return replace(entry, action="keep", reason="another process has demoted it")
-            base = None if before is None else load_whole(repository, before)
+                return replace(entry, action="keep", reason="another process has already demoted it")
+            base = None if previous is None else load_whole(repository, previous)
             every = self._wanted.fidelity.keyframe_every
             if base is not None and 1 + _hops_of(base) >= every:
                 return replace(entry, action="keep", reason=_end_of_chain(every))
             try:
-                return self._replaced(entry, manifest, base, intent)
+                return self._replace(entry, manifest, base, intent)
             except MissingChunkError:
                 found = (manifest.header.generation, None if base is None else base.header.generation)
                 if found == last:
@@ -468,14 +473,14 @@ class _Demoter:
                 last = found
 
     def _is_newest(self, entry: DemoteEntry) -> bool:
-        """Whether a checkpoint that nobody named has nothing newer that stays; what is being dropped does not.
+        """Return whether a checkpoint chosen by rule is the newest one that stays; those with an intent do not count.
 
-        To be asked while the intent stands: a drop declares its own first and looks for this one second.
+        Call this while the intent exists: a drop first declares its own intent, and then looks for this one.
         """
         repository = self._repository
         if self._is_named:
             return False
-        # What a writer has published and not synced yet could vanish in a power cut after this one was replaced.
+        # A newer manifest that was published but not synced could vanish in a power cut.
         repository.backend.sync_folder(layout.manifests_folder(repository.run))
         for name in reversed(repository.manifests.listing().names):
             if name.seq <= entry.seq:
@@ -488,32 +493,34 @@ class _Demoter:
         return True
 
     def _is_whole(self, name: ManifestName) -> bool:
-        """Whether every pack of a checkpoint is where it says; its writer, who looks later, withdraws nothing then."""
+        """Return whether every pack of a checkpoint is in place, so that its writer, which checks later, keeps it."""
         try:
             manifest = load_whole(self._repository, name)
             if any(pack.tier == LOST_TIER for pack in manifest.packs):
                 return False
             return not self._repository.rescue_packs(manifest.packs)
         except (BackendError, CapacityError, CorruptError, NotFoundError, UsageError) as error:
-            # Whatever is wrong with it, or the tier that it lies in: it is not what makes another one old.
-            _log.warning("seq %d does not count as newer: %s", name.seq, error)
+            # Whatever is wrong with it or its tier, it does not count as newer.
+            _log.warning(
+                "seq %d is incomplete or unreadable, so older checkpoints stay exact for it: %s", name.seq, error
+            )
             return False
 
-    def _replaced(self, entry: DemoteEntry, manifest: Manifest, base: Manifest | None, intent: str) -> DemoteEntry:
+    def _replace(self, entry: DemoteEntry, manifest: Manifest, base: Manifest | None, intent: str) -> DemoteEntry:
         try:
-            drafted = self._stored(manifest, base)
+            new_form = self._code(manifest, base)
         except BoundError as error:
             return replace(entry, action="keep", reason=f"{error.what}", is_final=True)
-        stored = drafted.stored
+        stored = new_form.stored
         after = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
-        if why := self._why_vain(entry, stored, after):
-            self._unlink(stored)
-            return replace(entry, action="keep", reason=why, is_final=True)
+        if reason := self._reason_to_discard(entry, stored, after):
+            unlink_packs(self._repository, stored.pack_names)
+            return replace(entry, action="keep", reason=reason, is_final=True)
         if self._is_newest(entry):
-            # Coding took long enough for the newer ones to be dropped.
-            self._unlink(stored)
+            # The newer checkpoints may have been deleted while this one was coded.
+            unlink_packs(self._repository, stored.pack_names)
             return replace(entry, action="keep", reason=_NEWEST)
-        replacement = self._publish(manifest, drafted, intent)
+        replacement = self._publish(manifest, new_form, intent)
         self.written_nbytes += stored.nbytes_written
         return replace(
             entry,
@@ -523,26 +530,26 @@ class _Demoter:
             is_done=True,
         )
 
-    def _stored(self, manifest: Manifest, base: Manifest | None) -> _Drafted:
-        """Code the state anew, and make the packs durable."""
+    def _code(self, manifest: Manifest, base: Manifest | None) -> _NewForm:
+        """Quantize the state, and make the packs durable."""
         repository, residual = self._repository, self._wanted.fidelity
-        known, bases = ChunkIndex(1), BaseCache()
+        chunk_index, bases = ChunkIndex(1), BaseCache()
         if base is not None:
-            # What lies in packs of its own exact form must not be shared: it would keep all of that alive.
-            known.add(base)
+            # Share frames with the base only. A shared frame of the exact form would keep its whole pack alive.
+            chunk_index.add(base)
             bases.follow(base)
-        aside = IsolatedRepository(repository, known)
-        aside.nbytes_planned = own_nbytes(manifest) // 2
+        isolated = IsolatedRepository(repository, chunk_index)
+        isolated.nbytes_planned = own_nbytes(manifest) // 2
         with stored_state(repository, manifest) as state:
             captured = state.captured()
-            # What is asked to be small loses what it can, even where its weights begin a chain.
+            # Weights may lose precision even where they begin a chain.
             lossy = ResidualCommit(residual, is_first_exact=False)
             candidates = lossy.candidates(captured)
             plan = plan_commit(captured.storages, repository.limits, unshared=candidates.unshared)
-            selection = select_bases(captured, plan, known, bases, self._policy, repository.limits, candidates)
+            selection = select_bases(captured, plan, chunk_index, bases, self._policy, repository.limits, candidates)
             assert selection.lossy is not None
             make_writer = lossy.writer_factory(selection.lossy)
-            writer = make_writer(aside, plan, state.storages, self._policy, selection.plans, bases)
+            writer = make_writer(isolated, plan, state.storages, self._policy, selection.plans, bases)
             try:
                 writer.run()
                 stored = run_uninterrupted(writer.flush, on_interrupt=lambda error: None)
@@ -550,37 +557,37 @@ class _Demoter:
                 writer.abandon()
                 raise
             try:
-                self._tell(manifest.header.step, captured, stored)
+                self._record_warnings(manifest.header.step, captured, stored)
             except BaseException:
-                self._unlink(stored)
+                unlink_packs(self._repository, stored.pack_names)
                 raise
-            return _Drafted(plan, selection, stored)
+            return _NewForm(plan, selection, stored)
 
-    def _tell(self, step: int, captured: Captured, stored: WriteResult) -> None:
-        """Keep what whoever asked for a loss should know of a checkpoint, as the receipt of a commit would say it."""
-        looked_at = {loss.storage for loss in stored.losses if loss.role != "rounded"}
-        diverged = diverged_warnings(captured, looked_at, stored.warnings)
+    def _record_warnings(self, step: int, captured: Captured, stored: WriteResult) -> None:
+        """Record and log warnings about a checkpoint, as the receipt of a commit would."""
+        lossy_storages = {loss.storage for loss in stored.losses if loss.role != "rounded"}
+        diverged = diverged_warnings(captured, lossy_storages, stored.warnings)
         for warning in (*stored.warnings, *diverged):
             _log.warning("step %d: %s", step, warning)
             self.warnings.append(f"step {step}: {warning}")
 
-    def _publish(self, manifest: Manifest, drafted: _Drafted, intent: str) -> Manifest:
+    def _publish(self, manifest: Manifest, new_form: _NewForm, intent: str) -> Manifest:
         repository = self._repository
         try:
             if repository.lease.is_held:
                 repository.lease.check()
-            replacement = _replacement(manifest, drafted, self._wanted)
+            replacement = _replacement(manifest, new_form, self._wanted)
         except BaseException:
-            self._remove_unpublished(manifest, drafted.stored)
+            remove_unpublished(repository, manifest, new_form.stored.pack_names)
             raise
         try:
             name = repository.manifests.publish(replacement)
         except (ConflictError, FileNotFoundError) as error:
-            # The name has, or had, another one's bytes, so nothing names these packs.
-            self._unlink(drafted.stored)
+            # The manifest name has, or had, other bytes, so no manifest names these packs.
+            unlink_packs(repository, new_form.stored.pack_names)
             raise _OutrunError("another process has replaced it meanwhile") from error
         except BaseException:
-            self._remove_unpublished(manifest, drafted.stored)
+            remove_unpublished(repository, manifest, new_form.stored.pack_names)
             raise
         try:
             finish_replacement(repository, replacement, name, intent=intent)
@@ -589,35 +596,18 @@ class _Demoter:
             raise _OutrunError(error.what) from error
         return replacement
 
-    def _remove_unpublished(self, manifest: Manifest, stored: WriteResult) -> None:
-        """Free the packs of a replacement that did not get published; on a full disk every byte counts."""
-        header = manifest.header
-        name = ManifestName(header.run, header.seq, header.step, header.generation + 1)
-        try:
-            # Publishing may have failed after the manifest became visible: then its packs are needed.
-            if self._repository.backend.stat(name.path) is None:
-                self._unlink(stored)
-        except (CkstoreError, OSError) as error:
-            _log.warning("packs of a checkpoint that was not demoted are left for gc: %s", error)
-
-    def _unlink(self, stored: WriteResult) -> None:
-        for pack_name in stored.pack_names:
-            # A collector without grace may have taken what nobody named.
-            with contextlib.suppress(FileNotFoundError):
-                self._repository.backend.unlink(pack_name)
-
 
 def _hops_of(manifest: Manifest) -> int:
-    """Return how many checkpoints with a loss a checkpoint goes back through."""
+    """Return how many lossy checkpoints lie between a checkpoint and an exact one, itself included."""
     return max((loss.hops for loss in manifest.losses), default=0)
 
 
 def _end_of_chain(every: int) -> str:
-    return f"one in {every} stays exact, so that chains end"
+    return f"one in {every} stays exact, to limit the length of chains"
 
 
-def _like(entry: DemoteEntry, coded: Sequence[DemoteEntry]) -> DemoteEntry:
-    """Return what to expect of a checkpoint from those that were coded; the first has no base, and is larger."""
+def _estimate_from(entry: DemoteEntry, coded: Sequence[DemoteEntry]) -> DemoteEntry:
+    """Estimate a checkpoint from those that were coded. The last is used: the first has no base and is larger."""
     share = coded[-1].stored_after / max(1, coded[-1].bytes_state)
     return replace(
         entry,
@@ -627,13 +617,13 @@ def _like(entry: DemoteEntry, coded: Sequence[DemoteEntry]) -> DemoteEntry:
     )
 
 
-def _replacement(manifest: Manifest, drafted: _Drafted, wanted: DemotePolicy) -> Manifest:
-    """Return the manifest of the next generation: the same entry of the run, with what it lost."""
-    header, stored, plan = manifest.header, drafted.stored, drafted.plan
+def _replacement(manifest: Manifest, new_form: _NewForm, wanted: DemotePolicy) -> Manifest:
+    """Return the manifest of the next generation: the same entry of the run, with its losses."""
+    header, stored, plan = manifest.header, new_form.stored, new_form.plan
     packs, frames = locate(stored.frames)
     chunks = [
-        ChunkSpec(ChunkId(known.frame.chunk_id), chunk.nbytes, chunk.element_width, chunk.is_float)
-        for chunk, known in zip(plan.chunks, stored.frames, strict=True)
+        ChunkSpec(ChunkId(chunk_index.frame.chunk_id), chunk.nbytes, chunk.element_width, chunk.is_float)
+        for chunk, chunk_index in zip(plan.chunks, stored.frames, strict=True)
     ]
     return build_manifest(
         store_id=header.store_id,
@@ -655,6 +645,6 @@ def _replacement(manifest: Manifest, drafted: _Drafted, wanted: DemotePolicy) ->
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        decisions=drafted.selection.decisions(drafted.selection.modes(plan.storages, stored)),
+        decisions=new_form.selection.decisions(new_form.selection.modes(plan.storages, stored)),
         losses=stored.losses,
     )

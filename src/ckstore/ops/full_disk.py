@@ -1,9 +1,9 @@
-"""Make room for a commit that found the disk full: drop what the rules of its handle let go, and free the trash.
+"""Make room for a commit that found the disk full: empty the trash, and apply the handle's retention rules.
 
 Invariants:
-- Only what the trash may give up is freed, the oldest first, and no more than the commit is likely to need.
-- Nothing is dropped except by rules that the handle was opened with.
-- Nothing here raises: a commit that gets no room reports the full disk, not what happened here.
+- Trash folders are purged oldest first, and only as many as the commit is likely to need.
+- Checkpoints are deleted only by the retention rules that the handle was opened with.
+- ``make_room`` raises nothing. If it frees nothing, the commit reports the full disk, not an error from here.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _log = logging.getLogger("ckstore")
 
 
 COLLECTOR_SECONDS = 60.0
-"""How long a commit waits for a collection that is running, and that may be about to fill the trash."""
+"""How long to wait for a collection that is already running: it may be about to fill the trash."""
 
 _RESERVE_NBYTES = MIB
-"""Manifests, claims and the ends of packs."""
+"""Room for manifests, claims and the ends of packs."""
 
 
 @dataclass(slots=True)
 class Room:
-    """What was given up to make room.
+    """What was freed to make room.
 
     Attributes:
         nbytes: Bytes that were freed.
-        folders: Folders of the trash that were emptied.
-        dropped: Checkpoints that the rules of the handle let go.
+        folders: Trash folders that were emptied.
+        dropped: Checkpoints deleted by the handle's retention rules.
     """
 
     nbytes: int = 0
@@ -51,10 +51,10 @@ class Room:
 
 
 def room_after(repository: Repository, nbytes: int, error: CapacityError) -> Room:
-    """Make room after a write has failed, for a commit of a state of so many bytes.
+    """Make room after a write has failed, for a commit of a state of ``nbytes`` bytes.
 
     Raises:
-        CapacityError: The error was not for want of space, or there was nothing to give up.
+        CapacityError: The cause was not a full disk, or nothing could be freed.
     """
     if not is_disk_full(error):
         raise error
@@ -62,22 +62,21 @@ def room_after(repository: Repository, nbytes: int, error: CapacityError) -> Roo
     if room.nbytes:
         return room
     raise CapacityError(
-        f"{error.what}, and the trash of the store has nothing to give up",
+        f"{error.what}, and the trash of the store contains nothing that could be freed",
         where=error.where,
-        todo="drop checkpoints (`ckstore gc STORE --keep-last 3 --now`), or enlarge the disk or quota",
+        todo="delete checkpoints (`ckstore gc STORE --keep-last 3 --now`), or enlarge the disk or quota",
         **error.facts,
     ) from error
 
 
 def make_room(repository: Repository, nbytes: int) -> Room:
-    """Free space in the store, for a commit of a state of so many bytes.
+    """Free space in the store for a commit of a state of ``nbytes`` bytes.
 
-    Twice the state is freed where there is as much: a commit that frees what it needs and no more would leave the
-    next one a full disk again.
+    Up to twice the state is freed. Otherwise the next commit would find the disk full again.
     """
     room = Room()
     if isinstance(repository.backend, Distant):
-        # Packs in a bucket do not go through the trash, and its quota is not this disk's.
+        # Packs in a bucket do not go through the trash, and a bucket's quota is not this disk's.
         return room
     wanted = 2 * nbytes + _RESERVE_NBYTES
     try:
@@ -86,13 +85,13 @@ def make_room(repository: Repository, nbytes: int) -> Room:
             _drop_by_rules(repository, room)
             _empty_trash(repository, wanted, room)
     except CkstoreError as error:
-        _log.warning("making room on a full disk stopped: %s", error)
+        _log.warning("could not free more space on the full disk: %s", error)
     return room
 
 
 def _empty_trash(repository: Repository, wanted: int, room: Room) -> None:
-    """Free folders of the trash until there is enough, the oldest first."""
-    # No lock: a collection beside this one may be at work for long, and safety rests on no lock.
+    """Purge trash folders, oldest first, until ``wanted`` bytes are free."""
+    # Take no lock: a running collection may hold it for long, and safety does not depend on it.
     marker = Marker(repository)
     for folder in repository.trash.contents():
         if room.nbytes >= wanted:
@@ -100,8 +99,8 @@ def _empty_trash(repository: Repository, wanted: int, room: Room) -> None:
         if not folder.packs and not folder.manifests:
             continue
         purged = purge(repository, marker, (folder.gc_id,))
-        if purged.look.unreadable:
-            problem = purged.look.unreadable[0]
+        if purged.marks.unreadable:
+            problem = purged.marks.unreadable[0]
             _log.warning("nothing of the trash was freed: %s cannot be read: %s", problem.path, problem.problem)
             return
         room.nbytes += purged.nbytes
@@ -109,13 +108,13 @@ def _empty_trash(repository: Repository, wanted: int, room: Room) -> None:
 
 
 def _drop_by_rules(repository: Repository, room: Room) -> None:
-    """Collect as the handle would have done after its next commits."""
+    """Collect as the handle would do after its next commits."""
     own = Repository(repository.backend, repository.record, repository.run, clock=repository.clock)
     report = collect_store(
         own,
         Retention.of(repository.retention),
         runs=(repository.run,),
-        # What is rewritten takes space before it frees any.
+        # Rewriting packs needs space before it frees any.
         limits=GcLimits(repack_nbytes_max=0),
         dry_run=False,
         patience_seconds=COLLECTOR_SECONDS,

@@ -1,14 +1,11 @@
-"""Every file that holds a pack, or what is left of one: in place, in the trash, in quarantine, in copies elsewhere.
+"""Find every copy of a pack, and move damaged files of a store to quarantine.
 
-Invariants:
-- Nothing is believed: a directory is taken when its digest is right, and else frames are looked for one by one.
-- Nothing is changed.
+``PackCopies`` finds a pack in place, in the trash, in quarantine and in copies of the store. It changes nothing.
+Contents are taken from the directory only if its digest is right; otherwise frames are found by a scan.
 
-Which files of a store are damaged and can be put aside without harm: unreadable manifests, and torn packs unnamed.
-
-Invariants:
-- A pack that any manifest names stays where it is, and so does one that may still be written.
-- Where a manifest cannot be read and stays in place, no pack is moved: it may name any.
+``quarantine_damaged`` moves unreadable manifests and unreferenced torn packs:
+- A pack stays if any manifest names it, or if it may still be being written.
+- No pack is moved while an unreadable manifest is in place, since that may name any pack.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ CopyKind = Literal["place", "trash", "quarantine", "elsewhere"]
 
 @dataclass(frozen=True, slots=True)
 class PackCopy:
-    """One file that may hold a pack."""
+    """One file that may be a copy of a pack."""
 
     pack_id: PackId
     backend: Backend
@@ -58,12 +55,12 @@ class PackCopy:
 
 @dataclass(frozen=True, slots=True)
 class PackLook:
-    """What one look into a pack showed.
+    """What is readable in one copy of a pack.
 
     Attributes:
-        ref: What a manifest would say of it; None where its ends are damaged.
-        entries: Its frames, by its directory, or found by a scan from the front where that is damaged.
-        problem: What is wrong with its ends; empty where nothing is.
+        ref: The pack as a manifest would name it; None if its ends are damaged.
+        entries: Its frames, from its directory, or from a scan if the directory is damaged.
+        problem: What is wrong with its ends; empty if they are sound.
     """
 
     ref: PackRef | None
@@ -73,7 +70,7 @@ class PackLook:
 
 @dataclass(frozen=True, slots=True)
 class FoundFrame:
-    """A frame in some copy of a pack, and what was read of it."""
+    """A frame found in a copy of a pack, with its header."""
 
     copy: PackCopy
     offset: int
@@ -81,11 +78,11 @@ class FoundFrame:
 
 
 class PackCopies:
-    """All copies of packs that can be reached.
+    """All reachable copies of packs.
 
     Args:
         repository: The store.
-        sources: Other places where packs of this store may lie under the same names: a mirror, a bucket.
+        sources: Copies of the store, such as a mirror or a bucket.
     """
 
     def __init__(self, repository: Repository, sources: Sequence[Backend] = ()) -> None:
@@ -94,12 +91,12 @@ class PackCopies:
         self._broken: dict[str, PackLook] = {}
 
     def copies_of(self, pack_id: PackId) -> Iterator[PackCopy]:
-        """Yield the files that may hold a pack, the one in place first."""
+        """Yield the files that may be copies of a pack, the one in place first."""
         backend, name = self._repository.backend, paths.pack_name(pack_id)
         is_found = False
         for path in self._repository.trash.paths_of(pack_id):
             if path == name and is_found:
-                # All of the trash was looked at, too.
+                # The trash was searched completely.
                 break
             if backend.stat(path) is not None:
                 is_found = True
@@ -112,7 +109,7 @@ class PackCopies:
                 yield PackCopy(pack_id, source, name, "elsewhere")
 
     def all_copies(self, named: Iterable[PackId]) -> Iterator[PackCopy]:
-        """Yield every file that holds a pack, whoever names it; of copies elsewhere, those of packs that are named."""
+        """Yield every file that is a pack. Of ``sources``, yield only packs in ``named``."""
         backend = self._repository.backend
         folders: list[tuple[str, CopyKind]] = [(folder, "place") for folder in paths.pack_folders()]
         folders += [(paths.trash_packs_folder(gc_id), "trash") for gc_id in self._repository.trash.folders()]
@@ -126,10 +123,10 @@ class PackCopies:
             yield from (copy for copy in self.copies_of(pack_id) if copy.kind == "elsewhere")
 
     def look_into(self, copy: PackCopy) -> PackLook:
-        """Read the ends of a pack; where they are damaged, look for its frames from the front.
+        """Read the ends of a pack. If they are damaged, scan for its frames.
 
         Raises:
-            FileNotFoundError: It is not there any more.
+            FileNotFoundError: The file no longer exists.
         """
         if copy.path in self._broken and copy.kind != "elsewhere":
             return self._broken[copy.path]
@@ -166,15 +163,15 @@ class PackCopies:
             for offset, header in scan_frames(file.read_at, file.nbytes, limits=self._repository.limits):
                 yield DirectoryEntry.of(header, offset=offset)
         except BackendError:
-            # The medium gives nothing beyond this; what was found before may still be of use.
+            # The rest cannot be read. Frames found before may still be useful.
             return
 
     def read(self, copy: PackCopy, offset: int, stored_nbytes: int) -> tuple[FrameHeader, bytes]:
-        """Return header and payload of a frame, checked against each other.
+        """Return header and payload of a frame after checking both.
 
         Raises:
             CorruptError: They are damaged.
-            FileNotFoundError: The file is not there any more.
+            FileNotFoundError: The file no longer exists.
         """
         file = copy.backend.open_read(copy.path)
         try:
@@ -187,7 +184,7 @@ class PackCopies:
         return header, payload
 
     def check(self, copy: PackCopy, places: Iterable[FramePosition]) -> dict[FramePosition, FrameHeader | None]:
-        """Read frames where manifests say that they lie; return the header of each that is sound, None for others."""
+        """Read frames where manifests locate them. Return the header of each sound frame, None for others."""
         limits = self._repository.limits
         ordered = sorted(places, key=lambda place: place[1])
         found: dict[FramePosition, FrameHeader | None] = dict.fromkeys(ordered)
@@ -207,7 +204,7 @@ class PackCopies:
                         finally:
                             result.release()
                 except BackendError:
-                    # Some bytes cannot be read at all: one frame after the other shows which.
+                    # Some bytes cannot be read at all. Read frame by frame to find out which.
                     for index in sorted(set(range(len(ordered))) - done):
                         found[ordered[index]] = self._alone(copy.backend, file, ordered[index], pool)
         finally:
@@ -226,7 +223,7 @@ class PackCopies:
 
 
 def _sound(view: memoryview, place: FramePosition, limits: Limits) -> FrameHeader | None:
-    """Return the header of a frame that is what a manifest says, with a payload that is what the header says."""
+    """Return the header of a frame if it is the frame that the manifest names, and its payload is intact."""
     chunk_id, _, stored_nbytes = place
     try:
         header = decode_frame_header(view[:FRAME_HEADER_NBYTES], limits=limits)
@@ -244,13 +241,13 @@ AGE_NS_MIN = 3600 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class QuarantineReport:
-    """What was, or would be, put aside.
+    """What was, or would be, moved to quarantine.
 
     Attributes:
         is_dry_run: Nothing was moved.
-        manifests: Name of each unreadable manifest -> what is wrong with it.
-        packs: Name of each torn pack -> what is wrong with it.
-        left: What cannot be read and stays, in sentences.
+        manifests: For the name of each unreadable manifest, what is wrong with it.
+        packs: For the name of each torn pack, what is wrong with it.
+        left: Sentences on files that cannot be read and stay.
     """
 
     is_dry_run: bool
@@ -260,7 +257,7 @@ class QuarantineReport:
 
 
 def quarantine_damaged(repository: Repository, *, dry_run: bool) -> QuarantineReport:
-    """Find what is damaged, and unless it is a dry run, move it to quarantine."""
+    """Find damaged files and, unless it is a dry run, move them to quarantine."""
     manifests: dict[ManifestName, str] = {}
     named: set[PackId] = set()
     left: list[str] = []
@@ -273,7 +270,7 @@ def quarantine_damaged(repository: Repository, *, dry_run: bool) -> QuarantineRe
             except FileNotFoundError:
                 continue
             except (UnsupportedError, BackendError) as error:
-                # Not damage: a newer ckstore, or another disk, may read it.
+                # Not damage: a newer ckstore, or a working disk, may read it.
                 left.append(str(error))
             except CorruptError as error:
                 manifests[name] = error.what

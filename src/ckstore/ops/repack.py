@@ -1,11 +1,11 @@
-"""The story of a repack: plan, then rewrite checkpoint by checkpoint, the newest first.
+"""Repack a run: code its checkpoints again, newest first, so that the newest are restored fastest.
 
-For each: read its state from the store, code it anew and check it, make the packs durable, and replace the manifest
-by its next generation. The checkpoint's identity is that of its bytes and stays.
+``plan_repack`` decides. Then, for each checkpoint: read the state, code and check it, make the packs durable, and
+replace the manifest by its next generation. The state's bytes do not change, so the checkpoint id does not either.
 
 Invariants:
-- Between any two steps every checkpoint can be restored, and the newest is the newest.
-- Readers are not disturbed: packs stay where they are until they are collected, and open files stay readable.
+- Between any two steps every checkpoint can be restored, and the newest checkpoint stays the newest.
+- Readers are not affected: old packs stay until gc removes them, and open files stay readable.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ckstore.commit.base_selection import StoragePlan
 from ckstore.commit.chunk_writer import ChunkWriter, WriteResult
 from ckstore.commit.pipeline import thread_nbytes
 from ckstore.concurrency import run_uninterrupted
-from ckstore.config import MIB, Policy, RepackPolicy
+from ckstore.config import Policy, RepackPolicy
 from ckstore.delta.base_cache import BaseCache
-from ckstore.errors import CkstoreError, ConflictError
+from ckstore.errors import ConflictError
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.manifest import Manifest, relocated
 from ckstore.format.paths import ManifestName
 from ckstore.ops.repack_plan import Action, Member, PlannedIndex, RepackPlan, Rewrite, plan_repack, roots_of
-from ckstore.ops.stored_checkpoint import plan_of, reader_nbytes, stored_state
-from ckstore.store.chunk_index import ChunkIndex, locate
+from ckstore.ops.stored_checkpoint import IsolatedRepository, plan_of, remove_unpublished, rewrite_policy, stored_state
+from ckstore.store.chunk_index import locate
 from ckstore.store.manifests import DroppedError
 from ckstore.store.refs import load_whole
 from ckstore.store.repository import Repository, finish_interrupted_replacements, finish_replacement
@@ -36,17 +36,17 @@ _log = logging.getLogger("ckstore")
 
 @dataclass(frozen=True, slots=True)
 class RepackEntry:
-    """One checkpoint of a repack; bytes afterwards are estimates until it was rewritten.
+    """One checkpoint of a repack. Numbers for afterwards are estimates until it was rewritten.
 
     Attributes:
         seq: Its number in the run.
         step: The trainer's step.
         action: ``"keyframe"``, ``"delta"``, or ``"keep"``.
-        base_seq: The checkpoint that a delta is taken from; None otherwise.
+        base_seq: The checkpoint that a delta is computed against; None otherwise.
         reason: Why, in a sentence.
         bytes_state: Plain bytes of its tensors.
         stored_before: Bytes of the frames of its own chunks.
-        stored_after: The same afterwards, but for frames that a newer checkpoint holds.
+        stored_after: The same afterwards, without frames shared with a newer checkpoint.
         read_before: Bytes that a restore reads.
         read_after: The same afterwards.
         is_done: Whether it was rewritten.
@@ -67,16 +67,16 @@ class RepackEntry:
 
 @dataclass(frozen=True, slots=True)
 class RepackReport:
-    """What a repack planned or did, the newest checkpoint first.
+    """What a repack planned or did, newest checkpoint first.
 
     Attributes:
         run: The run.
         is_dry_run: Nothing was changed.
         entries: Every checkpoint of the run.
         packs_before: Bytes of the packs that the run's checkpoints needed.
-        packs_after: The same afterwards; packs that are needed no more are freed when the store is collected.
+        packs_after: The same afterwards. gc frees packs that are no longer referenced.
         bytes_written: Bytes of new packs.
-        superseded_count: Manifests moved to the trash that an interrupted repack had left in place.
+        superseded_count: Manifests that an interrupted repack had left in place, and that were moved to the trash.
     """
 
     run: str
@@ -89,7 +89,7 @@ class RepackReport:
 
     @property
     def rewritten(self) -> tuple[RepackEntry, ...]:
-        """Entries that are, or would be, rewritten."""
+        """Entries that were, or would be, rewritten."""
         return tuple(entry for entry in self.entries if entry.action != "keep")
 
 
@@ -101,19 +101,19 @@ def repack(
     dry_run: bool,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RepackReport:
-    """Plan, and unless it is a dry run, act.
+    """Plan and, unless it is a dry run, rewrite.
 
     Args:
         repository: The store.
-        wanted: What the checkpoints shall become.
+        wanted: Which checkpoints become keyframes, and how the others are coded.
         policy: Threads and memory.
         dry_run: Only plan.
-        on_progress: Called with checkpoints done and checkpoints in all, first for the plan, then for the act.
+        on_progress: Called with the number of checkpoints done and the total, first for the plan, then for the rewrite.
 
     Raises:
         ConflictError: Another live process writes the run, or has replaced a checkpoint meanwhile.
         CorruptError: A checkpoint of the run is damaged.
-        CapacityError: The disk is full. Whatever is raised, each checkpoint is in its old or its new form.
+        CapacityError: The disk is full. After any error, each checkpoint is in its old or its new form.
     """
     if dry_run:
         return _report(
@@ -126,14 +126,14 @@ def repack(
     try:
         done = _Repacker(repository, wanted, policy, plan).run(on_progress or (lambda done, total: None))
     finally:
-        # Even one that fails halfway has moved what the next commit would follow.
+        # Even a failed call may have replaced the checkpoint that the next commit would follow.
         repository.forget_run_state()
     return replace(_report(repository, plan, done, is_dry_run=False), superseded_count=superseded_count)
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What rewriting one checkpoint came to, in bytes."""
+    """Bytes after one checkpoint was rewritten."""
 
     written: int
     stored: int
@@ -163,53 +163,32 @@ def _report(repository: Repository, plan: RepackPlan, done: dict[int, _Done], *,
     return RepackReport(repository.run, is_dry_run, entries, plan.packs_before, after, written)
 
 
-class IsolatedRepository(Repository):
-    """The same store with frames of its own to know, so that the handle's are left alone."""
-
-    def __init__(self, repository: Repository, chunk_index: ChunkIndex) -> None:
-        super().__init__(repository.backend, repository.record, repository.run, clock=repository.clock)
-        self.chunk_index = chunk_index
-        self.nbytes_planned = 0
-
-    def nbytes_expected(self, nbytes: int) -> int:
-        """Return what the plan says that will be written."""
-        return min(nbytes, self.nbytes_planned)
-
-
 class _Repacker:
-    """Carries out a plan."""
+    """Carry out a plan."""
 
     def __init__(self, repository: Repository, wanted: RepackPolicy, policy: Policy, plan: RepackPlan) -> None:
         self._repository = repository
         self._plan = plan
-        self._placed = PlannedIndex()
-        self._aside = IsolatedRepository(repository, self._placed)
-        # A thread reads a chunk and its bases before it codes it: what reading takes comes off the bound.
-        spare = policy.memory_nbytes_max
-        per_thread = reader_nbytes(repository.limits) + thread_nbytes(repository.limits, has_bases=True)
-        threads = max(1, min(policy.thread_count, spare // per_thread))
-        self._policy = replace(
-            policy,
-            compression=wanted.compression,
-            threads=threads,
-            memory_nbytes_max=max(_MEMORY_NBYTES_MIN, spare - threads * reader_nbytes(repository.limits)),
-            verify_encoded=True,
-        )
+        self._index = PlannedIndex()
+        self._isolated = IsolatedRepository(repository, self._index)
+        coding_nbytes = thread_nbytes(repository.limits, has_bases=True)
+        self._policy = rewrite_policy(policy, repository.limits, coding_nbytes, compression=wanted.compression)
 
     def run(self, tell: Callable[[int, int], None]) -> dict[int, _Done]:
-        """Rewrite what is to be rewritten; return what was written, by seq."""
+        """Rewrite checkpoints, and return the result for each rewritten seq."""
         done: dict[int, _Done] = {}
         total = sum(member.rewrite is not None for member in self._plan.members)
         for member in self._plan.members:
             try:
                 manifest = load_whole(self._repository, member.name)
             except DroppedError:
-                # It was dropped since, and its drop stands; nothing depends on its frames but what names them.
+                # It was deleted meanwhile. No other checkpoint depends on it: each manifest names all frames that it
+                # needs.
                 continue
             if manifest.header.generation != member.name.generation:
                 raise _replaced_meanwhile(self._repository, member)
             if member.rewrite is None:
-                self._placed.put(roots_of(manifest))
+                self._index.put(roots_of(manifest))
                 continue
             came_to = self._rewrite(manifest, member, member.rewrite)
             if came_to is not None:
@@ -218,17 +197,17 @@ class _Repacker:
         return done
 
     def _rewrite(self, manifest: Manifest, member: Member, rewrite: Rewrite) -> _Done | None:
-        mark = self._placed.mark()
-        self._placed.put(known for known in roots_of(manifest) if known.frame.chunk_id in rewrite.in_place)
+        mark = self._index.mark()
+        self._index.put(known for known in roots_of(manifest) if known.frame.chunk_id in rewrite.in_place)
         stored = self._store_chunks(manifest, member, rewrite)
         replacement, name = self._publish(manifest, rewrite, stored)
         try:
             finish_replacement(self._repository, replacement, name)
         except DroppedError as error:
             _log.warning("%s; its drop stands", error.what)
-            self._placed.back_to(mark)
+            self._index.back_to(mark)
             return None
-        self._placed.put(stored.frames)
+        self._index.put(stored.frames)
         in_place = sum(known.frame.frame_nbytes for known in stored.frames if known.frame.chunk_id in rewrite.in_place)
         new = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
         return _Done(stored.nbytes_written, new + in_place, sum(frame.frame_nbytes for frame in replacement.frames))
@@ -239,18 +218,18 @@ class _Repacker:
             replacement = _replacement(manifest, rewrite, stored)
             return replacement, self._repository.manifests.publish(replacement)
         except BaseException:
-            self._remove_unpublished(manifest, stored)
+            remove_unpublished(self._repository, manifest, stored.pack_names)
             raise
 
     def _store_chunks(self, manifest: Manifest, member: Member, rewrite: Rewrite) -> WriteResult:
-        """Code every chunk that is not placed, and make the packs durable."""
+        """Code every chunk that is not yet in the index, and make the packs durable."""
         forms = [
-            StoragePlan(None if form.base is None else self._placed.find(form.base), form.is_unsampled, form.master)
+            StoragePlan(None if form.base is None else self._index.find(form.base), form.is_unsampled, form.master)
             for form in rewrite.forms
         ]
-        self._aside.nbytes_planned = member.written_nbytes
+        self._isolated.nbytes_planned = member.written_nbytes
         with stored_state(self._repository, manifest) as state:
-            writer = ChunkWriter(self._aside, plan_of(manifest), state.storages, self._policy, forms, BaseCache())
+            writer = ChunkWriter(self._isolated, plan_of(manifest), state.storages, self._policy, forms, BaseCache())
             try:
                 writer.run()
                 return run_uninterrupted(writer.flush, on_interrupt=lambda error: None)
@@ -258,25 +237,9 @@ class _Repacker:
                 writer.abandon()
                 raise
 
-    def _remove_unpublished(self, manifest: Manifest, stored: WriteResult) -> None:
-        """Free the packs of a replacement that did not get published; on a full disk every byte counts."""
-        header = manifest.header
-        name = ManifestName(header.run, header.seq, header.step, header.generation + 1)
-        try:
-            # Publishing may have failed after the manifest became visible: then its packs are needed.
-            if self._repository.backend.stat(name.path) is None:
-                for pack_name in stored.pack_names:
-                    self._repository.backend.unlink(pack_name)
-        except (CkstoreError, OSError) as error:
-            _log.warning("packs of a checkpoint that was not replaced are left for gc: %s", error)
-
-
-_MEMORY_NBYTES_MIN = 56 * MIB
-"""Less cannot work, and a policy refuses it."""
-
 
 def _replacement(manifest: Manifest, rewrite: Rewrite, stored: WriteResult) -> Manifest:
-    """Return the manifest of the next generation: the same checkpoint, located anew."""
+    """Return the manifest of the next generation: the same checkpoint at new locations."""
     packs, frames = locate(stored.frames)
     return relocated(
         manifest,

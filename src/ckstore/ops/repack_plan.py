@@ -1,15 +1,14 @@
-"""Decide how the checkpoints of a run are stored anew: which become keyframes, which differences, which stay.
+"""Plan a repack: which checkpoints become keyframes, which become deltas, and which stay.
 
-Checkpoints are taken from the newest to the oldest, and each is planned as a commit that follows the one before it
-here: older ones are differences from newer ones, so that the newest are restored fastest. What comes out is data;
-``repack`` carries it out, and a dry run prints it.
+Checkpoints are planned from newest to oldest, each as a commit that follows the next newer one. So old checkpoints are
+deltas against newer ones, and the newest are restored fastest. The plan is plain data: ``repack`` carries it out, and a
+dry run prints it.
 
-Checkpoints that are coded against common frames form a group. It is rewritten whole or not at all: the bases of one
-that stays would keep the others' bytes alive.
+Checkpoints whose frames share bases form a group. A group is rewritten completely or not at all: the bases of one
+checkpoint that stays would keep the bytes of the others alive.
 
-One checkpoint as it would be stored after those newer than it: its form, and what that costs, estimated.
-
-Which checkpoints of a run need which frames and packs: what rewriting one of them would free.
+Reading order: ``plan_repack``; ``_Planner`` decides for each group; ``Sketch`` estimates one checkpoint in its new
+form; ``Ledger`` knows which checkpoints need which frames and packs.
 """
 
 from __future__ import annotations
@@ -36,322 +35,11 @@ from ckstore.store.chunk_index import LOCAL_TIER, ChunkIndex, LocatedFrame, loca
 from ckstore.store.refs import load_whole
 from ckstore.store.repository import Repository
 
-Key = tuple[PackId, int]
-"""A frame, by its place."""
-
-
-def sizes_of(manifest: Manifest) -> dict[Key, int]:
-    """Return every frame of a manifest with its bytes, in the manifest's order."""
-    return {(manifest.packs[frame.pack].pack_id, frame.offset): frame.frame_nbytes for frame in manifest.frames}
-
-
-class Ledger:
-    """Frames and packs of a run by the checkpoints that need them; the newest checkpoint has rank 0."""
-
-    def __init__(self) -> None:
-        self.packs: dict[PackId, int] = {}
-        """Packs that checkpoints of the run name, with their sizes."""
-        self._spans: dict[Key | PackId, tuple[int, int]] = {}
-        self._bases: set[Key] = set()
-        self._elsewhere: set[Key | PackId] = set()
-        self._packs_of: list[set[PackId]] = []
-
-    @classmethod
-    def of(cls, repository: Repository, names: Sequence[ManifestName]) -> Ledger:
-        """Read every manifest of the store.
-
-        Args:
-            repository: The store.
-            names: The run's manifests, the newest first.
-
-        Raises:
-            CorruptError: A checkpoint of the run is torn, or lacks a pack.
-        """
-        ledger = cls()
-        for rank, name in enumerate(names):
-            ledger._add(rank, load_whole(repository, name))
-        for run in repository.runs():
-            manifests = repository.manifests_of(run)
-            for name in manifests.listing().names if run != repository.run else ():
-                try:
-                    keys = sizes_of(manifests.load(name))
-                except FileNotFoundError:
-                    # Dropped or replaced since it was listed; what it frees only makes the plan better.
-                    continue
-                ledger._elsewhere.update(keys, (pack_id for pack_id, _ in keys))
-        return ledger
-
-    def _add(self, rank: int, manifest: Manifest) -> None:
-        keys = list(sizes_of(manifest))
-        needed: list[Key | PackId] = [*keys, *(pack.pack_id for pack in manifest.packs)]
-        for key in needed:
-            self._spans[key] = self._spans.get(key, (rank, rank))[0], rank
-        self._bases.update(keys[frame.base] for frame in manifest.frames if frame.base >= 0)
-        self._packs_of.append({pack.pack_id for pack in manifest.packs})
-        self.packs.update({pack.pack_id: pack.nbytes for pack in manifest.packs})
-
-    def groups(self) -> Iterator[tuple[int, int]]:
-        """Yield first and last rank of each group: no frame is a base in one group and needed in another."""
-        reach = list(range(len(self._packs_of)))
-        for key in self._bases:
-            first, last = self._spans[key]
-            reach[first] = max(reach[first], last)
-        begin, end = 0, -1
-        for rank, farthest in enumerate(reach):
-            if rank > end >= 0:
-                yield begin, end
-                begin = rank
-            end = max(end, farthest)
-        if reach:
-            yield begin, end
-
-    def is_needed_outside(self, key: Key | PackId, first: int, last: int) -> bool:
-        """Whether a frame or a pack is needed by a checkpoint newer or older than these, or by another run."""
-        span = self._spans[key]
-        return span[0] < first or span[1] > last or key in self._elsewhere
-
-    def packs_nbytes(self, kept: Iterable[int], in_place: Iterable[PackId]) -> int:
-        """Return the bytes of packs that are still needed when only checkpoints of these ranks keep their frames.
-
-        Args:
-            kept: Ranks of checkpoints that stay as they are.
-            in_place: Packs of frames that others leave where they are.
-        """
-        needed = set(in_place).union(*(self._packs_of[rank] for rank in kept))
-        return sum(nbytes for pack_id, nbytes in self.packs.items() if pack_id in needed)
-
-
-_PLANNED_PACK = PackRef(PackId(bytes(16)), 0, bytes(32))
-"""Stands for packs that are not written yet."""
-
-
-class PlannedIndex(ChunkIndex):
-    """Frames that older checkpoints may share or be coded against, written or planned so far."""
-
-    def __init__(self) -> None:
-        super().__init__(manifests_max=1)
-        self._frames: dict[ChunkId, LocatedFrame] = {}
-        self._added: list[ChunkId] = []
-
-    def find(self, chunk_id: ChunkId) -> LocatedFrame | None:
-        """Return the frame of a chunk."""
-        return self._frames.get(chunk_id)
-
-    def put(self, frames: Iterable[LocatedFrame]) -> None:
-        """Remember frames; the first one of a chunk stays."""
-        for known in frames:
-            if known.frame.chunk_id not in self._frames:
-                self._frames[known.frame.chunk_id] = known
-                self._added.append(known.frame.chunk_id)
-
-    def mark(self) -> int:
-        """Return a point to come back to."""
-        return len(self._added)
-
-    def back_to(self, mark: int) -> None:
-        """Forget everything that was put after a point."""
-        for chunk_id in self._added[mark:]:
-            del self._frames[chunk_id]
-        del self._added[mark:]
-
-
-def roots_of(manifest: Manifest) -> list[LocatedFrame]:
-    """Return the local frames of a manifest that need no base.
-
-    Of a checkpoint that stays, only these may serve older ones: the bases of the others may yet be coded anew.
-    """
-    return [
-        LocatedFrame(frame, manifest.packs[frame.pack], None)
-        for frame in manifest.frames
-        if frame.base < 0 and manifest.packs[frame.pack].tier == LOCAL_TIER
-    ]
-
-
-def needs_others(manifest: Manifest) -> bool:
-    """Whether a restore needs chunks beyond those of the state itself."""
-    return len(manifest.frames) > len(manifest.chunks)
-
-
-@dataclass(slots=True)
-class Sketch:
-    """A planned form of a checkpoint.
-
-    Args:
-        manifest: As it is stored now.
-        plan: How it is cut into chunks.
-        selection: The base, the form of each chunk, and why.
-        in_place: Frames that stay where they are, by chunk.
-        frames: Where each chunk will lie; sizes of new frames are estimates.
-        is_new: Whether the frame of each chunk is new.
-    """
-
-    manifest: Manifest
-    plan: CommitPlan
-    selection: BaseSelection
-    in_place: dict[ChunkId, LocatedFrame]
-    frames: list[LocatedFrame] = field(init=False, default_factory=list)
-    is_new: list[bool] = field(init=False, default_factory=list)
-    _frame_of: dict[ChunkId, FrameRef] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._frame_of = {frame.chunk_id: frame for frame in self.manifest.frames}
-
-    def leaving(self, in_place: dict[ChunkId, LocatedFrame], placed: ChunkIndex) -> Sketch:
-        """Return the same form with other frames that stay where they are."""
-        other = Sketch(self.manifest, self.plan, self.selection, in_place)
-        other.place(placed)
-        return other
-
-    def place(self, placed: ChunkIndex) -> None:
-        """Give every chunk a frame: one that is placed, or stays, or is new."""
-        bits = self._bits()
-        found: dict[int, LocatedFrame] = {}
-        new: set[int] = set()
-        forms = self.selection.plans
-        for index in sorted(range(len(forms)), key=lambda index: forms[index].master is not None):
-            chunk, form = self.manifest.chunks[index], forms[index]
-            chunk_id = ChunkId(chunk.chunk_id)
-            known = placed.find(chunk_id) or self.in_place.get(chunk_id)
-            if known is None:
-                new.add(index)
-                base = form.base if form.master is None else found[form.master]
-                estimate = chunk.nbytes * bits.get(index, 8.0 * chunk.element_width) / (8 * chunk.element_width)
-                stored_nbytes = 1 if form.master is not None else max(1, min(chunk.nbytes, round(estimate)))
-                stored_nbytes = self._stored_so(chunk_id, base, chunk.nbytes) or stored_nbytes
-                depth = 0 if base is None else base.frame.depth + 1
-                known = LocatedFrame(FrameRef(chunk_id, 0, 0, stored_nbytes, -1, depth), _PLANNED_PACK, base)
-            found[index] = known
-        self.frames = [found[index] for index in range(len(forms))]
-        self.is_new = [index in new for index in range(len(forms))]
-
-    def _stored_so(self, chunk_id: ChunkId, base: LocatedFrame | None, nbytes: int) -> int | None:
-        """Return what a chunk takes that is coded already against this base: better than any estimate."""
-        frame = self._frame_of[chunk_id]
-        base_id = self.manifest.frames[frame.base].chunk_id if frame.base >= 0 else None
-        is_so = base_id == (None if base is None else base.frame.chunk_id) and frame.stored_nbytes < nbytes
-        return frame.stored_nbytes if is_so else None
-
-    def _bits(self) -> dict[int, float]:
-        """Return the estimated bits per element of each chunk that was sampled."""
-        bits: dict[int, float] = {}
-        for sampled, view in zip(self.selection.sampled, self.selection.decision.kinds, strict=True):
-            against = None if view is None else sampled.estimate.against(view)
-            for index in sampled.unit.chunks:
-                has_base = self.selection.plans[index].base is not None
-                bits[index] = against.bits if has_base and against is not None else sampled.estimate.full_bits
-        return bits
-
-    @property
-    def written_nbytes(self) -> int:
-        """Bytes of new frames."""
-        return sum(known.frame.frame_nbytes for known, is_new in zip(self.frames, self.is_new, strict=True) if is_new)
-
-    @property
-    def packed_nbytes(self) -> int:
-        """Bytes of a pack that holds the new frames; 0 for none."""
-        new = [known.frame.stored_nbytes for known, is_new in zip(self.frames, self.is_new, strict=True) if is_new]
-        frames = align_up(sum(map(frame_extent, new)), PACK_ALIGN)
-        directory = align_up(len(new) * DIRECTORY_ENTRY_NBYTES, PACK_ALIGN)
-        return SUPERHEADER_NBYTES + frames + directory + TAIL_NBYTES if new else 0
-
-    @property
-    def moved_nbytes(self) -> int:
-        """Bytes of the frames that hold the checkpoint's own chunks now and would do so no more."""
-        return sum(nbytes for key, nbytes in self._own().items() if key not in self.keys_in_place())
-
-    @property
-    def stored_before(self) -> int:
-        """Bytes of the frames that hold the checkpoint's own chunks now."""
-        return sum(self._own().values())
-
-    @property
-    def stored_after(self) -> int:
-        """The same afterwards, without frames that newer checkpoints hold."""
-        return self.written_nbytes + sum(self.keys_in_place().values())
-
-    @property
-    def read_before(self) -> int:
-        """Bytes that a restore reads now."""
-        return sum(frame.frame_nbytes for frame in self.manifest.frames)
-
-    @property
-    def read_after(self) -> int:
-        """Bytes that a restore reads afterwards."""
-        links = {link.frame.chunk_id: link.frame.frame_nbytes for known in self.frames for link in known.closure()}
-        return sum(links.values())
-
-    def keys_in_place(self) -> dict[Key, int]:
-        """Return the frames that stay where they are, with their bytes."""
-        return {(k.pack.pack_id, k.frame.offset): k.frame.frame_nbytes for k in self.in_place.values()}
-
-    def _own(self) -> dict[Key, int]:
-        chunk_ids = {chunk.chunk_id for chunk in self.manifest.chunks}
-        sizes = sizes_of(self.manifest).items()
-        return {
-            key: n for (key, n), frame in zip(sizes, self.manifest.frames, strict=True) if frame.chunk_id in chunk_ids
-        }
-
-    def planned(self) -> Manifest:
-        """Return the manifest as it would be, for those that are coded after it."""
-        packs, frames = locate(self.frames)
-        return replace(self.manifest, packs=tuple(packs), frames=tuple(frames), decisions=self.decisions)
-
-    @property
-    def decisions(self) -> Decisions | None:
-        """What its manifest would say of its base."""
-        return self.selection.decisions([UNSAMPLED] * len(self.manifest.storages))
-
-    def unchanged(self) -> Manifest:
-        """Return the manifest as it is; for those that are coded after it, a keyframe."""
-        return replace(self.manifest, decisions=None)
-
-    def follow(self, bases: BaseCache, manifest: Manifest) -> None:
-        """Let the next older checkpoint be coded against this one."""
-        self.selection.remember(bases, manifest, [ChunkId(chunk.chunk_id) for chunk in self.manifest.chunks])
-
-
-def sketch(
-    repository: Repository,
-    manifest: Manifest,
-    placed: ChunkIndex,
-    bases: BaseCache,
-    policy: Policy,
-    *,
-    is_keyframe: bool,
-    in_place: dict[ChunkId, LocatedFrame],
-) -> Sketch:
-    """Read samples of a checkpoint and plan its form.
-
-    Args:
-        repository: The store.
-        manifest: The checkpoint.
-        placed: Frames that it may share, or be coded against.
-        bases: The next newer checkpoint, and the keyframe that goes with it.
-        policy: How it shall be coded.
-        is_keyframe: Code every chunk whole.
-        in_place: Frames of it that others need where they are.
-
-    Raises:
-        CorruptError: What is stored is damaged.
-        UnsupportedError: Its tensors do not cover its chunks.
-    """
-    plan = plan_of(manifest)
-    with stored_state(repository, manifest) as state:
-        selection = select_bases(state.captured(), plan, placed, bases, policy, repository.limits)
-    if is_keyframe:
-        whole = tuple(replace(form, base=None, is_unsampled=False) for form in selection.plans)
-        decision = Decision((None,) * len(selection.sampled), "keyframe: among the newest, for fast restores")
-        selection = replace(selection, plans=whole, decision=decision)
-    found = Sketch(manifest, plan, selection, in_place)
-    found.place(placed)
-    return found
-
-
 Action = Literal["keyframe", "delta", "keep"]
 
 
 class ChunkForm(NamedTuple):
-    """How one chunk is coded: against a base (a chunk's identity), as the rounding of a master (an index), or whole."""
+    """How one chunk is coded: against a base (chunk id), as a rounding of a master (chunk index), or without."""
 
     base: ChunkId | None
     is_unsampled: bool
@@ -360,7 +48,7 @@ class ChunkForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """How the chunks of one checkpoint are coded, which of them stay where they are, and why."""
+    """How the chunks of one checkpoint are coded, which frames stay where they are, and why."""
 
     forms: tuple[ChunkForm, ...]
     in_place: frozenset[ChunkId]
@@ -368,7 +56,7 @@ class Rewrite:
 
     @classmethod
     def of(cls, sketch: Sketch) -> Rewrite:
-        """Keep of a sketch what the act needs, and nothing that grows with the state's bytes."""
+        """Return what ``repack`` needs of a sketch, without samples and other data that grows with the state."""
         forms = tuple(
             ChunkForm(None if form.base is None else form.base.frame.chunk_id, form.is_unsampled, form.master)
             for form in sketch.selection.plans
@@ -379,15 +67,15 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What is planned for one checkpoint; what comes after the act is an estimate.
+    """The plan for one checkpoint. Numbers for afterwards are estimates.
 
     Args:
         name: Its manifest.
-        action: What is done with it.
+        action: What to do.
         reason: Why, in a sentence.
         base_seq: The checkpoint whose chunks, or their roots, serve as bases.
         stored_before: Bytes of the frames of its own chunks.
-        stored_after: The same afterwards; frames that newer checkpoints hold count there.
+        stored_after: The same afterwards, without frames shared with newer checkpoints.
         read_before: Bytes that a restore reads.
         read_after: The same afterwards.
         state_nbytes: Plain bytes of its tensors.
@@ -410,7 +98,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class RepackPlan:
-    """What is to be done, the newest checkpoint first, and the bytes of packs that the run needs before and after."""
+    """The plan, newest checkpoint first, and the bytes of packs that the run needs before and after."""
 
     members: tuple[Member, ...]
     packs_before: int
@@ -418,7 +106,7 @@ class RepackPlan:
 
     @property
     def written_nbytes(self) -> int:
-        """About how many bytes will be written."""
+        """Estimated bytes to write."""
         return sum(member.written_nbytes for member in self.members)
 
 
@@ -429,17 +117,17 @@ def plan_repack(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RepackPlan:
-    """Look at every checkpoint of the run, read samples of it, and decide.
+    """Read samples of every checkpoint of the run, and decide.
 
     Args:
         repository: The store.
-        wanted: What the newest and the older ones shall become.
+        wanted: How many keyframes to make, and when a rewrite is worth it.
         policy: Threads and memory.
-        on_progress: Called with checkpoints looked at and checkpoints in all.
+        on_progress: Called with the number of checkpoints read and the total.
 
     Raises:
-        CorruptError: A checkpoint of the run is damaged: it must be repaired or deleted first.
-        ConflictError: Another has replaced one meanwhile.
+        CorruptError: A checkpoint of the run is damaged. Repair or delete it first.
+        ConflictError: Another process has replaced a checkpoint meanwhile.
     """
     names = list(reversed(repository.manifests.listing().names))
     ledger = Ledger.of(repository, names)
@@ -455,11 +143,11 @@ def plan_repack(
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What becomes of a checkpoint.
+    """The decision on one checkpoint.
 
     Args:
-        member: As it is told.
-        sketch: Its form; None if it stays.
+        member: The decision as data.
+        sketch: Its new form; None if it stays.
     """
 
     member: Member
@@ -477,7 +165,7 @@ class _Outcome:
 
 
 class _Live:
-    """Bytes of packs that a group takes, other than those that are needed outside of it anyhow."""
+    """Bytes of the packs of a group, without packs that are needed outside the group anyway."""
 
     def __init__(self, ledger: Ledger, first: int, last: int) -> None:
         self.first, self.last = first, last
@@ -493,12 +181,12 @@ class _Live:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of packs, new ones too."""
+        """Bytes of packs, including new ones."""
         return self._written + sum(self._ledger.packs[pack_id] for pack_id in self._packs)
 
 
 class _Planner:
-    """Plans group by group, the newest first."""
+    """Plan one group after the other, newest first."""
 
     def __init__(
         self,
@@ -530,7 +218,7 @@ class _Planner:
     def group(self, names: Sequence[ManifestName], first: int) -> list[Member]:
         """Plan a group whose newest checkpoint has rank ``first``."""
         mark, last = self._placed.mark(), first + len(names) - 1
-        # The two ways it can go: all of it is rewritten that gains by it, or only keyframes that were asked for.
+        # Compare two outcomes: rewrite everything that gains by it, or only the requested keyframes.
         live, live_otherwise = _Live(self._ledger, first, last), _Live(self._ledger, first, last)
         outcomes, otherwise = [], []
         for rank, name in enumerate(names, first):
@@ -556,7 +244,7 @@ class _Planner:
         return manifest
 
     def _draft(self, manifest: Manifest, rank: int, live: _Live) -> tuple[_Outcome, _Outcome]:
-        """Return what becomes of a checkpoint if its group is rewritten, and otherwise."""
+        """Return the outcome for a checkpoint if its group is rewritten, and if it is not."""
         is_forced = self._keyframes_left > 0 and not manifest.header.is_archival
         self._keyframes_left -= is_forced
         found = self._sketch(manifest, live, is_forced=is_forced)
@@ -590,7 +278,7 @@ class _Planner:
         )
 
     def _in_place(self, manifest: Manifest, first: int, last: int) -> dict[ChunkId, LocatedFrame]:
-        """Return frames of a checkpoint's own chunks that are needed where they are outside of a range of ranks."""
+        """Return frames of a checkpoint's own chunks that checkpoints outside a range of ranks need in place."""
         own = {chunk.chunk_id for chunk in manifest.chunks}
         return {
             known.frame.chunk_id: known
@@ -601,9 +289,9 @@ class _Planner:
         }
 
     def _refusal(self, found: Sketch, *, is_forced: bool) -> str | None:
-        """Return why a checkpoint stays as it is whatever its group does, or None."""
+        """Return why a checkpoint stays whatever happens to its group; None if it need not stay."""
         if found.manifest.losses:
-            # Coded without a loss, a reconstruction takes as much as what it stands for.
+            # Coded again without loss, a reconstruction takes as many bytes as the exact state.
             return "it was stored with a loss, and stays as it is"
         least = 1 - self._wanted.saving_min
         if needs_others(found.manifest):
@@ -614,7 +302,7 @@ class _Planner:
         return _told("rewriting", found.written_nbytes, found.moved_nbytes)
 
     def _take_back(self, outcomes: Sequence[_Outcome], mark: int) -> None:
-        """Place a group again of which only keyframes that were asked for are rewritten."""
+        """Plan a group again in which only the requested keyframes are rewritten."""
         assert self._last is not None, "a group has a checkpoint"
         self._placed.back_to(mark)
         for outcome in outcomes:
@@ -632,7 +320,7 @@ def _with_reason(outcome: _Outcome, reason: str) -> _Outcome:
 
 
 def _told(what: str, after: int, before: int) -> str:
-    """Say what a change would save, in a sentence."""
+    """Say what a change would save."""
     if not before:
         return f"{what} would free nothing: others need its packs"
     saved = 1 - after / before
@@ -665,3 +353,314 @@ def _kept(found: Sketch, reason: str) -> Member:
 def _name_of(manifest: Manifest) -> ManifestName:
     header = manifest.header
     return ManifestName(header.run, header.seq, header.step, header.generation)
+
+
+_PLANNED_PACK = PackRef(PackId(bytes(16)), 0, bytes(32))
+"""Placeholder for packs that are not written yet."""
+
+
+class PlannedIndex(ChunkIndex):
+    """Frames, written or planned so far, that older checkpoints may share or use as bases."""
+
+    def __init__(self) -> None:
+        super().__init__(manifests_max=1)
+        self._frames: dict[ChunkId, LocatedFrame] = {}
+        self._added: list[ChunkId] = []
+
+    def find(self, chunk_id: ChunkId) -> LocatedFrame | None:
+        """Return the frame of a chunk."""
+        return self._frames.get(chunk_id)
+
+    def put(self, frames: Iterable[LocatedFrame]) -> None:
+        """Add frames. The first frame of a chunk wins."""
+        for known in frames:
+            if known.frame.chunk_id not in self._frames:
+                self._frames[known.frame.chunk_id] = known
+                self._added.append(known.frame.chunk_id)
+
+    def mark(self) -> int:
+        """Return a mark for ``back_to``."""
+        return len(self._added)
+
+    def back_to(self, mark: int) -> None:
+        """Remove every frame that was added after a mark."""
+        for chunk_id in self._added[mark:]:
+            del self._frames[chunk_id]
+        del self._added[mark:]
+
+
+def roots_of(manifest: Manifest) -> list[LocatedFrame]:
+    """Return the local frames of a manifest that need no base.
+
+    Of a checkpoint that stays, only these may serve older checkpoints, because its bases may be rewritten later.
+    """
+    return [
+        LocatedFrame(frame, manifest.packs[frame.pack], None)
+        for frame in manifest.frames
+        if frame.base < 0 and manifest.packs[frame.pack].tier == LOCAL_TIER
+    ]
+
+
+def needs_others(manifest: Manifest) -> bool:
+    """Return whether a restore needs chunks that are not part of the state."""
+    return len(manifest.frames) > len(manifest.chunks)
+
+
+@dataclass(slots=True)
+class Sketch:
+    """A planned form of a checkpoint.
+
+    Args:
+        manifest: As it is stored now.
+        plan: How it is cut into chunks.
+        selection: The base, the form of each chunk, and why.
+        in_place: Frames that stay where they are, by chunk.
+        frames: The frame of each chunk. Sizes of new frames are estimates.
+        is_new: For each chunk, whether its frame is new.
+    """
+
+    manifest: Manifest
+    plan: CommitPlan
+    selection: BaseSelection
+    in_place: dict[ChunkId, LocatedFrame]
+    frames: list[LocatedFrame] = field(init=False, default_factory=list)
+    is_new: list[bool] = field(init=False, default_factory=list)
+    _frame_of: dict[ChunkId, FrameRef] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._frame_of = {frame.chunk_id: frame for frame in self.manifest.frames}
+
+    def leaving(self, in_place: dict[ChunkId, LocatedFrame], placed: ChunkIndex) -> Sketch:
+        """Return the same form with other frames that stay in place."""
+        other = Sketch(self.manifest, self.plan, self.selection, in_place)
+        other.place(placed)
+        return other
+
+    def place(self, placed: ChunkIndex) -> None:
+        """Give every chunk a frame: one from the index, one that stays in place, or a new one."""
+        bits = self._bits()
+        found: dict[int, LocatedFrame] = {}
+        new: set[int] = set()
+        forms = self.selection.plans
+        for index in sorted(range(len(forms)), key=lambda index: forms[index].master is not None):
+            chunk, form = self.manifest.chunks[index], forms[index]
+            chunk_id = ChunkId(chunk.chunk_id)
+            known = placed.find(chunk_id) or self.in_place.get(chunk_id)
+            if known is None:
+                new.add(index)
+                base = form.base if form.master is None else found[form.master]
+                estimate = chunk.nbytes * bits.get(index, 8.0 * chunk.element_width) / (8 * chunk.element_width)
+                stored_nbytes = 1 if form.master is not None else max(1, min(chunk.nbytes, round(estimate)))
+                stored_nbytes = self._stored_so(chunk_id, base, chunk.nbytes) or stored_nbytes
+                depth = 0 if base is None else base.frame.depth + 1
+                known = LocatedFrame(FrameRef(chunk_id, 0, 0, stored_nbytes, -1, depth), _PLANNED_PACK, base)
+            found[index] = known
+        self.frames = [found[index] for index in range(len(forms))]
+        self.is_new = [index in new for index in range(len(forms))]
+
+    def _stored_so(self, chunk_id: ChunkId, base: LocatedFrame | None, nbytes: int) -> int | None:
+        """Return the stored bytes of a chunk that is already coded against this base: better than an estimate."""
+        frame = self._frame_of[chunk_id]
+        base_id = self.manifest.frames[frame.base].chunk_id if frame.base >= 0 else None
+        is_so = base_id == (None if base is None else base.frame.chunk_id) and frame.stored_nbytes < nbytes
+        return frame.stored_nbytes if is_so else None
+
+    def _bits(self) -> dict[int, float]:
+        """Return the estimated bits per element of each sampled chunk."""
+        bits: dict[int, float] = {}
+        for sampled, view in zip(self.selection.sampled, self.selection.decision.kinds, strict=True):
+            against = None if view is None else sampled.estimate.against(view)
+            for index in sampled.unit.chunks:
+                has_base = self.selection.plans[index].base is not None
+                bits[index] = against.bits if has_base and against is not None else sampled.estimate.full_bits
+        return bits
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes of new frames."""
+        return sum(known.frame.frame_nbytes for known, is_new in zip(self.frames, self.is_new, strict=True) if is_new)
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Size of a pack that contains the new frames; 0 without new frames."""
+        new = [known.frame.stored_nbytes for known, is_new in zip(self.frames, self.is_new, strict=True) if is_new]
+        frames = align_up(sum(map(frame_extent, new)), PACK_ALIGN)
+        directory = align_up(len(new) * DIRECTORY_ENTRY_NBYTES, PACK_ALIGN)
+        return SUPERHEADER_NBYTES + frames + directory + TAIL_NBYTES if new else 0
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of frames of the checkpoint's own chunks that are replaced."""
+        return sum(nbytes for key, nbytes in self._own().items() if key not in self.keys_in_place())
+
+    @property
+    def stored_before(self) -> int:
+        """Bytes of the frames of the checkpoint's own chunks now."""
+        return sum(self._own().values())
+
+    @property
+    def stored_after(self) -> int:
+        """The same afterwards, without frames shared with newer checkpoints."""
+        return self.written_nbytes + sum(self.keys_in_place().values())
+
+    @property
+    def read_before(self) -> int:
+        """Bytes that a restore reads now."""
+        return sum(frame.frame_nbytes for frame in self.manifest.frames)
+
+    @property
+    def read_after(self) -> int:
+        """Bytes that a restore reads afterwards."""
+        links = {link.frame.chunk_id: link.frame.frame_nbytes for known in self.frames for link in known.closure()}
+        return sum(links.values())
+
+    def keys_in_place(self) -> dict[Key, int]:
+        """Return the frames that stay where they are, with their bytes."""
+        return {(k.pack.pack_id, k.frame.offset): k.frame.frame_nbytes for k in self.in_place.values()}
+
+    def _own(self) -> dict[Key, int]:
+        chunk_ids = {chunk.chunk_id for chunk in self.manifest.chunks}
+        sizes = sizes_of(self.manifest).items()
+        return {
+            key: n for (key, n), frame in zip(sizes, self.manifest.frames, strict=True) if frame.chunk_id in chunk_ids
+        }
+
+    def planned(self) -> Manifest:
+        """Return the planned manifest, as the next older checkpoint sees it."""
+        packs, frames = locate(self.frames)
+        return replace(self.manifest, packs=tuple(packs), frames=tuple(frames), decisions=self.decisions)
+
+    @property
+    def decisions(self) -> Decisions | None:
+        """The decisions that its manifest would record."""
+        return self.selection.decisions([UNSAMPLED] * len(self.manifest.storages))
+
+    def unchanged(self) -> Manifest:
+        """Return the present manifest as a keyframe, as the next older checkpoint sees it."""
+        return replace(self.manifest, decisions=None)
+
+    def follow(self, bases: BaseCache, manifest: Manifest) -> None:
+        """Let the next older checkpoint be coded against this one."""
+        self.selection.remember(bases, manifest, [ChunkId(chunk.chunk_id) for chunk in self.manifest.chunks])
+
+
+def sketch(
+    repository: Repository,
+    manifest: Manifest,
+    placed: ChunkIndex,
+    bases: BaseCache,
+    policy: Policy,
+    *,
+    is_keyframe: bool,
+    in_place: dict[ChunkId, LocatedFrame],
+) -> Sketch:
+    """Read samples of a checkpoint and plan its form.
+
+    Args:
+        repository: The store.
+        manifest: The checkpoint.
+        placed: Frames that it may share or use as bases.
+        bases: The next newer checkpoint, and its keyframe.
+        policy: How to code it.
+        is_keyframe: Code every chunk without a base.
+        in_place: Frames of it that others need where they are.
+
+    Raises:
+        CorruptError: Stored bytes are damaged.
+        UnsupportedError: Its tensors do not cover its chunks.
+    """
+    plan = plan_of(manifest)
+    with stored_state(repository, manifest) as state:
+        selection = select_bases(state.captured(), plan, placed, bases, policy, repository.limits)
+    if is_keyframe:
+        whole = tuple(replace(form, base=None, is_unsampled=False) for form in selection.plans)
+        decision = Decision((None,) * len(selection.sampled), "keyframe: among the newest, for fast restores")
+        selection = replace(selection, plans=whole, decision=decision)
+    found = Sketch(manifest, plan, selection, in_place)
+    found.place(placed)
+    return found
+
+
+Key = tuple[PackId, int]
+"""A frame, by pack and offset."""
+
+
+def sizes_of(manifest: Manifest) -> dict[Key, int]:
+    """Return the bytes of every frame of a manifest, in the manifest's order."""
+    return {(manifest.packs[frame.pack].pack_id, frame.offset): frame.frame_nbytes for frame in manifest.frames}
+
+
+class Ledger:
+    """Which checkpoints of a run need which frames and packs. The newest checkpoint has rank 0."""
+
+    def __init__(self) -> None:
+        self.packs: dict[PackId, int] = {}
+        """Sizes of the packs that checkpoints of the run name."""
+        self._spans: dict[Key | PackId, tuple[int, int]] = {}
+        self._bases: set[Key] = set()
+        self._elsewhere: set[Key | PackId] = set()
+        self._packs_of: list[set[PackId]] = []
+
+    @classmethod
+    def of(cls, repository: Repository, names: Sequence[ManifestName]) -> Ledger:
+        """Read every manifest of the store.
+
+        Args:
+            repository: The store.
+            names: The run's manifests, newest first.
+
+        Raises:
+            CorruptError: A checkpoint of the run is damaged, or lacks a pack.
+        """
+        ledger = cls()
+        for rank, name in enumerate(names):
+            ledger._add(rank, load_whole(repository, name))
+        for run in repository.runs():
+            manifests = repository.manifests_of(run)
+            for name in manifests.listing().names if run != repository.run else ():
+                try:
+                    keys = sizes_of(manifests.load(name))
+                except FileNotFoundError:
+                    # It was deleted or replaced meanwhile. Whatever that frees only improves the plan.
+                    continue
+                ledger._elsewhere.update(keys, (pack_id for pack_id, _ in keys))
+        return ledger
+
+    def _add(self, rank: int, manifest: Manifest) -> None:
+        keys = list(sizes_of(manifest))
+        needed: list[Key | PackId] = [*keys, *(pack.pack_id for pack in manifest.packs)]
+        for key in needed:
+            self._spans[key] = self._spans.get(key, (rank, rank))[0], rank
+        self._bases.update(keys[frame.base] for frame in manifest.frames if frame.base >= 0)
+        self._packs_of.append({pack.pack_id for pack in manifest.packs})
+        self.packs.update({pack.pack_id: pack.nbytes for pack in manifest.packs})
+
+    def groups(self) -> Iterator[tuple[int, int]]:
+        """Yield the first and last rank of each group. No frame is a base in one group and needed in another."""
+        reach = list(range(len(self._packs_of)))
+        for key in self._bases:
+            first, last = self._spans[key]
+            reach[first] = max(reach[first], last)
+        begin, end = 0, -1
+        for rank, farthest in enumerate(reach):
+            if rank > end >= 0:
+                yield begin, end
+                begin = rank
+            end = max(end, farthest)
+        if reach:
+            yield begin, end
+
+    def is_needed_outside(self, key: Key | PackId, first: int, last: int) -> bool:
+        """Return whether a frame or pack is needed by a checkpoint outside these ranks, or by another run."""
+        span = self._spans[key]
+        return span[0] < first or span[1] > last or key in self._elsewhere
+
+    def packs_nbytes(self, kept: Iterable[int], in_place: Iterable[PackId]) -> int:
+        """Return the bytes of packs that are needed if only checkpoints of these ranks keep their frames.
+
+        Args:
+            kept: Ranks of checkpoints that stay as they are.
+            in_place: Packs of frames that rewritten checkpoints leave where they are.
+        """
+        needed = set(in_place).union(*(self._packs_of[rank] for rank in kept))
+        return sum(nbytes for pack_id, nbytes in self.packs.items() if pack_id in needed)

@@ -1,27 +1,19 @@
-"""The story of a repair: look, plan, and unless it is a dry run, act.
+"""Repair a damaged store: search and plan, then, unless it is a dry run, act.
 
-What is sound in damaged packs, and what was found elsewhere, is copied to new packs and made durable; manifests that
-cannot be read are put aside, and others replaced one by one, the newest first; last, packs that nothing needs any more
-are put aside.
-
-Invariants:
-- No byte is removed or written over: packs and manifests are added, replaced by a next generation, or moved aside.
-- Between any two steps every checkpoint is as it was or as it is to be; a repair that was interrupted is done again.
-- A checkpoint's id never changes: what is restored has the identities that were committed, or is named as lost.
-
-The frames that a repair copies: what is sound in damaged packs, and what was found where no manifest looks.
+Sound frames of damaged packs, and frames found elsewhere, are copied to new packs and made durable. Unreadable
+manifests move to quarantine. Other manifests are replaced one by one, newest first. Last, damaged packs that no
+manifest names move to quarantine.
 
 Invariants:
-- A frame is compared with what was planned when it is read, and with what was read where it lies in its new pack.
-- No manifest names a new pack before ``write`` has returned: then all of them are durable.
+- No byte is removed or overwritten. Packs and manifests are added, replaced by a next generation, or moved.
+- Between any two steps every checkpoint is as before, or repaired. An interrupted repair can be run again.
+- A checkpoint id never changes. Restored data has the committed identities, or is recorded as lost.
+- A frame is compared with the plan when it is read, and again where it was written.
+- No manifest names a new pack before ``Copies.write`` has returned, when all new packs are durable.
 
-Make ``store.json`` again from what repeats it: every manifest and every pack carries the store's id.
-
-A purge by age takes ``store.json`` first, since nothing writes it after it was made. Its limits are those that every
-store is made with; what holds less than they allow can be read by them.
-
-Invariants:
-- It is made only where all manifests, or where there is none all packs, are of one store; never over one that is there.
+A missing ``store.json`` is made again, since every manifest and pack contains the store id. Purges by age remove this
+file first, because nothing modifies it. It is made again only if all manifests (without manifests, all packs) belong to
+one store, and it never replaces a file. Its limits are the defaults with which every store is made.
 """
 
 from __future__ import annotations
@@ -56,169 +48,28 @@ from ckstore.store.pack_writer import FrameSlot, PackWriter
 from ckstore.store.repository import Repository, finish_replacement
 from ckstore.store.store_config import read_store_record
 
+_log = logging.getLogger("ckstore")
+
+
 BLOCK_NBYTES = 8 << 20
+
+
 BLOCKS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """A frame to be copied, or to be stored anew as plain bytes."""
-
-    copy: PackCopy
-    offset: int
-    chunk_id: ChunkId
-    is_plain: bool
-
-
-class Copies:
-    """Frames that are to lie in sound packs that manifests may name."""
-
-    def __init__(self, repository: Repository, plan: RepairPlan) -> None:
-        self._repository = repository
-        self._search = plan.search
-        self._headers: dict[_Source, FrameHeader] = {}
-        self._places: dict[_Source, FrameSlot] = {}
-        self._refs: dict[PackId, PackRef] = {}
-        for mend in plan.mends:
-            if mend.picks:
-                manifest = plan.search.load(mend.name)
-                for pick in mend.picks:
-                    self._want(manifest, pick)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return sum(FRAME_HEADER_NBYTES + header.stored_nbytes for header in self._headers.values())
-
-    def _want(self, manifest: Manifest, first: Pick) -> None:
-        pick: Pick | None = first
-        while pick is not None:
-            source = self._source_of(manifest, pick)
-            if source is not None and source not in self._headers:
-                self._headers[source] = self._header_of(manifest, pick)
-            pick = pick.base
-
-    def _source_of(self, manifest: Manifest, pick: Pick) -> _Source | None:
-        """Return what is to be copied for a pick; None: it can stay where the manifest says."""
-        if pick.index < 0:
-            found = self._search.found[pick.chunk_id]
-            return _Source(found.copy, found.offset, pick.chunk_id, pick.is_plain)
-        frame = manifest.frames[pick.index]
-        state = self._search.states.get(manifest.packs[frame.pack].pack_id)
-        if state is None or not state.is_spoiled:
-            return None
-        assert state.copy is not None, "a sound frame lies somewhere"
-        return _Source(state.copy, frame.offset, pick.chunk_id, False)
-
-    def _header_of(self, manifest: Manifest, pick: Pick) -> FrameHeader:
-        if pick.index >= 0:
-            frame = manifest.frames[pick.index]
-            state = self._search.states[manifest.packs[frame.pack].pack_id]
-            return state.frames[frame.chunk_id, frame.offset, frame.stored_nbytes]
-        header = self._search.found[pick.chunk_id].header
-        if not pick.is_plain:
-            return header
-        return replace(header, base_id=NO_BASE, steps=(), stored_nbytes=header.plain_nbytes)
-
-    def write(self) -> None:
-        """Copy them to new packs, check each where it lies then, and make the packs durable."""
-        waiting = list(self._headers.items())
-        while waiting:
-            # A pack holds a chunk once; of a chunk in two forms the second goes to another pack.
-            taken: set[ChunkId] = set()
-            now: list[tuple[_Source, FrameHeader]] = []
-            later: list[tuple[_Source, FrameHeader]] = []
-            for row in waiting:
-                (later if row[0].chunk_id in taken else now).append(row)
-                taken.add(row[0].chunk_id)
-            self._write_packs(now)
-            waiting = later
-
-    def _write_packs(self, rows: Sequence[tuple[_Source, FrameHeader]]) -> None:
-        with BufferPool(BLOCK_NBYTES, BLOCKS) as pool:
-            packer = PackWriter(
-                self._repository.backend,
-                pool,
-                store_id=self._repository.store_id,
-                nbytes_expected=sum(FRAME_HEADER_NBYTES + header.stored_nbytes for _, header in rows),
-                copy=kernels.copy_bytes,
-            )
-            try:
-                for source, header in rows:
-                    self._copy(packer, source, header)
-                self._refs.update({ref.pack_id: ref for ref in packer.finish()})
-            except BaseException:
-                packer.fail()
-                packer.abandon()
-                raise
-
-    def _copy(self, packer: PackWriter, source: _Source, header: FrameHeader) -> None:
-        payload = self._payload(source, header)
-
-        def check(pieces: Sequence[memoryview]) -> None:
-            if b"".join(pieces) != payload:
-                raise CorruptError("a frame changed while it was copied", todo="test this machine's memory")
-
-        place = self._places[source] = packer.reserve(header.stored_nbytes)
-        packer.fill(place, header, [memoryview(payload)], check)
-
-    def _payload(self, source: _Source, header: FrameHeader) -> bytes:
-        if source.is_plain:
-            plain = self._search.decoded(source.chunk_id)
-            assert chunk_id_of(memoryview(plain)) == source.chunk_id, "what was decoded was checked"
-            return plain
-        with contextlib.suppress(CorruptError, FileNotFoundError):
-            found, payload = self._search.shelf.read(source.copy, source.offset, header.stored_nbytes)
-            if found == header:
-                return payload
-        raise ConflictError(
-            "a frame that was sound when the repair was planned is not there any more",
-            where=f"{source.copy.path}, offset {source.offset}",
-            todo="repair again",
-        )
-
-    def located(self, manifest: Manifest, picks: Iterable[Pick]) -> list[LocatedFrame]:
-        """Return where the frames of a manifest lie, once what is to be copied was copied."""
-        made: dict[ChunkId, LocatedFrame] = {}
-        return [self._located(manifest, pick, made) for pick in picks]
-
-    def _located(self, manifest: Manifest, pick: Pick, made: dict[ChunkId, LocatedFrame]) -> LocatedFrame:
-        # Chains may be longer than Python calls itself.
-        chain: list[Pick] = []
-        below: Pick | None = pick
-        while below is not None and below.chunk_id not in made:
-            chain.append(below)
-            below = below.base
-        for each in reversed(chain):
-            base = None if each.base is None else made[each.base.chunk_id]
-            made[each.chunk_id] = self._known(manifest, each, base)
-        return made[pick.chunk_id]
-
-    def _known(self, manifest: Manifest, pick: Pick, base: LocatedFrame | None) -> LocatedFrame:
-        source = self._source_of(manifest, pick)
-        if source is None:
-            frame = manifest.frames[pick.index]
-            return LocatedFrame(frame, manifest.packs[frame.pack], base)
-        place = self._places[source]
-        ref = FrameRef(pick.chunk_id, 0, place.offset, place.stored_nbytes)
-        return LocatedFrame(ref, self._refs[place.pack.pack_id], base)
-
-
-_log = logging.getLogger("ckstore")
-
-
-@dataclass(frozen=True, slots=True)
 class RepairEntry:
-    """What becomes of one checkpoint.
+    """What happens to one checkpoint.
 
     Attributes:
         run: Its run.
         seq: Its number.
         step: The trainer's step.
-        action: ``"heal"``; ``"partial"``: what is lost is named, the rest can be restored; ``"quarantine"``: its
-            manifest is put aside; ``"revive"``, ``"bring back"``: another one takes its place.
+        action: ``"heal"``: made complete again; ``"partial"``: lost tensors are recorded, the rest can be restored;
+            ``"quarantine"``: its manifest is moved to quarantine; ``"revive"``, ``"bring back"``: another manifest
+            takes its place.
         reason: Why.
-        tensors: Dotted paths of tensors that are lost.
+        tensors: Dotted paths of lost tensors.
         is_done: Whether it was done.
     """
 
@@ -237,14 +88,14 @@ class RepairReport:
 
     Attributes:
         is_dry_run: Nothing was changed.
-        entries: Checkpoints that are not as they were.
-        packs: Pack id -> what is wrong with it, and so what it is put aside for.
-        packs_rescued: Packs that were needed and lay in the trash.
-        claims_made: ``run/seq`` of claims that were missing.
-        bytes_copied: Bytes of frames that were copied to new packs.
-        left: What cannot be mended, in sentences.
-        is_identity_made: ``store.json`` was missing: it was made again from manifests and packs, or would be.
-        packs_elsewhere: Packs that lie in other tiers, of which nothing was read.
+        entries: Damaged checkpoints.
+        packs: For the id of each damaged pack, what is wrong with it.
+        packs_rescued: Packs in the trash that manifests need.
+        claims_made: ``run/seq`` of missing claims.
+        bytes_copied: Bytes of frames copied to new packs.
+        left: Sentences on what cannot be repaired.
+        is_identity_made: ``store.json`` was missing, and was or would be made again from manifests and packs.
+        packs_elsewhere: Number of packs in other tiers, which were not read.
     """
 
     is_dry_run: bool
@@ -259,14 +110,14 @@ class RepairReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was found that is not as it was written."""
+        """Whether nothing was found damaged."""
         if self.is_identity_made:
             return False
         return not (self.entries or self.packs or self.packs_rescued or self.claims_made or self.left)
 
     @property
     def partial(self) -> tuple[RepairEntry, ...]:
-        """Checkpoints of which something is lost for good."""
+        """Checkpoints of which some data is lost."""
         return tuple(entry for entry in self.entries if entry.action == "partial")
 
 
@@ -278,18 +129,18 @@ def repair(
     sources: Sequence[Backend] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RepairReport:
-    """Plan, and unless it is a dry run, act.
+    """Plan and, unless it is a dry run, repair.
 
     Args:
         repository: The store.
-        make_check: Makes what decodes a frame.
+        make_check: Makes a function that decodes a frame.
         dry_run: Only plan.
-        sources: Other places where files of this store may lie under the same names.
-        on_progress: Called with packs looked at and packs in all.
+        sources: Copies of the store.
+        on_progress: Called with the number of packs checked and the total.
 
     Raises:
-        ConflictError: Another live process writes a run that has to be mended, or has replaced a checkpoint meanwhile.
-        CapacityError: The disk is full; each checkpoint is as it was, or mended.
+        ConflictError: Another live process writes a damaged run, or has replaced a checkpoint meanwhile.
+        CapacityError: The disk is full. Each checkpoint is as before, or repaired.
     """
     plan = plan_repair(repository, make_check, sources=sources, on_progress=on_progress)
     copies = Copies(repository, plan)
@@ -298,7 +149,7 @@ def repair(
     report = _report(plan, copies, dry_run=dry_run)
     if not any(entry.is_done and entry.action in ("revive", "bring back") for entry in report.entries):
         return report
-    # What these name was not looked at yet.
+    # The packs of these manifests were not checked yet.
     again = repair(repository, make_check, dry_run=False, sources=sources, on_progress=on_progress)
     return replace(
         again,
@@ -353,7 +204,7 @@ def _writing(repository: Repository, run: str) -> Iterator[Repository]:
         try:
             yield repository
         finally:
-            # The next commit must not follow what was replaced.
+            # The next commit must not follow a replaced checkpoint.
             repository.forget_run_state()
         return
     other = repository.for_run(run)
@@ -366,7 +217,7 @@ def _writing(repository: Repository, run: str) -> Iterator[Repository]:
 
 
 def _mend_run(repository: Repository, mends: Sequence[Mend], plan: RepairPlan, copies: Copies) -> None:
-    # What takes a place comes before what has it is put aside, so that a crash leaves too much and never too little.
+    # Put the new manifest in place before quarantining the old one. A crash then leaves too many files, never too few.
     for mend in mends:
         if mend.action == "revive" and mend.source is not None:
             mend.is_done = repository.trash.put_back(mend.source[1], mend.name.path)
@@ -381,7 +232,7 @@ def _mend_run(repository: Repository, mends: Sequence[Mend], plan: RepairPlan, c
 
 
 def _replace(repository: Repository, mend: Mend, plan: RepairPlan, copies: Copies) -> bool:
-    """Publish the next generation of a manifest, which names only what is sound."""
+    """Publish the next generation of a manifest, which names only sound packs."""
     name = mend.name
     manifest = plan.search.load(name)
     if any(
@@ -393,7 +244,7 @@ def _replace(repository: Repository, mend: Mend, plan: RepairPlan, copies: Copie
             todo="repair again",
         )
     repository.lease.check()
-    # The name of one that was put aside is not used again.
+    # Never reuse the generation of a quarantined manifest.
     aside = [other.generation for other in quarantined_names(repository.backend, name.run) if other.seq == name.seq]
     frames = [*copies.located(manifest, mend.picks), *lost_frames(mend.lost)]
     replacement = _next_generation(manifest, frames, max(name.generation, *aside, 0) + 1)
@@ -423,7 +274,7 @@ def _next_generation(manifest: Manifest, known: Sequence[LocatedFrame], generati
 
 
 def _bring_back(repository: Repository, name: ManifestName, source: Backend, path: str) -> bool:
-    """Copy a manifest from another place; it was read and checked there."""
+    """Copy a manifest, which was read and checked, from a copy of the store."""
     content = source.read_bytes(path, nbytes_max=repository.limits.manifest_nbytes_max)
     draft = paths.draft_name(new_token())
     repository.backend.create(draft, content, sync=True)
@@ -439,7 +290,7 @@ def _bring_back(repository: Repository, name: ManifestName, source: Backend, pat
 
 
 def _put_packs_aside(repository: Repository, plan: RepairPlan) -> None:
-    """Move spoiled packs into quarantine that no manifest in place names any more."""
+    """Move damaged packs that no manifest in place names to quarantine."""
     named: set[PackId] = set()
     for run in repository.runs():
         manifests = repository.manifests_of(run)
@@ -453,31 +304,175 @@ def _put_packs_aside(repository: Repository, plan: RepairPlan) -> None:
                 plan.left.append(f"packs stay in place, since {name.file} may name them: {error.what}")
                 return
     for pack_id in sorted(set(plan.spoiled) - named):
-        # A commit that reuses a frame of it at this moment looks for it after it was published, and withdraws.
+        # A commit that reuses a frame of this pack now checks for it after publishing, and withdraws.
         quarantine_pack(repository.backend, paths.pack_name(pack_id), pack_id)
         for path in list(repository.trash.find_pack(pack_id)):
             quarantine_pack(repository.backend, path, pack_id)
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A frame to copy, or to store again as plain bytes."""
+
+    copy: PackCopy
+    offset: int
+    chunk_id: ChunkId
+    is_plain: bool
+
+
+class Copies:
+    """The frames that a repair copies to new packs."""
+
+    def __init__(self, repository: Repository, plan: RepairPlan) -> None:
+        self._repository = repository
+        self._search = plan.search
+        self._headers: dict[_Source, FrameHeader] = {}
+        self._places: dict[_Source, FrameSlot] = {}
+        self._refs: dict[PackId, PackRef] = {}
+        for mend in plan.mends:
+            if mend.picks:
+                manifest = plan.search.load(mend.name)
+                for pick in mend.picks:
+                    self._want(manifest, pick)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these frames."""
+        return sum(FRAME_HEADER_NBYTES + header.stored_nbytes for header in self._headers.values())
+
+    def _want(self, manifest: Manifest, first: Pick) -> None:
+        pick: Pick | None = first
+        while pick is not None:
+            source = self._source_of(manifest, pick)
+            if source is not None and source not in self._headers:
+                self._headers[source] = self._header_of(manifest, pick)
+            pick = pick.base
+
+    def _source_of(self, manifest: Manifest, pick: Pick) -> _Source | None:
+        """Return what to copy for a pick; None if its frame stays where it is."""
+        if pick.index < 0:
+            found = self._search.found[pick.chunk_id]
+            return _Source(found.copy, found.offset, pick.chunk_id, pick.is_plain)
+        frame = manifest.frames[pick.index]
+        state = self._search.states.get(manifest.packs[frame.pack].pack_id)
+        if state is None or not state.is_spoiled:
+            return None
+        assert state.copy is not None, "a sound frame lies somewhere"
+        return _Source(state.copy, frame.offset, pick.chunk_id, False)
+
+    def _header_of(self, manifest: Manifest, pick: Pick) -> FrameHeader:
+        if pick.index >= 0:
+            frame = manifest.frames[pick.index]
+            state = self._search.states[manifest.packs[frame.pack].pack_id]
+            return state.frames[frame.chunk_id, frame.offset, frame.stored_nbytes]
+        header = self._search.found[pick.chunk_id].header
+        if not pick.is_plain:
+            return header
+        return replace(header, base_id=NO_BASE, steps=(), stored_nbytes=header.plain_nbytes)
+
+    def write(self) -> None:
+        """Copy the frames to new packs, check each where it was written, and make the packs durable."""
+        waiting = list(self._headers.items())
+        while waiting:
+            # A pack contains a chunk only once. A second form of a chunk goes to another pack.
+            taken: set[ChunkId] = set()
+            now: list[tuple[_Source, FrameHeader]] = []
+            later: list[tuple[_Source, FrameHeader]] = []
+            for row in waiting:
+                (later if row[0].chunk_id in taken else now).append(row)
+                taken.add(row[0].chunk_id)
+            self._write_packs(now)
+            waiting = later
+
+    def _write_packs(self, rows: Sequence[tuple[_Source, FrameHeader]]) -> None:
+        with BufferPool(BLOCK_NBYTES, BLOCKS) as pool:
+            packer = PackWriter(
+                self._repository.backend,
+                pool,
+                store_id=self._repository.store_id,
+                nbytes_expected=sum(FRAME_HEADER_NBYTES + header.stored_nbytes for _, header in rows),
+                copy=kernels.copy_bytes,
+            )
+            try:
+                for source, header in rows:
+                    self._copy(packer, source, header)
+                self._refs.update({ref.pack_id: ref for ref in packer.finish()})
+            except BaseException:
+                packer.fail()
+                packer.abandon()
+                raise
+
+    def _copy(self, packer: PackWriter, source: _Source, header: FrameHeader) -> None:
+        payload = self._payload(source, header)
+
+        def check(pieces: Sequence[memoryview]) -> None:
+            if b"".join(pieces) != payload:
+                raise CorruptError("a frame changed while it was copied", todo="test this machine's memory")
+
+        place = self._places[source] = packer.reserve(header.stored_nbytes)
+        packer.fill(place, header, [memoryview(payload)], check)
+
+    def _payload(self, source: _Source, header: FrameHeader) -> bytes:
+        if source.is_plain:
+            plain = self._search.decoded(source.chunk_id)
+            assert chunk_id_of(memoryview(plain)) == source.chunk_id, "what was decoded was checked"
+            return plain
+        with contextlib.suppress(CorruptError, FileNotFoundError):
+            found, payload = self._search.shelf.read(source.copy, source.offset, header.stored_nbytes)
+            if found == header:
+                return payload
+        raise ConflictError(
+            "a frame that was sound when the repair was planned is not there any more",
+            where=f"{source.copy.path}, offset {source.offset}",
+            todo="repair again",
+        )
+
+    def located(self, manifest: Manifest, picks: Iterable[Pick]) -> list[LocatedFrame]:
+        """Return the frames of a manifest after copying."""
+        made: dict[ChunkId, LocatedFrame] = {}
+        return [self._located(manifest, pick, made) for pick in picks]
+
+    def _located(self, manifest: Manifest, pick: Pick, made: dict[ChunkId, LocatedFrame]) -> LocatedFrame:
+        # Iterate: chains may be longer than Python's recursion limit.
+        chain: list[Pick] = []
+        below: Pick | None = pick
+        while below is not None and below.chunk_id not in made:
+            chain.append(below)
+            below = below.base
+        for each in reversed(chain):
+            base = None if each.base is None else made[each.base.chunk_id]
+            made[each.chunk_id] = self._known(manifest, each, base)
+        return made[pick.chunk_id]
+
+    def _known(self, manifest: Manifest, pick: Pick, base: LocatedFrame | None) -> LocatedFrame:
+        source = self._source_of(manifest, pick)
+        if source is None:
+            frame = manifest.frames[pick.index]
+            return LocatedFrame(frame, manifest.packs[frame.pack], base)
+        place = self._places[source]
+        ref = FrameRef(pick.chunk_id, 0, place.offset, place.stored_nbytes)
+        return LocatedFrame(ref, self._refs[place.pack.pack_id], base)
+
+
 def record_or_remade(backend: Backend, clock: Clock, sources: Sequence[Backend] = ()) -> tuple[StoreRecord, bool]:
-    """Return what ``store.json`` says, and whether it is missing and was made up from manifests and packs.
+    """Return the record in ``store.json``, or one made again from manifests and packs, and whether it was made again.
 
     Args:
         backend: The store.
-        clock: Says when the record was made.
-        sources: Copies of the store; where one has the same id, what it says is taken.
+        clock: The time of a new record.
+        sources: Copies of the store. If one has the same id, its record is used.
 
     Raises:
-        NotFoundError: There is no store, and nothing of one.
-        ConflictError: Manifests or packs of several stores lie there.
-        CorruptError: ``store.json`` is there, and damaged; or none of what is there can be read.
+        NotFoundError: There is no store, and no file of one.
+        ConflictError: There are manifests or packs of several stores.
+        CorruptError: ``store.json`` is damaged, or no manifest and no pack can be read.
     """
     if backend.stat(paths.STORE_FILE) is not None:
         return read_store_record(backend), False
     found = list(_ids_of_manifests(backend)) or list(_ids_of_packs(backend))
     ids = Counter(store_id for store_id, _ in found)
     if not ids:
-        # Says that there is no store, or that nothing of it can be read.
+        # Raises: there is no store, or nothing of it can be read.
         return read_store_record(backend), False
     if len(ids) > 1:
         counted = ", ".join(f"{count} of store {store_id}" for store_id, count in ids.most_common())
@@ -505,7 +500,7 @@ def record_or_remade(backend: Backend, clock: Clock, sources: Sequence[Backend] 
 
 
 def write_store_record(backend: Backend, record: StoreRecord) -> None:
-    """Write ``store.json`` durably, unless somebody else has meanwhile."""
+    """Write ``store.json`` durably, unless another process has written it meanwhile."""
     backend.make_folder(paths.TMP_FOLDER)
     draft = paths.draft_name(new_token(), "store")
     backend.create(draft, encode_record(record), sync=True)
@@ -516,7 +511,7 @@ def write_store_record(backend: Backend, record: StoreRecord) -> None:
 
 
 def _ids_of_manifests(backend: Backend) -> Iterator[tuple[str, int]]:
-    """Yield store id and format version of each manifest whose beginning is whole."""
+    """Yield store id and format version of each manifest with a readable beginning."""
     for run in filter(is_name, backend.list_names(paths.MANIFESTS_FOLDER)):
         for file in backend.list_names(paths.manifests_folder(run)):
             name = paths.parse_manifest_file(run, file)

@@ -1,15 +1,14 @@
-"""Decide what becomes of each checkpoint of a damaged store, and of its files; nothing is changed here.
+"""Plan a repair: find what can still be read, and decide what happens to each checkpoint and file. Changes nothing.
 
-A checkpoint whose frames are all found, where it names them or elsewhere, is healed: the next generation of its
-manifest names them. One of which something is found nowhere becomes partial. A manifest that cannot be read is put
-aside, and an earlier generation of it takes its place where there is one.
+A checkpoint whose frames are all found, in place or elsewhere, is healed: the next generation of its manifest names
+them. If a frame is found nowhere, the checkpoint becomes partial. An unreadable manifest moves to quarantine, and an
+earlier generation takes its place if there is one.
 
-Which chunks of a store can still be read, and where: what is named is checked, what is lost is looked for.
+``Search`` checks every frame that manifests name, and searches all copies of packs for lost chunks.
 
 Invariants:
-- A frame that no manifest names is believed only after it was decoded, with all its bases, to the chunk that it says.
-- What is found rests on no cycle: a frame is taken when its base was found before it.
-- Nothing is changed.
+- A frame that no manifest names is used only after it was decoded, with all its bases, to its chunk id.
+- Found frames contain no cycle: a frame is used only after its base was found.
 """
 
 from __future__ import annotations
@@ -32,15 +31,265 @@ from ckstore.store.damage import FramePosition, Uses, lost_chunks, tensor_paths
 from ckstore.store.manifests import quarantined_names
 from ckstore.store.repository import Repository
 
+Action = Literal["heal", "partial", "quarantine", "revive", "bring back"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The frame chosen for a chunk, and the frame chosen as its base.
+
+    Attributes:
+        chunk_id: The chunk.
+        index: The manifest's own frame; -1: the frame that was found elsewhere.
+        base: Its base; None: it has none.
+        is_plain: Store it again as plain bytes, because its chain would be too deep.
+        depth: Number of bases that it needs.
+    """
+
+    chunk_id: ChunkId
+    index: int
+    base: Pick | None
+    is_plain: bool = False
+    depth: int = 0
+
+    @classmethod
+    def upon(cls, base: Pick | None, chunk_id: ChunkId, index: int) -> Pick:
+        """Return the pick for a chunk that is coded against ``base``."""
+        return cls(chunk_id, index, base, depth=0 if base is None else base.depth + 1)
+
+
+@dataclass(slots=True)
+class Mend:
+    """What to do for one checkpoint.
+
+    Attributes:
+        name: Its manifest.
+        action: What to do.
+        reason: Why, in a clause.
+        picks: For a replaced manifest, the frame of each chunk that is not lost.
+        lost: Lost chunks.
+        tensors: Dotted paths of tensors with lost bytes.
+        source: Location of an earlier generation or another copy of the manifest: a backend, a path and a name.
+    """
+
+    name: ManifestName
+    action: Action
+    reason: str
+    picks: list[Pick] = field(default_factory=list)
+    lost: list[ChunkId] = field(default_factory=list)
+    tensors: tuple[str, ...] = ()
+    source: tuple[Backend, str, ManifestName] | None = None
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class RepairPlan:
+    """What to do for a store.
+
+    Attributes:
+        search: What was found.
+        mends: Damaged checkpoints.
+        spoiled: Damaged packs that manifests name, each with what is wrong with it.
+        in_trash: Packs in the trash that manifests name.
+        claims: Missing claims.
+        left: Sentences on what cannot be repaired here.
+    """
+
+    search: Search
+    mends: list[Mend] = field(default_factory=list)
+    spoiled: dict[PackId, str] = field(default_factory=dict)
+    in_trash: list[PackId] = field(default_factory=list)
+    claims: list[tuple[str, int]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether there is nothing to repair."""
+        return not (self.mends or self.spoiled or self.in_trash or self.claims or self.left)
+
+
+def plan_repair(
+    repository: Repository,
+    make_check: Callable[[], FrameCheck],
+    *,
+    sources: Sequence[Backend] = (),
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RepairPlan:
+    """Check a whole store, and decide.
+
+    Args:
+        repository: The store.
+        make_check: Makes a function that decodes a frame.
+        sources: Copies of the store.
+        on_progress: Called with the number of packs checked and the total.
+    """
+    plan = RepairPlan(Search(repository, make_check, sources, on_progress))
+    readable: list[ManifestName] = []
+    for run in repository.runs():
+        readable += _look_at_run(repository, run, plan, sources)
+    plan.search.look(readable)
+    for name in readable:
+        mend = _mend_of(plan.search, name, repository.limits.depth_max)
+        if mend is not None:
+            plan.mends.append(mend)
+    for pack_id, state in sorted(plan.search.states.items()):
+        if state.is_spoiled:
+            plan.spoiled[pack_id] = state.problem
+        elif state.copy is not None and state.copy.kind == "trash":
+            plan.in_trash.append(pack_id)
+    return plan
+
+
+def _look_at_run(
+    repository: Repository, run: str, plan: RepairPlan, sources: Sequence[Backend]
+) -> Iterator[ManifestName]:
+    """Yield the readable manifests of a run. Plan what to do for the others."""
+    manifests = repository.manifests_of(run)
+    listing = manifests.listing()
+    torn: dict[int, list[tuple[ManifestName, str]]] = {}
+    whole: dict[int, ManifestName] = {}
+    for name in (*listing.names, *listing.lower):
+        if name.seq in listing.dropped:
+            continue
+        try:
+            manifests.load(name)
+        except FileNotFoundError:
+            continue
+        except (UnsupportedError, BackendError) as error:
+            # A storage that fails temporarily is not damage.
+            plan.left.append(str(error))
+        except CorruptError as error:
+            torn.setdefault(name.seq, []).append((name, error.what))
+        else:
+            if name.seq not in whole or whole[name.seq].generation < name.generation:
+                whole[name.seq] = name
+    claimed = {
+        claim.seq
+        for file in repository.backend.list_names(paths.claims_folder(run))
+        if (claim := paths.parse_claim_file(file)) is not None and claim.kind == "claim"
+    }
+    plan.claims += [(run, seq) for seq in sorted({*whole, *torn} - claimed)]
+    for seq, rows in sorted(torn.items()):
+        for name, problem in rows:
+            plan.mends.append(Mend(name, "quarantine", problem))
+        if seq not in whole:
+            plan.mends += _revived(repository, rows[0][0], sources)
+    # Manifests quarantined earlier, by an interrupted repair or an operator: search for an earlier generation, too.
+    aside = {name.seq for name in quarantined_names(repository.backend, run)}
+    for seq in sorted(aside - set(whole) - set(torn) - listing.dropped):
+        plan.mends += _revived(repository, ManifestName(run, seq, 0), sources)
+    yield from sorted(whole.values(), reverse=True)
+
+
+def _revived(repository: Repository, name: ManifestName, sources: Sequence[Backend]) -> list[Mend]:
+    """Return how another manifest of this seq can take its place; empty if there is none."""
+    homes: list[tuple[Backend, str, ManifestName]] = [
+        (repository.backend, trashed.path, trashed.name)
+        for folder in repository.trash.contents()
+        for trashed in folder.manifests
+        if (trashed.name.run, trashed.name.seq) == (name.run, name.seq)
+    ]
+    for source in sources:
+        for file in source.list_names(paths.manifests_folder(name.run)):
+            found = paths.parse_manifest_file(name.run, file)
+            if found is not None and found.seq == name.seq:
+                homes.append((source, found.path, found))
+    for backend, path, found in sorted(homes, key=lambda home: -home[2].generation):
+        try:
+            content = backend.read_bytes(path, nbytes_max=repository.limits.manifest_nbytes_max)
+            manifest = decode_manifest(content, limits=repository.limits, expect=found, where=path)
+        except (CorruptError, UnsupportedError, BackendError, FileNotFoundError):
+            continue
+        if manifest.header.store_id != repository.store_id:
+            continue
+        is_trash = backend is repository.backend
+        reason = f"generation {found.generation} lies in {'the trash' if is_trash else backend.root}"
+        return [Mend(found, "revive" if is_trash else "bring back", reason, source=(backend, path, found))]
+    return []
+
+
+def _mend_of(search: Search, name: ManifestName, depth_max: int) -> Mend | None:
+    """Return what to do for one checkpoint; None if it can stay."""
+    manifest = search.load(name)
+    sound = search.sound_chains(manifest)
+    spoiled = [
+        pack.pack_id for pack in manifest.packs if pack.tier == LOCAL_TIER and search.states[pack.pack_id].is_spoiled
+    ]
+    if all(sound) and not spoiled:
+        return None
+    picker = _Picker(search, manifest, sound, depth_max)
+    picks, lost = [], []
+    for chunk in manifest.chunks:
+        pick = picker.pick(ChunkId(chunk.chunk_id))
+        if pick is None:
+            lost.append(ChunkId(chunk.chunk_id))
+        else:
+            picks.append(pick)
+    before = {bytes(manifest.chunks[index].chunk_id) for index in lost_chunks(manifest)}
+    if not spoiled and before == set(lost):
+        # It is already partial, and nothing more was found.
+        return None
+    numbers = {index for index, chunk in enumerate(manifest.chunks) if chunk.chunk_id in set(lost)}
+    tensors = tensor_paths(manifest, numbers, count_max=len(manifest.tensors) + 1) if lost else ()
+    elsewhere = sum(pick.index < 0 for pick in picks)
+    reason = f"{elsewhere} chunks found elsewhere, {len(lost)} lost" if elsewhere or lost else "packs are damaged"
+    return Mend(name, "partial" if lost else "heal", reason, picks, lost, tensors)
+
+
+class _Picker:
+    """Choose frames for the chunks of one manifest: its own if they are sound, otherwise those found elsewhere."""
+
+    def __init__(self, search: Search, manifest: Manifest, sound: Sequence[bool], depth_max: int) -> None:
+        self._search = search
+        self._manifest = manifest
+        self._sound = sound
+        self._depth_max = depth_max
+        self._index_of = {frame.chunk_id: index for index, frame in enumerate(manifest.frames)}
+        self._picked: dict[ChunkId, Pick | None] = {}
+
+    def pick(self, chunk_id: ChunkId) -> Pick | None:
+        """Return the frame for a chunk; None if it is lost."""
+        # Iterate: chains may be longer than Python's recursion limit.
+        waiting = [chunk_id]
+        while waiting:
+            base_id = self._base_of(waiting[-1])
+            if base_id is not None and base_id not in self._picked:
+                waiting.append(base_id)
+                continue
+            last = waiting.pop()
+            self._picked[last] = self._choose(last, None if base_id is None else self._picked[base_id])
+        return self._picked[chunk_id]
+
+    def _base_of(self, chunk_id: ChunkId) -> ChunkId | None:
+        """Return the base of the frame that would be chosen for a chunk."""
+        index = self._index_of.get(chunk_id, -1)
+        if index >= 0 and self._sound[index]:
+            base = self._manifest.frames[index].base
+            return None if base < 0 else self._manifest.frames[base].chunk_id
+        # The base of a found frame was found before it, so this terminates.
+        found = self._search.found.get(chunk_id)
+        return found.header.base_id if found is not None and found.header.has_base else None
+
+    def _choose(self, chunk_id: ChunkId, base: Pick | None) -> Pick | None:
+        index = self._index_of.get(chunk_id, -1)
+        if index >= 0 and self._sound[index]:
+            return Pick.upon(base, chunk_id, index)
+        found = self._search.found.get(chunk_id)
+        if found is None:
+            return None
+        assert base is not None or not found.header.has_base, "the base of what was found was found"
+        pick = Pick.upon(base, chunk_id, -1)
+        return pick if pick.depth <= self._depth_max else Pick(chunk_id, -1, None, is_plain=True)
+
 
 @dataclass(frozen=True, slots=True)
 class PackState:
     """A pack that manifests name, as it was found.
 
     Attributes:
-        copy: Where what is left of it lies; None: nowhere.
-        problem: What is wrong with it; empty where nothing is.
-        frames: The sound frames among those that manifests name.
+        copy: The best copy; None: there is none.
+        problem: What is wrong with it; empty if it is sound.
+        frames: Headers of the sound frames among those that manifests name.
     """
 
     copy: PackCopy | None
@@ -49,18 +298,18 @@ class PackState:
 
     @property
     def is_spoiled(self) -> bool:
-        """Whether nothing should rest on it any more."""
+        """Whether the pack is damaged, so that no manifest should name it."""
         return bool(self.problem)
 
 
 class Search:
-    """Looks at all that manifests name, and elsewhere for what is lost.
+    """Check all frames that manifests name, and search elsewhere for lost chunks.
 
     Args:
         repository: The store.
-        make_check: Makes what decodes a frame and compares its identity.
-        sources: Other places where packs of this store may lie.
-        on_progress: Called with packs looked at and packs in all.
+        make_check: Makes a function that decodes a frame and checks its identity.
+        sources: Copies of the store.
+        on_progress: Called with the number of packs checked and the total.
     """
 
     def __init__(
@@ -76,12 +325,12 @@ class Search:
         self._tell = on_progress or (lambda done, total: None)
         self.states: dict[PackId, PackState] = {}
         self.found: dict[ChunkId, FoundFrame] = {}
-        """Chunks that were lost where manifests name them, and where they were found; their bases too."""
+        """Lost chunks, and their bases, that were found elsewhere."""
         self.packs_elsewhere = 0
-        """Packs in other tiers: these are not read."""
+        """Number of packs in other tiers, which are not read."""
 
     def look(self, names: Iterable[ManifestName]) -> None:
-        """Check every pack and frame that these manifests name, and look for what is lost."""
+        """Check every pack and frame that these manifests name, and search for lost chunks."""
         names = list(names)
         uses = Uses()
         for name in names:
@@ -101,7 +350,7 @@ class Search:
         return self._repository.manifests_of(name.run).load(name)
 
     def sound_chains(self, manifest: Manifest) -> list[bool]:
-        """Return for every frame of a manifest whether it, and every base of it, is sound where it is named."""
+        """Return for every frame of a manifest whether it and all its bases are sound in place."""
         sound: list[bool] = []
         for frame in manifest.frames:
             pack = manifest.packs[frame.pack]
@@ -115,7 +364,7 @@ class Search:
         return sound
 
     def decoded(self, chunk_id: ChunkId) -> bytes:
-        """Return the plain bytes of a chunk that was found.
+        """Return the plain bytes of a found chunk.
 
         Raises:
             CorruptError: They are damaged after all.
@@ -123,7 +372,7 @@ class Search:
         return self._decode(self.found[chunk_id])
 
     def _state_of(self, pack_id: PackId, places: Iterable[FramePosition], sizes: set[int]) -> PackState:
-        # Twice: a collector may move what was just seen, or someone bring it back, before it is opened.
+        # Try twice: another process may move the pack to the trash, or back, before it is opened.
         found = self._best_of(pack_id, places, sizes) or self._best_of(pack_id, places, sizes)
         return found or PackState(None, "it is missing")
 
@@ -131,7 +380,7 @@ class Search:
         best: PackState | None = None
         for copy in self.shelf.copies_of(pack_id):
             if copy.kind not in ("place", "trash"):
-                # Frames in quarantine and elsewhere are copied, and found as any other.
+                # Frames in quarantine and in other stores are searched like all others, and copied.
                 continue
             try:
                 look = self.shelf.look_into(copy)
@@ -159,14 +408,14 @@ class Search:
         return {place: header for place, header in checked.items() if header is not None}
 
     def _wanted(self, manifest: Manifest) -> set[ChunkId]:
-        """Return the chunks that a manifest needs and cannot have from where it says."""
+        """Return the chunks of a manifest that cannot be read in place."""
         sound = self.sound_chains(manifest)
         index_of = {frame.chunk_id: index for index, frame in enumerate(manifest.frames)}
         ids = (ChunkId(chunk.chunk_id) for chunk in manifest.chunks)
         return {chunk_id for chunk_id in ids if not sound[index_of[chunk_id]]}
 
     def _find(self, wanted: set[ChunkId], named: Iterable[PackId]) -> None:
-        """Look for chunks in every pack that can be reached, and for the bases of what is found, and theirs."""
+        """Search all reachable packs for chunks, then for the bases of the frames found, and so on."""
         candidates: dict[ChunkId, list[tuple[PackCopy, int, int, ChunkId]]] = {}
         copies = list(self.shelf.all_copies(named))
         looked_for: set[ChunkId] = set()
@@ -187,7 +436,7 @@ class Search:
         self._settle(candidates)
 
     def _settle(self, candidates: dict[ChunkId, list[tuple[PackCopy, int, int, ChunkId]]]) -> None:
-        """Take frames whose bases were taken, until nothing more is found."""
+        """Accept frames whose bases were accepted, until no more are found."""
         open_rows = {chunk_id: list(rows) for chunk_id, rows in candidates.items()}
         is_moving = True
         while is_moving and open_rows:
@@ -224,7 +473,7 @@ class Search:
         return payload
 
     def _decode_payload(self, frame: FoundFrame, payload: bytes) -> bytes:
-        # Chains may be longer than Python calls itself.
+        # Iterate: chains may be longer than Python's recursion limit.
         chain = [frame]
         while chain[-1].header.has_base:
             chain.append(self.found[chain[-1].header.base_id])
@@ -235,253 +484,3 @@ class Search:
             plain = bytes(self._check(each.header, memoryview(stored), base))
         assert plain is not None, "a chain has a frame"
         return plain
-
-
-Action = Literal["heal", "partial", "quarantine", "revive", "bring back"]
-
-
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """The frame that is to hold a chunk, and the one that is to be its base.
-
-    Attributes:
-        chunk_id: The chunk.
-        index: The manifest's own frame, kept as it is; -1: the one that was found elsewhere.
-        base: Its base; None: it has none.
-        is_plain: It is to be stored anew, as plain bytes: its chain would be longer than may be.
-        depth: How many bases it needs.
-    """
-
-    chunk_id: ChunkId
-    index: int
-    base: Pick | None
-    is_plain: bool = False
-    depth: int = 0
-
-    @classmethod
-    def upon(cls, base: Pick | None, chunk_id: ChunkId, index: int) -> Pick:
-        """Return the frame of a chunk that is coded against the one of its base."""
-        return cls(chunk_id, index, base, depth=0 if base is None else base.depth + 1)
-
-
-@dataclass(slots=True)
-class Mend:
-    """What is to be done for one checkpoint.
-
-    Attributes:
-        name: Its manifest.
-        action: What is done.
-        reason: Why, in a clause.
-        picks: For a replaced manifest, the frame of each chunk that is not lost.
-        lost: Chunks that are lost.
-        tensors: Dotted paths of the tensors that have lost bytes.
-        source: Where an earlier generation, or another copy of the manifest, lies: a backend and a name in it.
-    """
-
-    name: ManifestName
-    action: Action
-    reason: str
-    picks: list[Pick] = field(default_factory=list)
-    lost: list[ChunkId] = field(default_factory=list)
-    tensors: tuple[str, ...] = ()
-    source: tuple[Backend, str, ManifestName] | None = None
-    is_done: bool = False
-
-
-@dataclass(slots=True)
-class RepairPlan:
-    """What is to be done for a store.
-
-    Attributes:
-        mends: Checkpoints that are not as they were.
-        spoiled: Packs that manifests name and nothing should rest on, with what is wrong with them.
-        in_trash: Packs that manifests name and that lie in the trash.
-        claims: Claims that are missing.
-        left: What cannot be mended here, in sentences.
-    """
-
-    search: Search
-    mends: list[Mend] = field(default_factory=list)
-    spoiled: dict[PackId, str] = field(default_factory=dict)
-    in_trash: list[PackId] = field(default_factory=list)
-    claims: list[tuple[str, int]] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing is to be done, and nothing is left undone."""
-        return not (self.mends or self.spoiled or self.in_trash or self.claims or self.left)
-
-
-def plan_repair(
-    repository: Repository,
-    make_check: Callable[[], FrameCheck],
-    *,
-    sources: Sequence[Backend] = (),
-    on_progress: Callable[[int, int], None] | None = None,
-) -> RepairPlan:
-    """Look at a whole store, and decide.
-
-    Args:
-        repository: The store.
-        make_check: Makes what decodes a frame.
-        sources: Other places where files of this store may lie under the same names.
-        on_progress: Called with packs looked at and packs in all.
-    """
-    plan = RepairPlan(Search(repository, make_check, sources, on_progress))
-    readable: list[ManifestName] = []
-    for run in repository.runs():
-        readable += _look_at_run(repository, run, plan, sources)
-    plan.search.look(readable)
-    for name in readable:
-        mend = _mend_of(plan.search, name, repository.limits.depth_max)
-        if mend is not None:
-            plan.mends.append(mend)
-    for pack_id, state in sorted(plan.search.states.items()):
-        if state.is_spoiled:
-            plan.spoiled[pack_id] = state.problem
-        elif state.copy is not None and state.copy.kind == "trash":
-            plan.in_trash.append(pack_id)
-    return plan
-
-
-def _look_at_run(
-    repository: Repository, run: str, plan: RepairPlan, sources: Sequence[Backend]
-) -> Iterator[ManifestName]:
-    """Yield the manifests of a run that can be read; note what is to be done for the others."""
-    manifests = repository.manifests_of(run)
-    listing = manifests.listing()
-    torn: dict[int, list[tuple[ManifestName, str]]] = {}
-    whole: dict[int, ManifestName] = {}
-    for name in (*listing.names, *listing.lower):
-        if name.seq in listing.dropped:
-            continue
-        try:
-            manifests.load(name)
-        except FileNotFoundError:
-            continue
-        except (UnsupportedError, BackendError) as error:
-            # A medium that fails now and then is no damage.
-            plan.left.append(str(error))
-        except CorruptError as error:
-            torn.setdefault(name.seq, []).append((name, error.what))
-        else:
-            if name.seq not in whole or whole[name.seq].generation < name.generation:
-                whole[name.seq] = name
-    claimed = {
-        claim.seq
-        for file in repository.backend.list_names(paths.claims_folder(run))
-        if (claim := paths.parse_claim_file(file)) is not None and claim.kind == "claim"
-    }
-    plan.claims += [(run, seq) for seq in sorted({*whole, *torn} - claimed)]
-    for seq, rows in sorted(torn.items()):
-        for name, problem in rows:
-            plan.mends.append(Mend(name, "quarantine", problem))
-        if seq not in whole:
-            plan.mends += _revived(repository, rows[0][0], sources)
-    # Put aside before, by a repair that was interrupted or an operator: an earlier generation may still be found.
-    aside = {name.seq for name in quarantined_names(repository.backend, run)}
-    for seq in sorted(aside - set(whole) - set(torn) - listing.dropped):
-        plan.mends += _revived(repository, ManifestName(run, seq, 0), sources)
-    yield from sorted(whole.values(), reverse=True)
-
-
-def _revived(repository: Repository, name: ManifestName, sources: Sequence[Backend]) -> list[Mend]:
-    """Return how another manifest of a seq can take its place, or nothing."""
-    homes: list[tuple[Backend, str, ManifestName]] = [
-        (repository.backend, trashed.path, trashed.name)
-        for folder in repository.trash.contents()
-        for trashed in folder.manifests
-        if (trashed.name.run, trashed.name.seq) == (name.run, name.seq)
-    ]
-    for source in sources:
-        for file in source.list_names(paths.manifests_folder(name.run)):
-            found = paths.parse_manifest_file(name.run, file)
-            if found is not None and found.seq == name.seq:
-                homes.append((source, found.path, found))
-    for backend, path, found in sorted(homes, key=lambda home: -home[2].generation):
-        try:
-            content = backend.read_bytes(path, nbytes_max=repository.limits.manifest_nbytes_max)
-            manifest = decode_manifest(content, limits=repository.limits, expect=found, where=path)
-        except (CorruptError, UnsupportedError, BackendError, FileNotFoundError):
-            continue
-        if manifest.header.store_id != repository.store_id:
-            continue
-        is_trash = backend is repository.backend
-        reason = f"generation {found.generation} lies in {'the trash' if is_trash else backend.root}"
-        return [Mend(found, "revive" if is_trash else "bring back", reason, source=(backend, path, found))]
-    return []
-
-
-def _mend_of(search: Search, name: ManifestName, depth_max: int) -> Mend | None:
-    """Return what becomes of one checkpoint, or None where it can stay as it is."""
-    manifest = search.load(name)
-    sound = search.sound_chains(manifest)
-    spoiled = [
-        pack.pack_id for pack in manifest.packs if pack.tier == LOCAL_TIER and search.states[pack.pack_id].is_spoiled
-    ]
-    if all(sound) and not spoiled:
-        return None
-    picker = _Picker(search, manifest, sound, depth_max)
-    picks, lost = [], []
-    for chunk in manifest.chunks:
-        pick = picker.pick(ChunkId(chunk.chunk_id))
-        if pick is None:
-            lost.append(ChunkId(chunk.chunk_id))
-        else:
-            picks.append(pick)
-    before = {bytes(manifest.chunks[index].chunk_id) for index in lost_chunks(manifest)}
-    if not spoiled and before == set(lost):
-        # It is partial already, and nothing more was found.
-        return None
-    numbers = {index for index, chunk in enumerate(manifest.chunks) if chunk.chunk_id in set(lost)}
-    tensors = tensor_paths(manifest, numbers, count_max=len(manifest.tensors) + 1) if lost else ()
-    elsewhere = sum(pick.index < 0 for pick in picks)
-    reason = f"{elsewhere} chunks found elsewhere, {len(lost)} lost" if elsewhere or lost else "packs are damaged"
-    return Mend(name, "partial" if lost else "heal", reason, picks, lost, tensors)
-
-
-class _Picker:
-    """Chooses frames for the chunks of one manifest: its own where they are sound, else what was found."""
-
-    def __init__(self, search: Search, manifest: Manifest, sound: Sequence[bool], depth_max: int) -> None:
-        self._search = search
-        self._manifest = manifest
-        self._sound = sound
-        self._depth_max = depth_max
-        self._index_of = {frame.chunk_id: index for index, frame in enumerate(manifest.frames)}
-        self._picked: dict[ChunkId, Pick | None] = {}
-
-    def pick(self, chunk_id: ChunkId) -> Pick | None:
-        """Return the frame for a chunk; None: it is lost."""
-        # Chains may be longer than Python calls itself.
-        waiting = [chunk_id]
-        while waiting:
-            base_id = self._base_of(waiting[-1])
-            if base_id is not None and base_id not in self._picked:
-                waiting.append(base_id)
-                continue
-            last = waiting.pop()
-            self._picked[last] = self._choose(last, None if base_id is None else self._picked[base_id])
-        return self._picked[chunk_id]
-
-    def _base_of(self, chunk_id: ChunkId) -> ChunkId | None:
-        """Return the base of the frame that would be chosen for a chunk."""
-        index = self._index_of.get(chunk_id, -1)
-        if index >= 0 and self._sound[index]:
-            base = self._manifest.frames[index].base
-            return None if base < 0 else self._manifest.frames[base].chunk_id
-        # What was found has its base found before it, so that this ends.
-        found = self._search.found.get(chunk_id)
-        return found.header.base_id if found is not None and found.header.has_base else None
-
-    def _choose(self, chunk_id: ChunkId, base: Pick | None) -> Pick | None:
-        index = self._index_of.get(chunk_id, -1)
-        if index >= 0 and self._sound[index]:
-            return Pick.upon(base, chunk_id, index)
-        found = self._search.found.get(chunk_id)
-        if found is None:
-            return None
-        assert base is not None or not found.header.has_base, "the base of what was found was found"
-        pick = Pick.upon(base, chunk_id, -1)
-        return pick if pick.depth <= self._depth_max else Pick(chunk_id, -1, None, is_plain=True)

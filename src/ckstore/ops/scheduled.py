@@ -1,16 +1,13 @@
-"""Count the commits of a run, and start work after every so many: in a process of its own, so that no commit waits.
+"""Run gc or demotion after every N commits of a run, in a child process, so that commits do not wait for it.
 
 Invariants:
-- Nothing here raises or waits: work that fails is logged, and a commit is none the worse for it.
-- One child at a time for each kind of work of a handle; what a busy one misses, the next one takes.
-- It is the run whose commits are counted, not the handle: one that ends before it has made so many changes nothing.
+- Nothing here raises or waits. Failed work is logged and does not affect the commit.
+- Each handle runs at most one child per kind of work. Commits made meanwhile are covered by the next child.
+- Commits of the run are counted, not those of the handle, so handles that make few commits each also trigger work.
 
-Collect after every so many commits, in a process of its own, so that no commit waits for it.
-
-Demote after every so many commits, in a process of its own, so that no commit waits for it.
-
-It takes no lease: the trainer that lives holds that, and demoting what is not the newest needs none (docs/FORMAT.md,
-Replace). What was tried in vain is remembered as long as the handle lives, and not tried again after every commit.
+Demotion takes no lease, because the running trainer holds it. Demoting a checkpoint that is not the newest needs none
+(docs/FORMAT.md section 10, Replace). Checkpoints that could not be demoted are remembered and skipped as long as the
+handle exists.
 """
 
 from __future__ import annotations
@@ -31,87 +28,87 @@ from ckstore.errors import CkstoreError, LockHeldError, UsageError
 from ckstore.io.backend import Distant
 from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
-from ckstore.ops.demote_config import policy_of_rules, rules_of, stored_demotion
 from ckstore.ops.gc.policy import Retention, span_words
-from ckstore.ops.gc.run import GcLimits, collect_store, collection_obstacle, stored_trash_seconds
+from ckstore.ops.gc.run import GcLimits, collect_store, collection_obstacle
+from ckstore.ops.stored_policies import policy_of_rules, rules_of, stored_demotion, stored_trash_seconds
 from ckstore.processes import start_python
 from ckstore.store.repository import Repository
 from ckstore.store.store_config import read_store_record
 
 _log = logging.getLogger("ckstore")
 
-_LAST_WORDS_NBYTES = 2000
+_STDERR_NBYTES_MAX = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
     process: subprocess.Popen[bytes]
-    words: IO[bytes]
-    told: IO[bytes]
+    stderr: IO[bytes]
+    stdout: IO[bytes]
 
     def close(self) -> None:
-        self.words.close()
-        self.told.close()
+        self.stderr.close()
+        self.stdout.close()
 
 
 class AfterCommits(ABC):
-    """Starts work on one run after every so many commits; kinds of work are its subclasses.
+    """Start one kind of work after every N commits of a run. Each kind of work is a subclass.
 
     Args:
         repository: The store and its run.
-        every: Commits of the run from one time to the next.
+        every: Number of commits between two starts.
 
     Raises:
         UsageError: ``every`` is not positive.
     """
 
     work: ClassVar[str]
-    """What it is, in the log."""
+    """Name of the work in log messages."""
     option: ClassVar[str]
-    """The argument that says how often."""
-    tells: ClassVar[bool] = False
-    """Whether what a child writes is read when it has ended."""
+    """Name of the argument that sets ``every``."""
+    reads_output: ClassVar[bool] = False
+    """Whether to read the output of a finished child."""
     nice: ClassVar[int] = 0
-    """Added to the niceness of a child: training and the saver come first."""
+    """Niceness added for the child, so that training and the saver have priority."""
     quiet_codes: ClassVar[tuple[int, ...]] = (0, LockHeldError.exit_code)
-    """Exit codes that are no failure."""
+    """Exit codes that are not failures."""
 
     def __init__(self, repository: Repository, every: int = 1) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise UsageError(f"{self.option} is a number of commits, from 1 up", where=f"{self.option}={every!r}")
+            raise UsageError(f"{self.option} must be a number of commits, at least 1", where=f"{self.option}={every!r}")
         self._repository = repository
         self._every = every
         listing = repository.manifests.listing()
         newest = max((*(name.seq for name in listing.names), *listing.dropped), default=0)
-        # The newest counts as not worked on after: who made it may have been killed before it could see to that.
-        self._taken = newest // every
+        # The newest commit counts as not yet handled: its process may have been killed before it started the work.
+        self._handled_count = newest // every
         self._child: _Child | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether a child is at work."""
+        """Whether a child is running."""
         self._reap()
         return self._child is not None
 
     @property
     def child_pid(self) -> int | None:
-        """The process of the child whose end was not taken note of yet."""
+        """Process id of the current child, which may have ended."""
         return None if self._child is None else self._child.process.pid
 
     def after_commit(self, seq: int) -> None:
-        """Take note of an acknowledged commit, and start to work where it is time; never raises or waits."""
+        """Count an acknowledged commit, and start the work if it is due. Never raises or waits."""
         due = (seq + 1) // self._every
         try:
-            if due <= self._taken or self.is_running:
+            if due <= self._handled_count or self.is_running:
                 return
-            self._taken = due
+            self._handled_count = due
             self._start()
         except Exception as error:
-            # The commit is durable, and must not look as if it had failed, whatever is wrong here.
-            _log.warning("the %s after a commit did not begin: %s: %s", self.work, type(error).__name__, error)
+            # The commit is durable and must not appear to have failed because of an error here.
+            _log.warning("the %s after a commit could not be started: %s: %s", self.work, type(error).__name__, error)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Wait until the child that is at work has ended, for tests and for who wants to leave nothing behind."""
+        """Wait until the running child has ended."""
         if self._child is not None:
             try:
                 self._child.process.wait(timeout_seconds)
@@ -120,55 +117,55 @@ class AfterCommits(ABC):
             self._reap()
 
     def close(self) -> None:
-        """Let go of a child that has ended; one that is at work goes on by itself."""
+        """Release the child. One that is still running continues on its own."""
         self._reap()
         if self._child is not None:
             self._child.close()
-            # It is nobody's any more: without this, Python would complain that it was not waited for.
+            # Mark the child as reaped. Otherwise Python warns that nobody waited for it.
             self._child.process.returncode = 0
             self._child = None
 
-    # What a kind of work says
+    # What each kind of work defines
 
     @abstractmethod
     def command(self, root: str) -> tuple[str, Sequence[str], bytes]:
-        """Return the program of a child, its arguments, and what it is given to read."""
+        """Return the child's program, its arguments, and its standard input."""
 
     @abstractmethod
-    def work_here(self) -> None:
-        """Do it in this process, which is the only one that sees what lies in its memory."""
+    def work_in_process(self) -> None:
+        """Do the work in this process, for backends that only this process can see."""
 
-    def note(self, told: IO[bytes]) -> None:  # noqa: B027 - most kinds of work have nothing to tell
-        """Take note of what a child has told."""
+    def read_output(self, stdout: IO[bytes]) -> None:  # noqa: B027 - most kinds of work have nothing to tell
+        """Read the output of a finished child."""
 
-    # The child
+    # The child process
 
     def _start(self) -> None:
         backend = self._repository.backend
         if not isinstance(backend, (LocalBackend, Distant)):
             try:
-                self.work_here()
+                self.work_in_process()
             except LockHeldError:
                 return
             except CkstoreError as error:
                 _log.warning("the %s after a commit failed: %s", self.work, error)
             return
-        program, arguments, given = self.command(backend.root)
+        program, arguments, stdin_bytes = self.command(backend.root)
         with contextlib.ExitStack() as stack:
-            # They live as long as the child.
-            words, told, source = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-            source.write(given)
-            source.seek(0)
+            # These files are open as long as the child runs.
+            stderr, stdout, stdin = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+            stdin.write(stdin_bytes)
+            stdin.seek(0)
             child = start_python(
                 ["-c", f"import os; os.nice({self.nice}); {program}", *arguments],
-                stdin=source,
-                stdout=told if self.tells else subprocess.DEVNULL,
-                stderr=words,
+                stdin=stdin,
+                stdout=stdout if self.reads_output else subprocess.DEVNULL,
+                stderr=stderr,
                 start_new_session=True,
             )
             stack.pop_all()
-        source.close()
-        self._child = _Child(child, words, told)
+        stdin.close()
+        self._child = _Child(child, stderr, stdout)
 
     def _reap(self) -> None:
         if self._child is None or self._child.process.poll() is None:
@@ -177,12 +174,12 @@ class AfterCommits(ABC):
         code = child.process.returncode
         try:
             if code not in self.quiet_codes:
-                child.words.seek(0)
-                said = child.words.read(_LAST_WORDS_NBYTES).decode("utf-8", "replace").strip()
-                _log.warning("the %s after a commit ended with code %d: %s", self.work, code, said)
-            if code == 0 and self.tells:
-                child.told.seek(0)
-                self.note(child.told)
+                child.stderr.seek(0)
+                message = child.stderr.read(_STDERR_NBYTES_MAX).decode("utf-8", "replace").strip()
+                _log.warning("the %s after a commit failed with exit code %d: %s", self.work, code, message)
+            if code == 0 and self.reads_output:
+                child.stdout.seek(0)
+                self.read_output(child.stdout)
         finally:
             child.close()
 
@@ -191,16 +188,16 @@ _GC_PROGRAM = "from ckstore.cli.main import main; main()"
 
 
 class AutomaticGc(AfterCommits):
-    """Starts a collection of one run after every so many commits.
+    """Start a collection of one run after every N commits.
 
     Args:
         repository: The store and its run.
-        policy: What is kept.
-        every: Commits of the run from one collection to the next.
-        trash_seconds: How long what is dropped can be brought back; None: as is stored with the store, else a day.
+        policy: The retention rules.
+        every: Number of commits between two collections.
+        trash_seconds: How long deleted checkpoints can be restored; None: as stored with the store, else one day.
 
     Raises:
-        UsageError: ``every`` is not positive, or what lies there may only be collected from elsewhere.
+        UsageError: ``every`` is not positive, or this bucket may only be collected from another store.
     """
 
     work: ClassVar[str] = "collection"
@@ -215,10 +212,10 @@ class AutomaticGc(AfterCommits):
         self._trash_seconds = trash_seconds
         problem = collection_obstacle(repository)
         if problem:
-            raise UsageError(problem, where=repository.backend.root, todo="open it without retention=")
+            raise UsageError(problem, where=repository.backend.root, todo="open the store without retention=")
 
     def command(self, root: str) -> tuple[str, Sequence[str], bytes]:
-        """Return the program of a child, and the arguments of the command that it is."""
+        """Return the program of the child and its ``ckstore gc`` arguments."""
         rules = [
             f"--{name.replace('_', '-')}={each}"
             for name, value in self._policy.to_config().items()
@@ -226,10 +223,10 @@ class AutomaticGc(AfterCommits):
         ]
         if self._trash_seconds is not None:
             rules.append(f"--trash-for={span_words(self._trash_seconds) if self._trash_seconds else 0}")
-        # Whoever opened the store has accepted its folder.
+        # Opening the store has already accepted a shared folder.
         return _GC_PROGRAM, ["gc", root, "--run", self._repository.run, "--json", "--allow-shared-folder", *rules], b""
 
-    def work_here(self) -> None:
+    def work_in_process(self) -> None:
         """Collect in this process."""
         repository = Repository(
             self._repository.backend, self._repository.record, self._repository.run, clock=self._repository.clock
@@ -239,53 +236,54 @@ class AutomaticGc(AfterCommits):
         collect_store(repository, self._policy, runs=(repository.run,), limits=limits, dry_run=False)
 
 
-_DEMOTION_PROGRAM = "from ckstore.ops.scheduled import work; work()"
+_DEMOTION_PROGRAM = "from ckstore.ops.scheduled import demote_on_request; demote_on_request()"
 
 Wanted = DemotePolicy | Literal["stored"]
 
 
 class AutomaticDemotion(AfterCommits):
-    """Demotes what has aged in one run after every so many commits.
+    """Demote old checkpoints of one run after every N commits.
 
     Args:
         repository: The store and its run.
-        wanted: Which stay exact; ``"stored"``: as the store says at that time, and without that nothing is demoted.
+        wanted: Which checkpoints stay exact; ``"stored"``: read this from the store at that time. A store without a
+            policy demotes nothing.
         policy: Threads and memory.
-        every: Commits of the run from one demotion to the next.
+        every: Number of commits between two demotions.
 
     Raises:
-        UsageError: ``every`` is not positive, or the store lies in a bucket, where it needs the trainer's lease.
+        UsageError: ``every`` is not positive, or the store is in a bucket, where demotion needs the trainer's lease.
     """
 
     work: ClassVar[str] = "demotion"
     option: ClassVar[str] = "demote_every"
-    tells: ClassVar[bool] = True
+    reads_output: ClassVar[bool] = True
     nice: ClassVar[int] = 19
 
     def __init__(self, repository: Repository, wanted: Wanted, policy: Policy, every: int = 1) -> None:
         super().__init__(repository, every)
         if isinstance(repository.backend, Distant):
             raise UsageError(
-                "nothing is demoted in a bucket while it is written to",
+                "checkpoints in a bucket cannot be demoted while a trainer writes to it",
                 where=repository.backend.root,
-                todo="open it without demotion=, and run `ckstore demote` when no trainer runs",
+                todo="open the store without demotion=, and run `ckstore demote` when no trainer runs",
             )
         self._wanted = wanted
         self._policy = policy
         self._tried: set[int] = set()
 
     def command(self, root: str) -> tuple[str, Sequence[str], bytes]:
-        """Return the program of a child, and the store, the rules and the seqs to pass over as JSON."""
-        asked = {
+        """Return the program of the child, with the store, the rules and the seqs to skip as JSON."""
+        request = {
             "root": root,
             "run": self._repository.run,
             "rules": None if isinstance(self._wanted, str) else rules_of(self._wanted),
             "policy": policy_row(self._policy),
             "tried": sorted(self._tried),
         }
-        return _DEMOTION_PROGRAM, (), json.dumps(asked).encode()
+        return _DEMOTION_PROGRAM, (), json.dumps(request).encode()
 
-    def work_here(self) -> None:
+    def work_in_process(self) -> None:
         """Demote in this process."""
         repository = Repository(
             self._repository.backend, self._repository.record, self._repository.run, clock=self._repository.clock
@@ -293,21 +291,21 @@ class AutomaticDemotion(AfterCommits):
         wanted = stored_demotion(repository) if isinstance(self._wanted, str) else self._wanted
         self._tried |= set(_demoted(repository, wanted, self._policy, self._tried))
 
-    def note(self, told: IO[bytes]) -> None:
-        """Remember which seqs a child has tried in vain."""
-        self._tried |= set(json.load(told)["tried"])
+    def read_output(self, stdout: IO[bytes]) -> None:
+        """Remember the seqs that the child could not demote."""
+        self._tried |= set(json.load(stdout)["tried"])
 
 
-def work() -> None:
-    """Do what the parent asks for on the standard input, and tell there what was tried in vain; the child's main."""
-    asked: dict[str, Any] = json.load(sys.stdin)
+def demote_on_request() -> None:
+    """Demote as the request on standard input says, and write the seqs to skip to standard output; the child's main."""
+    request: dict[str, Any] = json.load(sys.stdin)
     try:
-        # Whoever opened the store has accepted its folder.
-        backend = backend_for(asked["root"], allow_shared_folder=True)
-        repository = Repository(backend, read_store_record(backend), asked["run"])
-        rules = asked["rules"]
+        # Opening the store in the parent has already accepted a shared folder.
+        backend = backend_for(request["root"], allow_shared_folder=True)
+        repository = Repository(backend, read_store_record(backend), request["run"])
+        rules = request["rules"]
         wanted = stored_demotion(repository) if rules is None else policy_of_rules(rules)
-        tried = _demoted(repository, wanted, policy_of(asked["policy"]), set(asked["tried"]))
+        tried = _demoted(repository, wanted, policy_of(request["policy"]), set(request["tried"]))
         repository.close()
     except CkstoreError as error:
         sys.stderr.write(f"{error}\n")
@@ -316,7 +314,7 @@ def work() -> None:
 
 
 def _demoted(repository: Repository, wanted: DemotePolicy | None, policy: Policy, tried: set[int]) -> list[int]:
-    """Demote; return the seqs for which that came to nothing, and would again."""
+    """Demote, and return the seqs that cannot be demoted by this policy."""
     if wanted is None:
         return []
     from ckstore.ops.demote import demote

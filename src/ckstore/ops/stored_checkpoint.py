@@ -1,40 +1,49 @@
-"""A stored checkpoint, seen as a commit sees a state: storages whose bytes are read from packs as they are asked for.
+"""Read a stored checkpoint as a state, and code it again: what repack, demote, diff and stats share.
+
+A stored state has the interface of a captured one: storages that return bytes, read from packs on demand.
 
 Invariants:
-- What ``read`` returns was checked against the chunk's identity; it stays valid until this thread has read from two
-  other chunks.
-- A thread holds two chunks, a decoder and a read buffer, and nothing that grows with the state.
+- Bytes from ``read`` were checked against the chunk id. They stay valid until the same thread has read two other
+  chunks.
+- A thread holds two chunks, a decoder and a read buffer. Memory does not grow with the state.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
 
 from ckstore.codec.frame_decoder import FrameDecoder, decoder_nbytes
 from ckstore.commit.chunking import ChunkPlan, CommitPlan, Source
-from ckstore.config import Limits
+from ckstore.config import MIB, Limits, Policy
 from ckstore.delta.chain_reader import ChainReader, chain_reader_nbytes
-from ckstore.errors import UnsupportedError
+from ckstore.errors import CkstoreError, UnsupportedError
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
+from ckstore.format.paths import ManifestName
 from ckstore.format.tensors import StorageSpec
 from ckstore.hashing import ChunkId
 from ckstore.io.buffers import map_zeros
 from ckstore.state.capture import Captured
+from ckstore.store.chunk_index import ChunkIndex
 from ckstore.store.repository import Repository
 
+_log = logging.getLogger("ckstore")
+
 HELD_COUNT = 2
-"""Chunks that a thread holds: one that is coded, and the master whose rounding it may be."""
+"""Chunks held per thread: the chunk being coded, and the fp32 master that it may be a rounding of."""
 
 
 def reader_nbytes(limits: Limits) -> int:
-    """Return the memory that one thread that reads may use, in bytes."""
+    """Return the memory that one reading thread may use, in bytes."""
     return decoder_nbytes(limits.chunk_nbytes_max) + chain_reader_nbytes(limits) + HELD_COUNT * limits.chunk_nbytes_max
 
 
 class StoredState:
-    """The state of one checkpoint, read chunk by chunk, from any number of threads; ``close`` lets go of its packs."""
+    """The state of one checkpoint, read chunk by chunk. Thread-safe. ``close`` closes its packs."""
 
     def __init__(self, repository: Repository, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -45,28 +54,28 @@ class StoredState:
         self.storages = [_StoredStorage(self, spec) for spec in manifest.storages]
 
     def close(self) -> None:
-        """Let go of packs and memory."""
+        """Close packs and free memory."""
         for thread in self._threads:
             thread.reader.close()
             thread.held.clear()
 
     def captured(self) -> Captured:
-        """Return the state as a commit takes it."""
+        """Return the state in the form that a commit takes."""
         manifest = self.manifest
         return Captured(manifest.tree, [], list(manifest.tensors), list(self.storages), [])
 
     def chain(self, chunk: int) -> list[tuple[PackRef, FrameRef]]:
-        """Return the frame of a chunk and the bases that it needs, deepest base first."""
-        links = []
+        """Return the frame of a chunk after its bases, deepest base first."""
+        chain_frames = []
         index = self._frame_of[ChunkId(self.manifest.chunks[chunk].chunk_id)]
         while index >= 0:
             frame = self.manifest.frames[index]
-            links.append((self.manifest.packs[frame.pack], frame))
+            chain_frames.append((self.manifest.packs[frame.pack], frame))
             index = frame.base
-        return links[::-1]
+        return chain_frames[::-1]
 
     def chunk(self, chunk: int) -> memoryview:
-        """Return the plain bytes of a chunk; valid until this thread has read two other ones.
+        """Return the plain bytes of a chunk. They stay valid until this thread has read two other chunks.
 
         Raises:
             CorruptError: They cannot be read, or are not what was committed.
@@ -74,7 +83,7 @@ class StoredState:
         return self._held(chunk, self.chain(chunk), self.manifest.chunks[chunk].nbytes)
 
     def base(self, chunk: int) -> memoryview:
-        """Return the plain bytes of the base of a chunk that is stored as a difference; valid as those of ``chunk``.
+        """Return the plain bytes of the base of a delta. They stay valid as those of ``chunk``.
 
         Raises:
             CorruptError: They cannot be read, or are not what was committed.
@@ -87,11 +96,11 @@ class StoredState:
             thread = self._local.thread = _Thread(self._repository)
             self._threads.append(thread)
         if key not in thread.held:
-            buffer = thread.room()
+            buffer = thread.free_buffer()
             thread.reader.read(chain, nbytes, buffer[:nbytes])
         else:
             buffer = thread.held.pop(key)
-        # The one used last stands last.
+        # The most recently used chunk is last.
         thread.held[key] = buffer
         return buffer[:nbytes]
 
@@ -107,7 +116,7 @@ def stored_state(repository: Repository, manifest: Manifest) -> Iterator[StoredS
 
 
 class _Thread:
-    """What one thread reads with, and the chunks it holds, the one used last at the end."""
+    """The reader of one thread and its held chunks, most recently used last."""
 
     def __init__(self, repository: Repository) -> None:
         chunk_nbytes_max = repository.limits.chunk_nbytes_max
@@ -115,8 +124,8 @@ class _Thread:
         self.held: dict[int, memoryview] = {}
         self._chunk_nbytes_max = chunk_nbytes_max
 
-    def room(self) -> memoryview:
-        """Return a buffer that holds nothing that is wanted any more."""
+    def free_buffer(self) -> memoryview:
+        """Return a free buffer, that of the least recently used chunk if necessary."""
         if len(self.held) < HELD_COUNT:
             return map_zeros(self._chunk_nbytes_max)
         return self.held.pop(next(iter(self.held)))
@@ -135,7 +144,7 @@ class _StoredStorage:
         self._pieces = spec.pieces
 
     def read(self, lo: int, hi: int) -> memoryview:
-        """Return bytes ``lo`` to ``hi``: of the chunk that holds them, or a copy where they lie in several."""
+        """Return bytes ``lo`` to ``hi``: a view of the chunk, or a copy if they span several chunks."""
         found: list[bytes] = []
         begin = 0
         for piece in self._pieces:
@@ -150,17 +159,77 @@ class _StoredStorage:
         return memoryview(b"".join(found))
 
 
+class IsolatedRepository(Repository):
+    """The same store with a chunk index of its own, so that the index of the caller's handle does not change."""
+
+    def __init__(self, repository: Repository, chunk_index: ChunkIndex) -> None:
+        super().__init__(repository.backend, repository.record, repository.run, clock=repository.clock)
+        self.chunk_index = chunk_index
+        self.nbytes_planned = 0
+
+    def nbytes_expected(self, nbytes: int) -> int:
+        """Return how many bytes the plan expects to be written."""
+        return min(nbytes, self.nbytes_planned)
+
+
+_MEMORY_NBYTES_MIN = 56 * MIB
+"""The smallest ``memory_nbytes_max`` that a policy accepts."""
+
+
+def rewrite_policy(policy: Policy, limits: Limits, coding_nbytes: int, **changes: Any) -> Policy:
+    """Return the policy for coding stored chunks again, with memory for reading set aside.
+
+    Args:
+        policy: Threads and memory, as the caller has set them.
+        limits: Size limits of the store.
+        coding_nbytes: Bytes that one thread needs to code a chunk.
+        changes: Other settings to replace.
+    """
+    memory_nbytes = policy.memory_nbytes_max
+    # Each thread reads a chunk and its bases before it codes the chunk.
+    threads = max(1, min(policy.thread_count, memory_nbytes // (reader_nbytes(limits) + coding_nbytes)))
+    return replace(
+        policy,
+        threads=threads,
+        memory_nbytes_max=max(_MEMORY_NBYTES_MIN, memory_nbytes - threads * reader_nbytes(limits)),
+        verify_encoded=True,
+        **changes,
+    )
+
+
+def remove_unpublished(repository: Repository, manifest: Manifest, pack_names: Iterable[str]) -> None:
+    """Remove the new packs of a replacement of ``manifest`` that was not published.
+
+    On a full disk every byte counts. A failure is logged, not raised: gc removes what stays.
+    """
+    header = manifest.header
+    name = ManifestName(header.run, header.seq, header.step, header.generation + 1)
+    try:
+        # If publishing failed after the manifest became visible, its packs are needed.
+        if repository.backend.stat(name.path) is None:
+            unlink_packs(repository, pack_names)
+    except (CkstoreError, OSError) as error:
+        _log.warning("packs of a replacement that was not published are left for `ckstore gc` to remove: %s", error)
+
+
+def unlink_packs(repository: Repository, pack_names: Iterable[str]) -> None:
+    """Remove packs that no manifest names; ignore packs that a collector has already removed."""
+    for pack_name in pack_names:
+        with suppress(FileNotFoundError):
+            repository.backend.unlink(pack_name)
+
+
 def plan_of(manifest: Manifest) -> CommitPlan:
     """Return the plan by which this checkpoint was cut into chunks.
 
     Raises:
-        UnsupportedError: Its tensors do not cover all of its chunks, so that no state makes these chunks.
+        UnsupportedError: Its tensors do not cover all of its chunks.
     """
     places: dict[int, dict[int, Source]] = {}
     for index, storage in enumerate(manifest.storages):
         position = 0
         for piece in storage.pieces:
-            # Where equal chunks of several tensors are one, the first that has a place tells.
+            # If several tensors share a chunk, use the first location.
             places.setdefault(piece.chunk, {}).setdefault(piece.offset, Source(index, position, piece.nbytes))
             position += piece.nbytes
     chunks = []

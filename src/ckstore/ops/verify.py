@@ -1,49 +1,66 @@
-"""Read everything, believe nothing, report; change nothing.
+"""Verify a store: read what checkpoints need, and report damage. Nothing is changed.
 
-Levels, each with all of the one before:
-- ``quick``: whole manifests with their digests; size, superheader, tail and directory of every pack they
-  name; every location against the directory; claims, tags, config.json, home.json and owner.json.
-- ``read``: every stored byte, past the page cache where the file system allows it; checksums, padding.
-- ``decode``: every frame decoded, and its BLAKE3 compared: everything a restore would find. Frames that need a base
-  are read once more for it, each once, however many checkpoints and frames rest on the base.
+Levels; each includes the ones before:
+- ``quick``: whole manifests with their digests; size, superheader, tail and directory of every pack they name; every
+  location against the directory; claims, tags, config.json, home.json and owner.json.
+- ``read``: every stored byte with its checksum, bypassing the page cache if the file system allows it; padding.
+- ``decode``: every frame decoded, and its BLAKE3 compared: finds everything that a restore would find. Frames that need
+  a base are read a second time for it, each once, however many checkpoints use the base.
 
-Packs of other tiers are looked at when that is asked for; what lies both here and there is looked at here.
+Packs in other tiers are read only on request. A pack that is both here and in a tier is read here.
 
-Not looked at, because losing it loses nothing: ``leases``, ``tmp``, ``trash``, ``reserve``, ``gc.lock``, what a drop
-mark holds, and packs that no manifest names.
+Files that can be lost without harm are not read: ``leases``, ``tmp``, ``trash``, ``reserve``, ``gc.lock``, the contents
+of drop marks, and packs that no manifest names.
+
+After a restore met damage, ``with_recovery_advice`` verifies older checkpoints to suggest one that is readable.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 from collections.abc import Callable, Iterable, Iterator
 
+from ckstore.codec.frame_decoder import FrameDecoder, decoder_nbytes
 from ckstore.concurrency import run_uninterrupted
 from ckstore.config import Policy, is_name
 from ckstore.errors import BackendError, CkstoreError, CorruptError, NotFoundError, UnsupportedError, UsageError
 from ckstore.format import paths
+from ckstore.format.manifest import Manifest
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, FileRecord, HomeRecord, OwnerRecord, decode_record
 from ckstore.io.backend import Ageing
 from ckstore.io.url import is_bucket_address
-from ckstore.ops.verify_chains import ChainAudit
-from ckstore.ops.verify_packs import Audit, FrameCheck, PackAudit
+from ckstore.ops.verify_packs import Audit, ChainAudit, FrameCheck, PackAudit
+from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.damage import Damage, Report, Uses, label_of
 from ckstore.store.manifests import Manifests, missing_sentence
+from ckstore.store.refs import load_whole
 from ckstore.store.repository import Repository
 from ckstore.store.tags import Tags
 
 __all__ = ["LEVELS", "Damage", "FrameCheck", "Report", "verify"]
 
+
+_log = logging.getLogger("ckstore")
+
+
 LEVELS = ("quick", "read", "decode")
+
+
 _RECORDS: dict[str, type[FileRecord]] = {
     paths.CONFIG_FILE: ConfigRecord,
     paths.HOME_FILE: HomeRecord,
     paths.OWNER_FILE: OwnerRecord,
 }
-"""Records at the top of a store which need not be there, and are whole where they are."""
+"""Optional records at the top of a store."""
+
+
 _NAMES_DATED_MAX = 3
+
+
 _COPIED_AFTER_NS = 10 * 10**9
-"""A manifest has its name moments after the time that it says."""
+"""A manifest gets its name within moments of the time that it records; a later name means that it was copied."""
 
 
 def verify(
@@ -57,17 +74,17 @@ def verify(
     is_remote: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Check the manifests given, or all of the store, and what they need.
+    """Check the given manifests, or the whole store, and everything they need.
 
     Args:
         repository: The store.
         level: One of LEVELS.
         names: Run and name of each manifest; None: all runs.
-        make_check: Makes, for each thread, what decodes a frame.
-        check_nbytes: Memory that what ``make_check`` makes may use.
-        policy: How many threads, and how much memory for them and for read buffers.
-        is_remote: Look at packs of other tiers, too.
-        on_progress: Called after each read, and each pack, with bytes done and bytes in all.
+        make_check: Makes, for each thread, a function that decodes a frame.
+        check_nbytes: Memory that each such function may use.
+        policy: Number of threads, and memory for them and for read buffers.
+        is_remote: Also read packs in other tiers.
+        on_progress: Called after each read and each pack, with bytes done and the total.
     """
     if level not in LEVELS:
         raise UsageError(f"level must be one of {', '.join(LEVELS)}", where=f"level={level!r}")
@@ -108,7 +125,7 @@ def verify(
 def _uses_of(
     repository: Repository, names: Iterable[tuple[str, ManifestName]], report: Report, *, is_remote: bool
 ) -> Uses:
-    """Check manifests, and return what they need of what can be reached."""
+    """Check manifests, and return what they need of all reachable packs."""
     reach = TierReach(repository, is_remote=is_remote)
     uses = Uses(is_remote=is_remote, reaches=reach)
     for run, name in names:
@@ -119,7 +136,7 @@ def _uses_of(
 
 
 def _copied_ns(repository: Repository) -> int | None:
-    """Return when the store was copied to this place; None where the times of its files do not say that it was."""
+    """Return when the store was copied here; None if file times do not show that it was copied."""
     found: list[int] = []
     if not isinstance(repository.backend, Ageing):
         return None
@@ -138,11 +155,11 @@ def _copied_ns(repository: Repository) -> int | None:
 
 
 class TierReach:
-    """Says whether tiers can be reached, and why not; asks each once.
+    """Whether tiers can be reached, and why not. Each tier is asked once.
 
     Args:
         repository: The store.
-        is_remote: Ask buckets, too; otherwise only whether ``config.json`` says where they are.
+        is_remote: Also connect to buckets; otherwise only check that ``config.json`` has their address.
     """
 
     def __init__(self, repository: Repository, *, is_remote: bool) -> None:
@@ -151,7 +168,7 @@ class TierReach:
         self._found: dict[str, CkstoreError | None] = {}
 
     def __call__(self, tier: str) -> bool:
-        """Whether a tier can be reached."""
+        """Return whether a tier can be reached."""
         if tier not in self._found:
             self._found[tier] = self._problem_of(tier)
         return self._found[tier] is None
@@ -159,7 +176,7 @@ class TierReach:
     def _problem_of(self, tier: str) -> CkstoreError | None:
         tiers = self._repository.tiers
         try:
-            # Without a server's answer this says whether it is configured, which costs nothing.
+            # Opening a bucket needs its server. Without that, only its configuration is checked.
             if self._is_remote or not is_bucket_address(tiers.addresses().get(tier, "")):
                 tiers.open(tier)
         except CkstoreError as error:
@@ -167,7 +184,7 @@ class TierReach:
         return None
 
     def problems(self, uses: Uses) -> Iterator[Damage]:
-        """Yield each tier that cannot be reached, with the checkpoints that are in it."""
+        """Yield each unreachable tier, with the checkpoints that are in it."""
         for tier, problem in sorted(self._found.items()):
             if problem is not None:
                 labels = tuple(label_of(uses.names[index]) for index in uses.in_tiers.get(tier, ()))
@@ -206,7 +223,7 @@ def _check_tags(repository: Repository, run: str, seqs: set[int], report: Report
         try:
             record = tags.get(file)
         except NotFoundError:
-            # Removed since it was listed.
+            # It was removed meanwhile.
             continue
         except (CorruptError, UnsupportedError, BackendError) as error:
             report.add(Damage(error.what, where), error)
@@ -230,10 +247,92 @@ def _check_manifest(manifests: Manifests, name: ManifestName, uses: Uses, report
     try:
         manifest = manifests.load(name)
     except FileNotFoundError:
-        # Dropped or replaced since it was listed.
+        # It was deleted or replaced meanwhile.
         return
     except (CorruptError, UnsupportedError, BackendError) as error:
         report.add(Damage(error.what, where, (label_of(name),)), error)
         return
     report.checkpoint_count += 1
     uses.add(name, manifest)
+
+
+def is_damage(error: CkstoreError) -> bool:
+    """Return whether stored bytes are damaged or unreadable, so that restoring another checkpoint may help."""
+    is_unreadable = isinstance(error, BackendError) and error.facts.get("errno") == errno.EIO
+    return is_unreadable or isinstance(error, CorruptError)
+
+
+def candidates(repository: Repository, damaged: int | None, error: CkstoreError) -> Iterator[Manifest]:
+    """Yield the checkpoints that ``restore(fallback=True)`` may use, newest first. Only their manifests were checked.
+
+    Args:
+        repository: The store and its run.
+        damaged: The seq of the damaged checkpoint; None: unknown.
+        error: The damage. Checkpoints that need the same frame are left out.
+    """
+    place = (error.facts.get("pack_id"), error.facts.get("offset"))
+    for name in reversed(repository.manifests.listing().names):
+        if name.seq == damaged:
+            continue
+        try:
+            manifest = load_whole(repository, name)
+        except CkstoreError as problem:
+            _log.warning("seq %d (step %d) was passed over: %s", name.seq, name.step, problem)
+            continue
+        is_lost = any(pack.tier == LOST_TIER for pack in manifest.packs)
+        if not (manifest.header.is_archival or is_lost or _needs(manifest, place)):
+            yield manifest
+
+
+def _needs(manifest: Manifest, place: tuple[object, object]) -> bool:
+    pack_id, offset = place
+    packs = [index for index, pack in enumerate(manifest.packs) if pack.pack_id.hex() == pack_id]
+    return any(frame.pack in packs and frame.offset == offset for frame in manifest.frames)
+
+
+def newest_readable(
+    repository: Repository, policy: Policy, damaged: int | None, error: CkstoreError
+) -> ManifestName | None:
+    """Return the newest other checkpoint that can be decoded completely; None if there is none."""
+    chunk_nbytes_max = repository.limits.chunk_nbytes_max
+    for manifest in candidates(repository, damaged, error):
+        name = manifest.header.name
+        try:
+            report = verify(
+                repository,
+                "decode",
+                [(repository.run, name)],
+                make_check=lambda: FrameDecoder(chunk_nbytes_max).check_frame,
+                check_nbytes=decoder_nbytes(chunk_nbytes_max),
+                policy=policy,
+                is_remote=True,
+            )
+        except CkstoreError as problem:
+            _log.warning("seq %d (step %d) cannot be read either: %s", name.seq, name.step, problem)
+            continue
+        if report.is_clean and report.checkpoint_count:
+            return name
+    return None
+
+
+def with_recovery_advice(
+    repository: Repository, policy: Policy, damaged: int | None, error: CkstoreError
+) -> CkstoreError:
+    """Add advice to the error of a damaged checkpoint: repair, or the newest other one that is readable."""
+    what = "a checkpoint" if damaged is None else f"seq {damaged}"
+    _log.warning("%s is damaged (%s); looking for the newest other checkpoint that reads whole", what, error.what)
+    repair = f"run `ckstore repair {repository.backend.root}`, which says what can be made whole again"
+    try:
+        found = newest_readable(repository, policy, damaged, error)
+    except CkstoreError as problem:
+        return _with_todo(error, f"{repair}; looking for another checkpoint that reads whole failed: {problem.what}")
+    if found is None:
+        return _with_todo(error, f"{repair}; no other checkpoint of run {repository.run} reads whole")
+    way = f'the newest other checkpoint that reads whole is step {found.step}: restore("seq:{found.seq}")'
+    is_older = damaged is None or found.seq < damaged
+    by_itself = ", or restore(fallback=True), which goes there by itself" if is_older else ""
+    return _with_todo(error, f"{repair}; {way}{by_itself}", whole_step=found.step, whole_seq=found.seq)
+
+
+def _with_todo(error: CkstoreError, todo: str, **facts: object) -> CkstoreError:
+    return type(error)(error.what, where=error.where, todo=todo, **{**error.facts, **facts})

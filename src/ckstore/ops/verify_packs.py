@@ -1,6 +1,12 @@
-"""Check one pack against everything that is said of it: its ends, its directory, and every byte of its frames.
+"""Check packs and their frames against what manifests say. ``verify`` runs these audits.
 
-What the audits of one verify share: what is needed, what is found, how frames are checked, when to end.
+``Audit`` is what the audits of one verify share. ``PackAudit`` checks one pack: its ends, its directory, and every byte
+of its frames. ``ChainAudit`` then decodes the frames that need a base, each once:
+
+Bases and the frames that need them form trees. A tree is walked from its root, decoding each frame with its base. If
+several frames need one base, the base is copied for all but the one with the deepest subtree. If that would need too
+many copies, the base is decoded again from the root. So memory is bounded, and the work grows linearly with the number
+of frames.
 """
 
 from __future__ import annotations
@@ -8,12 +14,21 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckstore.config import READ_BUFFERS, READ_BUFFERS_MIN, Policy, fit_memory
-from ckstore.errors import BackendError, CorruptError, MalformedError, UnsupportedError, is_refused
+from ckstore.errors import (
+    BackendError,
+    ChecksumError,
+    CorruptError,
+    MalformedError,
+    MissingChunkError,
+    UnsupportedError,
+    is_refused,
+)
 from ckstore.format import paths
 from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES, FrameHeader, check_payload, decode_frame_header
 from ckstore.format.pack import (
@@ -30,46 +45,47 @@ from ckstore.format.pack import (
 from ckstore.format.wire import BLOCK_NBYTES, is_zero
 from ckstore.hashing import NO_BASE, PackId
 from ckstore.io.backend import Backend, ReadFile, ReadRequest, ReadResult
-from ckstore.io.buffers import BufferPool
+from ckstore.io.block_writer import copy_plain
+from ckstore.io.buffers import BufferPool, map_zeros
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.damage import AffectedTensors, Damage, FramePosition, PackUses, Report, Uses, label_of
-from ckstore.store.pack_reader import read_ranges, readable_from
+from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame, read_ranges, readable_from
 from ckstore.store.repository import Repository
 
 
 class FrameCheck(Protocol):
-    """Decodes a payload and compares the identity of what comes out; raises CorruptError."""
+    """Decodes a payload and compares its chunk id; raises CorruptError."""
 
     def __call__(self, header: FrameHeader, payload: memoryview, base: memoryview | None = None, /) -> memoryview:
-        """Return the plain bytes, which last until the next call; they lie where ``base`` lay if it was as long."""
+        """Return the plain bytes, valid until the next call. They replace ``base`` in memory if it is as long."""
         ...
 
 
 @dataclass(slots=True)
 class Stop:
-    """Why to end before everything was looked at: the first failure of the checking itself."""
+    """Ends an audit early. ``error`` is the first failure of the checking itself."""
 
     error: BaseException | None = None
 
     def note(self, error: BaseException) -> None:
-        """Keep the first one."""
+        """Record an error, unless there is one already."""
         self.error = self.error or error
 
 
 @dataclass(slots=True, eq=False)
 class Audit:
-    """One verify.
+    """The shared state of one verify.
 
     Args:
         repository: The store.
         uses: What the manifests need.
-        report: What is found.
-        make_check: Makes, for each thread, what decodes a frame.
-        check_nbytes: Memory that what ``make_check`` makes may use.
-        policy: How many threads, and how much memory for them and for read buffers.
-        tell: Called after each read, and each pack.
-        is_partial: Only some checkpoints are looked at, so that damage no one of them suffers is left out.
-        is_remote: Packs of other tiers are looked at, where they lie there and not here.
+        report: Receives the damage found.
+        make_check: Makes, for each thread, a function that decodes a frame.
+        check_nbytes: Memory that each such function may use.
+        policy: Number of threads, and memory for them and for read buffers.
+        tell: Called after each read and each pack.
+        is_partial: Only some checkpoints are checked. Damage that affects none of them is not reported.
+        is_remote: Also read packs that are only in other tiers.
     """
 
     repository: Repository
@@ -90,7 +106,7 @@ class Audit:
         self._affected = AffectedTensors(self.repository)
 
     def fit(self, buffer_nbytes: int, *, check_nbytes: int | None = None) -> tuple[int, int]:
-        """Return how many threads and buffers the policy's memory holds."""
+        """Return the number of threads and buffers that fit into the policy's memory."""
         return fit_memory(
             self.policy.thread_count,
             self.check_nbytes if check_nbytes is None else check_nbytes,
@@ -108,11 +124,11 @@ class Audit:
         place: FramePosition | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Add damage, of one frame or of all of a pack, with the checkpoints that need it; ``error`` as it came."""
+        """Report damage of a frame, or of a whole pack, with the checkpoints that need it."""
         uses = self.uses.packs[pack_id]
         hit = list(uses.refs) if place is None else uses.places.get(place, [])
         if self.is_partial and not hit:
-            # A frame that only other checkpoints need, in a pack that this one shares with them.
+            # Only checkpoints that were not selected need this frame.
             return
         where = self.home_of(pack_id).location_of(paths.pack_name(pack_id))
         if offset is not None:
@@ -125,14 +141,14 @@ class Audit:
             self.report.add(Damage(what, where, checkpoints, tensors), error)
 
     def home_of(self, pack_id: PackId) -> Backend:
-        """Return where a pack lies as manifests say: here, if one of them says so."""
+        """Return the backend of a pack according to manifests: the store itself if one of them says so."""
         tiers = {ref.tier for ref in self.uses.packs[pack_id].refs.values()}
         if tiers & {LOCAL_TIER, LOST_TIER}:
             return self.repository.backend
         return self.repository.tiers.open(min(tiers))
 
     def is_damaged(self, pack_id: PackId, place: FramePosition) -> bool:
-        """Whether damage of this frame was found already."""
+        """Return whether damage of this frame was already reported."""
         return (pack_id, place) in self._damaged
 
     def _tensors_of(self, hit: list[int], pack_id: PackId, place: FramePosition | None) -> tuple[str, ...]:
@@ -146,7 +162,7 @@ class Audit:
 
 @dataclass(slots=True)
 class _Span:
-    """A run of frames that one read covers, padding behind the last one included."""
+    """Consecutive frames covered by one read, including the padding after the last."""
 
     offset: int
     nbytes: int
@@ -154,11 +170,11 @@ class _Span:
 
 
 class PackAudit:
-    """Checks one pack.
+    """Check one pack.
 
     Args:
-        audit: The verify that this is part of.
-        pack_id: Which one.
+        audit: The verify that this belongs to.
+        pack_id: The pack.
     """
 
     def __init__(self, audit: Audit, pack_id: PackId) -> None:
@@ -169,7 +185,7 @@ class PackAudit:
         self._report = audit.report
 
     def run(self) -> None:
-        """Check, and add what is wrong to the report."""
+        """Check the pack, and report its damage."""
         self._report.pack_count += 1
         try:
             file = self._open()
@@ -192,12 +208,12 @@ class PackAudit:
             file.close()
 
     def check(self, file: ReadFile) -> None:
-        """Check the bytes of a file that holds the pack, wherever it lies, and add to the report which are damaged.
+        """Check any file that should be this pack, and report damaged frames.
 
         Raises:
-            CorruptError: Its ends are damaged, so that nothing can be said of its frames.
+            CorruptError: Its ends are damaged, so its frames cannot be located.
             UnsupportedError: A newer ckstore wrote it.
-            BackendError: The medium does not give it.
+            BackendError: The storage cannot read it.
         """
         tail, directory = self._check_ends(file)
         self._check_uses(directory)
@@ -278,7 +294,7 @@ class PackAudit:
             raise self._audit.stop.error
 
     def _spans(self, tail: PackTail, directory: PackDirectory) -> Iterator[_Span]:
-        """Cut the frames into reads; each span ends where the next begins, so that no byte is left out."""
+        """Group frames into reads. Each read ends where the next begins, so that no byte is skipped."""
         span_nbytes_max = self._repository.limits.chunk_nbytes_max + BLOCK_NBYTES
         begins = [entry.offset for entry in directory.entries]
         ends = [*begins[1:], tail.directory_offset]
@@ -302,7 +318,7 @@ class PackAudit:
         check = self._audit.make_check() if self._decodes else None
         while (result := inbox.get()) is not None:
             try:
-                # After a failure the rest is only let go of, so that the reader is not left waiting for buffers.
+                # After a failure, only release the buffers, so that the reader does not wait for them.
                 if self._audit.stop.error is None:
                     self._check_span(spans[result.tag], result.view, check)
             except BaseException as error:
@@ -325,7 +341,7 @@ class PackAudit:
                 check_payload(header, payload)
                 if not is_zero(view[entry.end - span.offset : end - span.offset]):
                     raise MalformedError("the padding behind a frame is not zero")
-                # What needs a base is decoded when all packs have been looked at.
+                # Frames that need a base are decoded after all packs were read.
                 if check is not None and not header.has_base:
                     check(header, payload)
             except (CorruptError, UnsupportedError) as error:
@@ -343,3 +359,206 @@ class PackAudit:
 
 def _place_of(entry: DirectoryEntry) -> FramePosition:
     return entry.chunk_id, entry.offset, entry.stored_nbytes
+
+
+COPIES_MAX = 2
+"""Copies of bases per thread, in addition to the frame being decoded."""
+
+NESTED_MAX = 64
+"""Depth to which one walk recurses with copies kept on the way."""
+
+OPEN_MAX = 16
+"""Packs that one thread keeps open."""
+
+Node = tuple[PackId, FramePosition]
+"""A frame, by pack and location."""
+
+
+class ChainAudit:
+    """Decode all frames that need a base.
+
+    Args:
+        uses: What the manifests need.
+    """
+
+    def __init__(self, uses: Uses) -> None:
+        self.base_of: dict[Node, Node] = {
+            (pack_id, place): base for pack_id, pack in uses.packs.items() for place, base in pack.bases.items()
+        }
+        self.resting_on: dict[Node, list[Node]] = {}
+        for node, base in self.base_of.items():
+            self.resting_on.setdefault(base, []).append(node)
+        self.roots = sorted(base for base in self.resting_on if base not in self.base_of)
+        self._order_by_height()
+
+    @property
+    def nbytes(self) -> int:
+        """Estimated bytes to read."""
+        nodes = (*self.roots, *self.base_of)
+        return sum(FRAME_HEADER_NBYTES + stored_nbytes for _, (_, _, stored_nbytes) in nodes)
+
+    def run(self, audit: Audit) -> None:
+        """Decode every frame of every tree, and report damage."""
+        limits = audit.repository.limits
+        walk_nbytes = audit.check_nbytes + (COPIES_MAX + 1) * limits.chunk_nbytes_max + read_buffer_nbytes(limits)
+        thread_count, _ = audit.fit(read_buffer_nbytes(limits), check_nbytes=walk_nbytes)
+        inbox: queue.SimpleQueue[Node | None] = queue.SimpleQueue()
+        for root in self.roots:
+            inbox.put(root)
+        threads = [
+            threading.Thread(target=self._work, args=(audit, inbox), name="ckstore-verify", daemon=True)
+            for _ in range(min(thread_count, len(self.roots)))
+        ]
+        for thread in threads:
+            inbox.put(None)
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _work(self, audit: Audit, inbox: queue.SimpleQueue[Node | None]) -> None:
+        try:
+            with BufferPool(read_buffer_nbytes(audit.repository.limits), 1) as pool:
+                walk = _Walk(self, audit, pool)
+                try:
+                    while audit.stop.error is None and (root := inbox.get()) is not None:
+                        walk.run(root)
+                finally:
+                    walk.close()
+        except BaseException as error:
+            audit.stop.note(error)
+
+    def _order_by_height(self) -> None:
+        """Sort the frames on each base by the height of their subtrees, highest last."""
+        height: dict[Node, int] = {}
+        reached = list(self.roots)
+        for node in reached:
+            reached.extend(self.resting_on.get(node, ()))
+        for node in reversed(reached):
+            above = self.resting_on.get(node, [])
+            above.sort(key=lambda other: height[other])
+            height[node] = 1 + height[above[-1]] if above else 0
+
+
+@dataclass(slots=True)
+class _Visit:
+    """A frame to decode with its base, the memory to decode into, and the depth since the last full decode."""
+
+    node: Node
+    base: memoryview | None
+    room: memoryview
+    depth: int
+
+
+class _Walk:
+    """Walk trees. Used by one thread."""
+
+    def __init__(self, chains: ChainAudit, audit: Audit, pool: BufferPool) -> None:
+        self._chains = chains
+        self._audit = audit
+        self._pool = pool
+        self._check = audit.make_check()
+        self._chunk_nbytes_max = audit.repository.limits.chunk_nbytes_max
+        self._room = self._new_room()
+        self._copies: list[memoryview] | None = None
+        self._files: dict[PackId, ReadFile] = {}
+
+    def close(self) -> None:
+        """Close packs."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def run(self, root: Node) -> None:
+        """Decode a tree."""
+        again: deque[Node] = deque()
+        self._visit(_Visit(root, None, self._room, 0), again)
+        while again and self._audit.stop.error is None:
+            node = again.popleft()
+            base = self._decode_chain(self._chains.base_of[node])
+            if base is not None:
+                self._visit(_Visit(node, base, self._room, 0), again)
+
+    def _visit(self, visit: _Visit, again: deque[Node]) -> None:
+        plain = self._decode(visit.node, visit.base, visit.room)
+        resting = self._chains.resting_on.get(visit.node, [])
+        if plain is None or not resting or self._audit.stop.error is not None:
+            # Frames on a damaged base are skipped: their checkpoints need the damaged frame as well, and are already
+            # reported.
+            return
+        if self._copies is None:
+            self._copies = [self._new_room() for _ in range(COPIES_MAX)]
+        for node in resting[:-1]:
+            if not self._copies or visit.depth >= NESTED_MAX:
+                again.append(node)
+                continue
+            room = self._copies.pop()
+            base = room[: len(plain)]
+            copy_plain(plain, base)
+            self._visit(_Visit(node, base, room, visit.depth + 1), again)
+            self._copies.append(room)
+        if visit.depth >= NESTED_MAX:
+            again.append(resting[-1])
+        else:
+            self._visit(_Visit(resting[-1], plain, visit.room, visit.depth + 1), again)
+
+    def _decode_chain(self, node: Node) -> memoryview | None:
+        """Decode a frame again, starting from the root."""
+        chain = [node]
+        while (base := self._chains.base_of.get(chain[-1])) is not None:
+            chain.append(base)
+        plain: memoryview | None = None
+        for link in reversed(chain):
+            plain = self._decode(link, plain, self._room)
+            if plain is None:
+                return None
+        return plain
+
+    def _decode(self, node: Node, base: memoryview | None, room: memoryview) -> memoryview | None:
+        """Return the plain bytes of a frame in ``room``; None, after reporting it, if it is damaged."""
+        pack_id, place = node
+        if self._audit.is_damaged(pack_id, place):
+            return None
+        try:
+            plain = self._read(node, base)
+        except MissingChunkError:
+            # The whole pack was already reported.
+            return None
+        except (CorruptError, UnsupportedError, BackendError) as error:
+            self._audit.add(pack_id, error.what, place[1], place)
+            return None
+        if plain is not base:
+            copy_plain(plain, room[: len(plain)])
+        return room[: len(plain)]
+
+    def _read(self, node: Node, base: memoryview | None) -> memoryview:
+        pack_id, (_, offset, stored_nbytes) = node
+        repository = self._audit.repository
+        nbytes = FRAME_HEADER_NBYTES + stored_nbytes
+        result = read_frame(repository.backend, self._file(pack_id), offset, nbytes, self._pool)
+        try:
+            header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=repository.limits)
+            self._check_ids(header, node)
+            plain = self._check(header, result.view[FRAME_HEADER_NBYTES:], base)
+        finally:
+            result.release()
+        with self._audit.lock:
+            self._audit.report.bytes_read += nbytes
+        self._audit.tell()
+        return plain
+
+    def _check_ids(self, header: FrameHeader, node: Node) -> None:
+        base = self._chains.base_of.get(node)
+        if (header.chunk_id, header.base_id) != (node[1][0], NO_BASE if base is None else base[1][0]):
+            raise ChecksumError("another frame lies where the manifest locates this one")
+
+    def _file(self, pack_id: PackId) -> ReadFile:
+        file = self._files.get(pack_id)
+        if file is None:
+            if len(self._files) >= OPEN_MAX:
+                self._files.pop(next(iter(self._files))).close()
+            ref = next(iter(self._audit.uses.packs[pack_id].refs.values()))
+            file = self._files[pack_id] = open_pack(self._audit.repository, ref)
+        return file
+
+    def _new_room(self) -> memoryview:
+        return map_zeros(self._chunk_nbytes_max)

@@ -41,7 +41,7 @@ from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, for_each_concurrent, map_concurrent
 from ckstore.ops.gc.plan import GcLimits, PackRewrite, worthwhile_rewrites
-from ckstore.ops.gc.rewrite_packs import Repacked, repack
+from ckstore.ops.gc.rewrite_packs import Repacked, rewrite_packs
 from ckstore.ops.gc.run import collector_lock
 from ckstore.ops.gc.survey import missing_in
 from ckstore.store.chunk_index import LOCAL_TIER
@@ -207,7 +207,7 @@ def plan_rewrites(
     """
     if limits.repack_nbytes_max == 0:
         return []
-    from ckstore.ops.gc.waste import count_frames
+    from ckstore.ops.gc.survey import count_frames
 
     pairs, refs = _Pairs(tier, named, marker), marker.numbers.refs
     current = list(pairs.home.values())
@@ -495,7 +495,7 @@ class _Collector:
             found.packs, found.stop = removed.packs, removed.stop
         if found.stop:
             return
-        found.repacked = repack(self._repository, marker.here, found.rewrites, tier=self._tier)
+        found.repacked = rewrite_packs(self._repository, marker.here, found.rewrites, tier=self._tier)
         outdated = self._outdated(marker.named(manifests_in(target)))
         found.renewed = renew_copies(self._repository, target, outdated, found.repacked.troubles)
 

@@ -50,7 +50,7 @@ class Demoting(Background):
             CapacityError: The disk is full; every checkpoint is in its old or its new form.
         """
         from ckstore.ops.demote import demote, names_newest
-        from ckstore.ops.demote_config import demotion_given, stored_demotion
+        from ckstore.ops.stored_policies import demotion_given, stored_demotion
 
         wanted = demotion_given(policy)
         with self._lock:
@@ -73,7 +73,7 @@ class Demoting(Background):
     @property
     def demotion(self) -> DemotePolicy | None:
         """The policy of demotion that is stored with the store, for all of its runs; None where there is none."""
-        from ckstore.ops.demote_config import stored_demotion
+        from ckstore.ops.stored_policies import stored_demotion
 
         with self._lock:
             self._check_open()
@@ -85,7 +85,7 @@ class Demoting(Background):
         Raises:
             UsageError: It has a rule that is none, or a value that cannot be.
         """
-        from ckstore.ops.demote_config import demotion_given, set_stored_demotion
+        from ckstore.ops.stored_policies import demotion_given, set_stored_demotion
 
         wanted = demotion_given(policy)
         with self._lock:
@@ -150,6 +150,6 @@ def demotion_asked(demotion: object) -> DemotePolicy | Literal["stored"] | None:
     """Return what ``open`` is to do after commits; UsageError for what is no policy."""
     if demotion is None or demotion == "stored":
         return demotion
-    from ckstore.ops.demote_config import demotion_given
+    from ckstore.ops.stored_policies import demotion_given
 
     return demotion_given(demotion)

@@ -18,6 +18,12 @@ from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageErro
 from ckstore.io.backend import Backend
 from ckstore.io.url import backend_for
 from ckstore.ops.gc.policy import Retention, span_seconds, span_words
+from ckstore.ops.stored_policies import (
+    set_stored_policy,
+    set_stored_trash_seconds,
+    stored_policy,
+    stored_trash_seconds,
+)
 from ckstore.results import Info
 from ckstore.store.manifests import missing_sentence
 from ckstore.store.refs import Reference
@@ -133,7 +139,7 @@ class Keeping(Handle):
             LockHeldError: Another collection is at work.
             UsageError: More than ``max_delete`` would go, and nothing was changed; or the policy has a mistake.
         """
-        from ckstore.ops.gc.run import GcLimits, collect_store, stored_policy
+        from ckstore.ops.gc.run import GcLimits, collect_store
 
         chosen = {"repack_nbytes_max": repack_nbytes_max, "waste_max": waste_max}
         limits = GcLimits(
@@ -179,16 +185,12 @@ class Keeping(Handle):
     @property
     def retention(self) -> Retention | None:
         """The policy that is stored with the store, for all of its runs; None where there is none."""
-        from ckstore.ops.gc.run import stored_policy
-
         with self._lock:
             self._check_open()
             return stored_policy(self._repository)
 
     def set_retention(self, policy: Retention | Mapping[str, Any] | None) -> None:
         """Store a policy with the store, for collections that are given none; None removes it."""
-        from ckstore.ops.gc.run import set_stored_policy
-
         rules = rules_given(policy)
         with self._lock:
             self._check_open()
@@ -197,8 +199,6 @@ class Keeping(Handle):
     @property
     def trash_for(self) -> str | None:
         """How long the trash is kept as is stored with the store, such as ``"12h"``; None where nothing is stored."""
-        from ckstore.ops.gc.run import stored_trash_seconds
-
         with self._lock:
             self._check_open()
             seconds = stored_trash_seconds(self._repository)
@@ -210,8 +210,6 @@ class Keeping(Handle):
         Raises:
             UsageError: It is not a duration.
         """
-        from ckstore.ops.gc.run import set_stored_trash_seconds
-
         seconds = trash_seconds_given(span)
         with self._lock:
             self._check_open()
@@ -291,7 +289,7 @@ class Keeping(Handle):
                 purged = purge(self._repository, Marker(self._repository), chosen)
             if purged.stop:
                 raise ConflictError(purged.stop, where=self._repository.backend.root, todo="nothing was freed")
-            unreadable = purged.look.unreadable
+            unreadable = purged.marks.unreadable
             if unreadable:
                 raise ConflictError(
                     f"a manifest cannot be read, and may name any pack: {unreadable[0].problem}",
@@ -352,7 +350,7 @@ class Keeping(Handle):
 
     def _trash_seconds_or(self, trash_for: str | float | None) -> float:
         """Return how long the trash is kept: as is said here, or by ``open``, or in the store, or a day."""
-        from ckstore.ops.gc.run import TRASH_SECONDS, stored_trash_seconds
+        from ckstore.ops.gc.run import TRASH_SECONDS
 
         for seconds in (trash_seconds_given(trash_for), self._trash_seconds):
             if seconds is not None:

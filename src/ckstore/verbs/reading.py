@@ -31,8 +31,7 @@ from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
     from ckstore.format.manifest import Manifest
-    from ckstore.ops.inspect.coding import Coding
-    from ckstore.ops.inspect.stats import Stats
+    from ckstore.ops.inspect.stats import Coding, Stats
     from ckstore.ops.verify import Report
 
 
@@ -144,7 +143,7 @@ class Handle:
 
     def coding(self, ref: Reference) -> Coding:
         """Return how a checkpoint is coded, tensor by tensor, and why; reads its manifest and headers of frames."""
-        from ckstore.ops.inspect.coding import coding_of
+        from ckstore.ops.inspect.stats import coding_of
 
         with self._lock:
             manifest = self._manifest(ref)

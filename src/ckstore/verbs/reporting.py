@@ -19,8 +19,9 @@ class Reporting(Handle):
         Args:
             on_progress: Called with checkpoints done and checkpoints in all.
         """
-        from ckstore.ops.gc.run import GcLimits, GcReport, collect_store, stored_policy
+        from ckstore.ops.gc.run import GcLimits, GcReport, collect_store
         from ckstore.ops.inspect.report import gather, page_of
+        from ckstore.ops.stored_policies import stored_policy
 
         with self._lock:
             self._check_open()

@@ -203,7 +203,7 @@ def test_damaged_pack_is_not_rewritten_and_stays(wasteful, address, quiet_log):
     there.create(name, bytes(content), sync=True)
     report = wasteful.gc(now=True, min_age=0)
     assert report.done.repacked.pack_ids == []
-    assert "is left as it is" in report.done.repacked.troubles[0]
+    assert "was not rewritten" in report.done.repacked.troubles[0]
     there.unlink(name)
     there.create(name, sound, sync=True)
     assert_is_whole(wasteful, 2, 3)
@@ -236,7 +236,7 @@ def test_tier_of_another_store_is_refused(folder, address):
         home.push(address, keep_local=1)
     with ckstore.open(address) as there:
         assert "another store" in there.gc(LAST_ONE, dry_run=True).refused
-        with pytest.raises(UsageError, match="Open it without retention"):
+        with pytest.raises(UsageError, match="Open the store without retention"):
             ckstore.open(address, retention=LAST_ONE)
         with pytest.raises(UsageError, match="only that one knows"):
             there.gc(LAST_ONE, now=True, min_age=0)
@@ -271,7 +271,7 @@ def test_writer_that_published_before_the_look_keeps_its_pack(store, address, mo
         (entry,) = keeping.trash()
     manifest = repository_of(store).trash.read_folder(entry.trash_id).manifests[0]
     content = repository_of(store).backend.read_bytes(manifest.path, nbytes_max=1 << 30)
-    named, published = collect._FarCollector._named, []
+    named, published = collect._BucketCollector._named, []
 
     def republished(self, planned):
         assert planned, "the pack was about to go"
@@ -280,7 +280,7 @@ def test_writer_that_published_before_the_look_keeps_its_pack(store, address, mo
         published.append(name)
         return named(self, planned)
 
-    monkeypatch.setattr(collect._FarCollector, "_named", republished)
+    monkeypatch.setattr(collect._BucketCollector, "_named", republished)
     assert store.gc(now=True, min_age=0).freed_nbytes < 100_000
     assert len(packs_at(address)) == 3
     assert published

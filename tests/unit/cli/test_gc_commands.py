@@ -121,11 +121,11 @@ def test_time_of_the_trash_is_said_saved_and_forgotten(call, store):
     [
         (["--keep-lst", "3"], "--keep-last"),
         (["--keep-best", "loss:2:mn"], "Did you mean 'min'"),
-        (["--keep-within", "soon"], "no span of time"),
+        (["--keep-within", "soon"], "not a duration"),
         (["--time-zone", "CET", "--keep-daily", "3"], "fixed offset"),
         (["--keep-last", "0"], "keep-last"),
         (["--repack-max", "much"], "not a size"),
-        (["--time-zone", "UTC"], "needs a rule"),
+        (["--time-zone", "UTC"], "needs at least one rule"),
         (["--keep-last", "1", "--max-delete", "0"], "max_delete is 0"),
         (["--run", "none", "--keep-last", "1"], "there is no run 'none'"),
     ],
@@ -145,7 +145,7 @@ def test_damage_is_told_and_ends_with_its_exit_code(call, store):
     code, out, err = call("gc", store, "--keep-last", "1")
     assert code == 12
     assert "packs were not collected" in err
-    assert "nothing of this run goes" in out
+    assert "nothing of this run is deleted" in out
     manifest.write_bytes(whole)
     tag = store / "tags" / "main" / "good"
     tag.write_bytes(b"{}")

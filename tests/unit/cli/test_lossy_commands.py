@@ -116,7 +116,7 @@ def test_demote_does_what_its_dry_run_says(call, aged):
 def test_demote_tells_people_what_it_did(call, aged):
     out = call("demote", aged, "--dry-run")[1]
     assert "checkpoints would be demoted" in out
-    assert "it is among the newest 3" in out
+    assert "it is one of the newest 3" in out
     code, out, _ = call("demote", aged, 1, "--fidelity", "near")
     assert code == 0
     assert "1 of 7 checkpoints were demoted" in out

@@ -89,7 +89,7 @@ def test_nothing_is_written_anew_in_vain(store, disk):
     store.commit(noise(0), 0)
     fill(disk)
     begun = disk.packs_begun
-    with pytest.raises(CapacityError, match="the trash of the store has nothing to give up") as caught:
+    with pytest.raises(CapacityError, match="the trash of the store contains nothing that could be freed") as caught:
         store.commit(noise(1), 1)
     assert disk.packs_begun == begun + 1
     assert "ckstore gc" in str(caught.value)
@@ -134,7 +134,7 @@ def test_nothing_is_freed_while_a_manifest_cannot_be_read(store, disk, clock, ca
     flip(disk, name, len(disk.files()[name]) // 2)
     fill(disk)
     there = {path for path in disk.files() if path.startswith("trash/")}
-    with pytest.raises(CapacityError, match="nothing to give up"):
+    with pytest.raises(CapacityError, match="contains nothing that could be freed"):
         store.commit(noise(4), 4)
     assert there <= disk.files().keys()
     assert "nothing of the trash was freed" in caplog.text

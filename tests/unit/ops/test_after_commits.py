@@ -26,7 +26,7 @@ class Counting(AfterCommits):
 
     work = "counting"
     option = "count_every"
-    tells = True
+    reads_output = True
 
     def __init__(self, store, *, every=1, program="pass"):
         super().__init__(repository_of(store), every)
@@ -35,11 +35,11 @@ class Counting(AfterCommits):
     def command(self, root):
         return self.program, (), b""
 
-    def work_here(self):
+    def work_in_process(self):
         self.done += 1
 
-    def note(self, told):
-        self.told.append(told.read().decode())
+    def read_output(self, stdout):
+        self.told.append(stdout.read().decode())
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_child_that_fails_is_told_with_its_last_words(make, caplog, code, is_tol
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         work.after_commit(0)
         work.wait(SECONDS_MAX)
-    expected = f"the counting after a commit ended with code {code}: what was wrong" if is_told else ""
+    expected = f"the counting after a commit failed with exit code {code}: what was wrong" if is_told else ""
     assert [record.getMessage() for record in caplog.records] == [expected] * is_told
 
 
@@ -133,10 +133,10 @@ def test_child_that_cannot_begin_is_told_and_raises_nothing(make, monkeypatch, c
     monkeypatch.setattr("subprocess.Popen", refused)
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         make(SLEEP).after_commit(0)
-    assert "did not begin: OSError: no more processes" in caplog.text
+    assert "could not be started: OSError: no more processes" in caplog.text
 
 
-@pytest.mark.parametrize("broken", ["command", "note"])
+@pytest.mark.parametrize("broken", ["command", "read_output"])
 def test_whatever_goes_wrong_is_told_and_raises_nothing(make, monkeypatch, caplog, broken):
     def confused(*args):
         raise AttributeError("no such thing")
@@ -152,7 +152,7 @@ def test_whatever_goes_wrong_is_told_and_raises_nothing(make, monkeypatch, caplo
                 break
             time.sleep(0.01)
     monkeypatch.undo()
-    assert "did not begin: AttributeError: no such thing" in caplog.text
+    assert "could not be started: AttributeError: no such thing" in caplog.text
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

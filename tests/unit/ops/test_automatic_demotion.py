@@ -14,8 +14,8 @@ from ckstore.config import DemotePolicy, Policy
 from ckstore.errors import CorruptError, UsageError
 from ckstore.io.memory import MemoryBackend
 from ckstore.ops import demote as demoting
-from ckstore.ops.demote_config import rules_of
 from ckstore.ops.scheduled import AutomaticDemotion
+from ckstore.ops.stored_policies import rules_of
 from ckstore.store.store_config import change_config, read_config
 from support.demotion_histories import fidelities, filled, states
 from support.memory_files import flip

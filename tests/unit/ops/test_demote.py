@@ -147,7 +147,7 @@ def test_what_has_nothing_to_lose_stays(store):
         store.commit({"counts": np.arange(9000) + step, "bias": np.arange(40_000, dtype=np.float32) + step}, step)
     report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
     assert [entry.action for entry in report.entries] == ["keep"] * 4
-    assert "nothing of it" in report.entries[1].reason
+    assert "none of its tensors" in report.entries[1].reason
     assert report.packs_after == report.packs_before
     assert all(info.generation == 0 for info in store.log())
 
@@ -251,7 +251,7 @@ def test_what_became_the_newest_before_the_intent_stays_exact(monkeypatch):
     assert newest_seq(store) == 1
     assert store.info("latest").fidelity == "exact"
     assert difference(store.restore(exact=True), held[1]) is None
-    assert [entry.reason for entry in report.entries if entry.seq == 1] == ["it is the newest by now"]
+    assert [entry.reason for entry in report.entries if entry.seq == 1] == ["it is now the newest checkpoint"]
     assert store.info("seq:0").fidelity == "near"
 
 

@@ -152,7 +152,7 @@ def test_what_another_demotes_meanwhile_is_left_to_it(monkeypatch):
     while_coding(monkeypatch, backend, 1, demote_meanwhile)
     report = store.demote(policy=ALL)
     assert [entry.reason for entry in report.entries if entry.seq in (1, 2)] == [
-        "another process has demoted it",
+        "another process has already demoted it",
         "another process has replaced it meanwhile",
     ]
     assert fidelities(store) == ["exact", "small", "small", "near"]

@@ -76,7 +76,7 @@ def test_what_was_made_exact_can_be_demoted_again(demoted):
 def test_exact_form_that_was_freed_is_not_found(demoted):
     store, _ = demoted
     store.gc(min_age=0, trash_for=0)
-    with pytest.raises(NotFoundError, match="nor the exact form"):
+    with pytest.raises(NotFoundError, match="nor its exact form"):
         store.undelete(1)
     with pytest.raises(NotFoundError):
         store.undelete(3)
@@ -159,7 +159,7 @@ def test_dry_run_tells_what_would_stay_exact_in_the_end(backend):
         for step in range(3):
             other.commit({"n": step}, step)
         vain = other.demote(policy=WANTED, dry_run=True).entries[1]
-        assert (vain.action, vain.reason) == ("keep", "nothing of it can be stored with a loss")
+        assert (vain.action, vain.reason) == ("keep", "none of its tensors can be stored with a loss")
 
 
 def test_long_dry_run_takes_the_sizes_of_what_it_coded(backend, monkeypatch):

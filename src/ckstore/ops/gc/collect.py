@@ -1,36 +1,30 @@
-"""The story of a collection: survey, plan, and then act, step by step as docs/FORMAT.md section 10 says.
+"""Carry out the plan of a collection, in the steps of docs/FORMAT.md section 10 (Collect).
 
-rescue -> purge expired trash -> drop -> finish what others began -> mark -> mark again -> trash -> purge -> repack, and
-free what that leaves.
+Rescue, purge expired trash, delete checkpoints, finish interrupted deletions, mark, mark again, move to the trash,
+purge, rewrite packs, and free the old packs.
 
-A writer writes the manifest and then reads the pack's place; a collector moves the pack and then reads the manifests.
-One of the two must see the other. ``testing/gc_model.py`` searches every interleaving of both.
-
-Invariants:
-- A pack is moved only if no manifest named it in a look that began after everything before was done; it is unlinked
-  only by its path in the trash, and only if no manifest named it in a look that began after it lay there.
-- No step waits for a writer, and every step can be done again by another collector after a crash.
-- No checkpoint is dropped and no pack is moved that the plan does not name.
-
-Collect a store that lies in a bucket: manifests go to the trash as elsewhere, packs are removed where they lie.
-
-A bucket has no atomic rename, so a pack cannot be taken away from a writer and given back. Instead the collector
-writes down what it is about to remove, then looks at all manifests: see ``doomed``. What manifests in the trash name
-stays, so that what was dropped can be brought back as long as it lies there. A pack of which much is needed by nobody
-is rewritten as elsewhere, and goes when the manifests that named it have left the trash.
+A writer writes its manifest and then looks for the pack. A collector moves the pack and then reads the manifests. So
+one of the two always sees the other. ``tests/support/gc_model.py`` searches every interleaving of both.
 
 Invariants:
-- No pack is removed that a manifest in place, in the trash or in quarantine names in a look that began after the list
-  of what goes was there.
-- Nothing is collected where another store has pushed: its manifests are not here.
+- A pack is moved only if no manifest named it in a mark pass that began after all earlier steps were done.
+- A pack is unlinked only by its path in the trash, and only if no manifest named it in a mark pass that began after it
+  was there.
+- No step waits for a writer. After a crash, another collector can repeat every step.
+- No checkpoint is deleted and no pack is moved that the plan does not name.
 
-Empty folders of the trash: look at everything once more, bring back what is needed, unlink the rest.
+Purging a trash folder reads all manifests again, puts back what is needed, and unlinks the rest:
+- Every unlinked file was in the trash before the mark pass began in which no manifest named it.
+- All of the trash is read, whichever folders are purged: another folder may contain what supersedes a manifest.
+- After a manifest was put back, manifests are read again, since it names packs.
+- A pack that manifests locate in a tier is unlinked only after it was just seen there.
 
-Invariants:
-- What is unlinked lay in the trash before the look began in which no manifest named it.
-- All of the trash is judged, whichever folders are to be emptied: what supersedes a manifest may lie in another one.
-- A manifest that is brought back names packs: what is needed is looked for anew after that.
-- A pack that manifests say is in a tier is unlinked only when it was just seen there.
+In a bucket, manifests go to the trash, but packs are removed in place: a bucket has no atomic rename, so a pack cannot
+be taken from a writer and put back. The collector first publishes the list of packs to remove, then reads all manifests
+(``store/pending_deletes.py``):
+- A pack is removed only if no manifest in place, in the trash or in quarantine named it in a mark pass that began after
+  that list was visible.
+- A bucket to which another store has pushed is not collected, because that store's manifests are not visible here.
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
 from ckstore.io.backend import Distant, map_concurrent
 from ckstore.ops.gc.plan import GcLimits, GcPlan, is_expired
-from ckstore.ops.gc.rewrite_packs import Repacked, repack
+from ckstore.ops.gc.rewrite_packs import Repacked, rewrite_packs
 from ckstore.ops.gc.survey import missing_in, named_in_trash, strays_among
 from ckstore.store.history import drop
 from ckstore.store.pending_deletes import remove_dead_lists, remove_packs
@@ -58,102 +52,8 @@ from ckstore.store.trash import TrashedPack, TrashFolder
 
 _log = logging.getLogger("ckstore")
 
-_ROUNDS = 3
-"""Looks until nothing is left to be brought back; others do the same at the same time."""
 
-
-@dataclass(slots=True)
-class Purged:
-    """What emptying trash folders came to.
-
-    Attributes:
-        look: What manifests name; where one of them cannot be read, nothing was removed.
-        files: Files that were unlinked.
-        nbytes: Bytes of these.
-        rescued: Files that were brought back.
-        unproven: Packs that stay although no manifest names them here: their tier could not be seen to have them.
-    """
-
-    look: MarkResult
-    files: int = 0
-    nbytes: int = 0
-    rescued: int = 0
-    unproven: dict[PackId, Unproven] = field(default_factory=dict)
-    stop: str = ""
-    """Why nothing was removed although everything could be read: a manifest is missing."""
-
-
-def purge(
-    repository: Repository, marker: Marker, gc_ids: Collection[str], waits: Mapping[str, str] = MappingProxyType({})
-) -> Purged:
-    """Unlink what is in these trash folders, but for what manifests need or what nothing supersedes: that goes back.
-
-    Args:
-        repository: The store.
-        marker: Looks at all manifests.
-        gc_ids: The folders.
-        waits: Tiers that are known not to answer, and what they said.
-    """
-    done, trash = Purged(MarkResult({}, (), {}, (), frozenset())), repository.trash
-    for _ in range(_ROUNDS):
-        contents = trash.contents()
-        done.look = marker.mark()
-        strays = () if done.look.unreadable else tuple(strays_among(contents, done.look))
-        if not strays:
-            break
-        done.rescued += sum(trash.put_back(stray.path, stray.name.path) for stray in strays)
-    if done.look.unreadable or strays:
-        return done
-    done.stop = next(iter(missing_in(repository, done.look).values()), "")
-    if done.stop:
-        return done
-    _unlink([folder for folder in contents if folder.gc_id in gc_ids], repository, marker, waits, done)
-    return done
-
-
-def _unlink(
-    folders: Collection[TrashFolder], repository: Repository, marker: Marker, waits: Mapping[str, str], done: Purged
-) -> None:
-    trash, look = repository.trash, done.look
-    packs = [pack for folder in folders for pack in folder.packs]
-    unnamed = {pack.pack_id for pack in packs if not look.is_named(pack.pack_id)}
-    done.unproven = unproven_packs(repository, marker, look.manifests.values(), unnamed, waits)
-    unlinked: list[str] = []
-    manifests = [manifest for folder in folders for manifest in folder.manifests]
-    unlinks = map_concurrent(repository.backend, lambda manifest: trash.unlink(manifest.path), manifests)
-    for manifest, is_unlinked in zip(manifests, unlinks, strict=True):
-        if is_unlinked:
-            unlinked.append(manifest.path)
-            done.nbytes += manifest.nbytes
-    for pack in packs:
-        unproven = done.unproven.get(pack.pack_id)
-        if unproven is not None and not unproven.is_damage:
-            # Its tier may answer the next time; until then nothing is known.
-            continue
-        if (unproven is not None or pack.pack_id not in unnamed) and not _is_second_name(repository, pack, done):
-            continue
-        if trash.unlink(pack.path):
-            unlinked.append(pack.path)
-            done.nbytes += pack.nbytes
-    done.files = len(unlinked)
-    try:
-        trash.sync(unlinked)
-    except CkstoreError as error:
-        # They may come back after a power cut; the next collection removes them again.
-        _log.warning("the removal of %d files from the trash may not be durable: %s", len(unlinked), error)
-
-
-def _is_second_name(repository: Repository, pack: TrashedPack, done: Purged) -> bool:
-    """Bring back a pack that is needed; return whether it lay in place already, so that this name is one too many."""
-    if repository.trash.put_back(pack.path, paths.pack_name(pack.pack_id)):
-        done.rescued += 1
-        return False
-    info = repository.backend.stat(paths.pack_name(pack.pack_id))
-    # Else another has taken it in hand, or what is in place is damaged: this may be the only one.
-    return info is not None and info.nbytes == pack.nbytes
-
-
-Tell = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
@@ -161,21 +61,21 @@ class GcDone:
     """What a collection did.
 
     Attributes:
-        dropped: Checkpoints that retention let go.
-        spared: Checkpoints that were to go and stay, and why.
-        rescued: Packs and manifests that were brought back from the trash.
-        superseded: Lower generations, and manifests of dropped checkpoints, that were moved to the trash.
-        moved_packs: Packs that were moved to the trash.
-        moved_nbytes: Bytes of these.
-        freed_files: Packs and manifests that were removed from the trash.
-        freed_nbytes: Bytes of these.
-        repacked: What rewriting packs came to.
-        drafts: Files that were removed from ``tmp``.
-        intents: Intents of dead makers that were removed.
-        waits_for: Intents that stay because their makers cannot be judged from here, in words.
-        unproven: Packs that were about to go, and stay: the tier that manifests name could not be seen to have them.
-        waits: Tiers that do not answer, and what they said; what depends on them was left as it is.
-        stop: Why packs were left alone; empty where nothing spoke against it.
+        dropped: Checkpoints that were deleted because no retention rule keeps them.
+        spared: Checkpoints that should have been deleted but stay, and why.
+        rescued: Number of packs and manifests put back from the trash.
+        superseded: Number of superseded or deleted manifests moved to the trash.
+        moved_packs: Number of packs moved to the trash.
+        moved_nbytes: Bytes of these packs.
+        freed_files: Number of packs and manifests removed from the trash.
+        freed_nbytes: Bytes of these files.
+        repacked: What rewriting packs did.
+        drafts: Number of files removed from ``tmp``.
+        intents: Number of removed intents of dead processes.
+        waits_for: Sentences on intents that stay because it is unknown whether their process is alive.
+        unproven: Packs that stay because their tier could not be seen to contain them.
+        waits: Tiers that do not answer, each with its error. What depends on them was left unchanged.
+        stop: Why packs were left in place; empty if they were not.
     """
 
     dropped: list[ManifestName] = field(default_factory=list)
@@ -201,70 +101,90 @@ def collect(
     plan: GcPlan,
     limits: GcLimits,
     purpose: str,
-    tell: Tell = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> GcDone:
     """Carry out a plan.
 
     Args:
         repository: The store.
-        marker: The one that the plan was made with.
+        marker: The marker that the plan was made with.
         plan: What to do.
         limits: Ages and budgets.
-        purpose: Why checkpoints are dropped, for people who find an intent.
-        tell: Called with steps done and steps in all.
+        purpose: Why checkpoints are deleted; written into intents.
+        on_progress: Called with the number of steps done and the total.
 
     Raises:
         CorruptError: A tag became unreadable meanwhile.
         CapacityError: The disk is full.
-        BackendError: The medium failed. Whatever is raised, the next collection goes on from there.
+        BackendError: The storage failed. After any error, the next collection continues from there.
     """
-    return Collector(repository, marker, plan, limits, tell).run(purpose)
+    return Collector(repository, marker, plan, limits, on_progress).run(purpose)
+
+
+def collect_bucket(
+    repository: Repository,
+    marker: Marker,
+    plan: GcPlan,
+    limits: GcLimits,
+    purpose: str,
+    on_progress: OnProgress = lambda done, total: None,
+) -> GcDone:
+    """Carry out a plan in a bucket. The arguments are those of ``collect``.
+
+    Raises:
+        CorruptError: A tag became unreadable meanwhile.
+        BackendError: The server does not answer. After any error, the next collection continues from there.
+    """
+    remove_dead_lists(repository.backend, repository.clock)
+    return _BucketCollector(repository, marker, plan, limits, on_progress).run(purpose)
 
 
 class Collector:
-    """Carries out one plan."""
+    """Carry out one plan."""
 
-    def __init__(self, repository: Repository, marker: Marker, plan: GcPlan, limits: GcLimits, tell: Tell) -> None:
+    def __init__(
+        self, repository: Repository, marker: Marker, plan: GcPlan, limits: GcLimits, on_progress: OnProgress
+    ) -> None:
         self._repository = repository
         self._marker = marker
         self._plan = plan
         self._limits = limits
-        self._tell = tell
+        self._on_progress = on_progress
         self._steps = len(plan.drops) + len(plan.rewrites) + len({n for r in plan.rewrites for n in r.manifests}) + 2
         self._step = 0
         self.done = GcDone(stop=plan.stop)
         for unproven in plan.unproven:
-            self._keep(unproven)
+            self._record_unproven(unproven)
 
     def run(self, purpose: str) -> GcDone:
-        """Do it all."""
+        """Carry out every step, and return what was done."""
         self._remove_intents()
         self._rescue()
         if not self.done.stop:
             self._purge(self._plan.purges)
-        self._told()
+        self._count_steps()
         self._drop(purpose)
-        self._finish_what_others_began()
+        self._finish_interrupted_deletions()
         plan = self._plan
         self._free({move.pack_id: move.nbytes for move in plan.moves})
         if plan.rewrites and not self.done.stop:
-            # Last, so that on a full disk there is room for it.
-            self.done.repacked = repack(self._repository, self._marker, plan.rewrites, self._told)
+            # Rewrite last: on a full disk, the steps above have made room.
+            self.done.repacked = rewrite_packs(self._repository, self._marker, plan.rewrites, self._count_steps)
             self._free({rewrite.pack_id: rewrite.nbytes for rewrite in plan.rewrites}, is_proven=False)
         self._remove_leftovers()
-        self._told()
+        self._count_steps()
         damaged = [each for each in self.done.unproven.values() if each.is_damage]
         if damaged:
-            words = "%d packs stay here, since the tier %r does not have what was pushed there: %s"
+            words = "%d packs were kept here, because tier %r does not have what was pushed there: %s"
             _log.error(words, len(damaged), damaged[0].tier, damaged[0].problem)
         return self.done
 
-    def _told(self, count: int = 1) -> None:
+    def _count_steps(self, count: int = 1) -> None:
         self._step = min(self._steps, self._step + count)
-        self._tell(self._step, self._steps)
+        self._on_progress(self._step, self._steps)
 
     def _remove_intents(self) -> None:
-        """Remove intents of dead makers before anything is dropped, and note those that nobody can judge here."""
+        """Remove intents of dead processes before deleting checkpoints, and record those of unknown processes."""
         backend, clock = self._repository.backend, self._repository.clock
         for run in self._repository.runs():
             self.done.intents += remove_abandoned(backend, clock, run, everyone=self._limits.clears_intents)
@@ -272,7 +192,7 @@ class Collector:
             self.done.waits_for += [f"run {run}, seq {intent.seq}: {intent.words}" for intent in unknown]
 
     def _rescue(self) -> None:
-        """Step 0: bring back what manifests name, and manifests that nothing supersedes."""
+        """Step 0: put back packs that manifests name, and manifests that nothing supersedes."""
         trash, backend = self._repository.trash, self._repository.backend
         for pack_id in self._plan.rescues:
             self.done.rescued += trash.rescue_pack(pack_id)
@@ -280,66 +200,66 @@ class Collector:
             self.done.rescued += trash.put_back(trashed.path, trashed.name.path)
         gone = [pack_id for pack_id in self._plan.rescues if backend.stat(paths.pack_name(pack_id)) is None]
         if gone:
-            # Another collector has freed it: what names it was published too late, and will be withdrawn or stay
-            # torn. It was taken for whole, and what is older must not go for its sake.
-            why = f"pack {gone[0].hex()} was freed before it was brought back"
+            # Another collector has freed the pack. Its manifest was published too late, and will be withdrawn or stay
+            # incomplete. The rules counted that checkpoint as complete, so nothing may be deleted in favour of it.
+            why = f"pack {gone[0].hex()} was freed before it could be put back"
             self.done.spared = dict.fromkeys(self._plan.drops, why)
 
     def _drop(self, purpose: str) -> None:
-        """Step 1: drop what retention lets go, after making durable what stays for it."""
+        """Step 1: delete checkpoints that no rule keeps, after making durable those that stay."""
         drops = [name for name in self._plan.drops if name not in self.done.spared]
         for run in sorted({name.run for name in drops}):
             names = [name for name in drops if name.run == run]
             repository = self._repository.for_run(run)
-            going = {name.seq for name in names}
-            # Before acting on what is seen: else what is kept might be in the page cache only.
+            dropped_seqs = {name.seq for name in names}
+            # Sync the manifests that stay before deleting others: they may be in the page cache only.
             for name in repository.manifests.listing().names:
-                if name.seq not in going and not isinstance(repository.backend, Distant):
+                if name.seq not in dropped_seqs and not isinstance(repository.backend, Distant):
                     try:
                         repository.backend.sync_file(name.path)
                     except FileNotFoundError:
-                        # Replaced meanwhile, by one that is durable.
+                        # It was replaced meanwhile, by a manifest that is durable.
                         continue
             repository.backend.sync_folder(paths.manifests_folder(run))
             dropped = drop(repository, names, purpose)
-            self._told(len(names))
+            self._count_steps(len(names))
             self.done.dropped += dropped.names
             self.done.spared |= dropped.spared
 
-    def _finish_what_others_began(self) -> None:
-        """Step 1: move what is marked or superseded, and still in place."""
+    def _finish_interrupted_deletions(self) -> None:
+        """Step 1: move manifests that are marked or superseded but still in place."""
         for run in sorted({name.run for name in self._plan.unfinished}):
             seqs = frozenset(name.seq for name in self._plan.unfinished if name.run == run)
             manifests = self._repository.for_run(run).manifests
-            # The mark may have been made by a process that died before its sync.
+            # The process that made the mark may have died before it synced it.
             self._repository.backend.sync_folder(paths.claims_folder(run))
             self.done.superseded += manifests.move_to_trash(seqs)
         for run in sorted({name.run for name in self._plan.superseded}):
             self.done.superseded += finish_interrupted_replacements(self._repository.for_run(run), self.done.waits)
 
-    def _keep(self, unproven: Unproven) -> None:
-        """Tell of a pack that stays because it could not be seen in its tier."""
+    def _record_unproven(self, unproven: Unproven) -> None:
+        """Record a pack that stays because it could not be seen in its tier."""
         self.done.unproven[unproven.pack_id] = unproven
         if not unproven.is_damage:
             self.done.waits.setdefault(unproven.tier, unproven.problem)
 
     def _free(self, planned: dict[PackId, int], *, is_proven: bool = True) -> None:
-        """Steps 2 to 6: move what nobody names to the trash; where it is to be freed at once, list again and unlink."""
+        """Steps 2 to 6: move unreferenced packs to the trash and, if this collection frees at once, purge it."""
         if not self.done.stop:
             self._trash_packs(planned, is_proven=is_proven)
         if self._limits.frees_at_once and not self.done.stop:
             self._purge(self._repository.trash.contents())
 
     def _trash_packs(self, planned: dict[PackId, int], *, is_proven: bool) -> None:
-        """Steps 2 to 4: mark, list again, and move to a fresh folder of the trash what nobody names."""
+        """Steps 2 to 4: read all manifests twice, then move packs that none names to a new trash folder."""
         candidates = self._unnamed(sorted(planned), self._marker.mark()) if planned else []
-        look = self._marker.mark() if candidates else None
-        candidates = self._unnamed(candidates, look) if look else []
-        if candidates and look and not is_proven:
-            manifests = look.manifests.values()
+        marks = self._marker.mark() if candidates else None
+        candidates = self._unnamed(candidates, marks) if marks else []
+        if candidates and marks and not is_proven:
+            manifests = marks.manifests.values()
             found = unproven_packs(self._repository, self._marker, manifests, candidates, self.done.waits)
             for unproven in found.values():
-                self._keep(unproven)
+                self._record_unproven(unproven)
             candidates = [pack_id for pack_id in candidates if pack_id not in found]
         if not candidates:
             return
@@ -347,41 +267,41 @@ class Collector:
         self.done.moved_packs += len(moved)
         self.done.moved_nbytes += sum(planned[pack_id] for pack_id in moved)
 
-    def _unnamed(self, pack_ids: Iterable[PackId], look: MarkResult) -> list[PackId]:
-        if self._stops(look):
+    def _unnamed(self, pack_ids: Iterable[PackId], marks: MarkResult) -> list[PackId]:
+        if self._must_stop(marks):
             return []
-        return [pack_id for pack_id in pack_ids if not look.is_named(pack_id)]
+        return [pack_id for pack_id in pack_ids if not marks.is_named(pack_id)]
 
-    def _stops(self, look: MarkResult) -> bool:
-        if look.unreadable and not self.done.stop:
-            first = look.unreadable[0]
+    def _must_stop(self, marks: MarkResult) -> bool:
+        if marks.unreadable and not self.done.stop:
+            first = marks.unreadable[0]
             where = self._repository.backend.location_of(first.path)
             self.done.stop = f"{where} cannot be read and may name any pack: {first.problem}"
-        self.done.stop = self.done.stop or next(iter(missing_in(self._repository, look).values()), "")
+        self.done.stop = self.done.stop or next(iter(missing_in(self._repository, marks).values()), "")
         return bool(self.done.stop)
 
     def _purge(self, folders: Sequence[TrashFolder]) -> None:
-        """Steps 5 and 6, for folders whose time is over."""
+        """Steps 5 and 6, for folders whose retention time is over."""
         now_ns = self._repository.clock.now_ns()
         folders = [folder for folder in folders if is_expired(folder, now_ns, self._limits)]
         if not any(folder.packs or folder.manifests for folder in folders):
             self._remove_empty(folders)
             return
         purged = purge(self._repository, self._marker, {folder.gc_id for folder in folders}, self.done.waits)
-        if self._stops(purged.look):
+        if self._must_stop(purged.marks):
             return
         self.done.rescued += purged.rescued
         self.done.freed_files += purged.files
         self.done.freed_nbytes += purged.nbytes
         for unproven in purged.unproven.values():
-            self._keep(unproven)
+            self._record_unproven(unproven)
         self._remove_empty(folders)
 
     def _remove_empty(self, folders: Iterable[TrashFolder]) -> None:
         now_ns, min_age_ns = self._repository.clock.now_ns(), int(self._limits.min_age_seconds * 1e9)
         for folder in folders:
             age_ns = folder.age_ns(now_ns)
-            # Whoever has made it a moment ago may be about to fill it.
+            # A collector that has just made this folder may be about to fill it.
             if age_ns is None or age_ns >= max(min_age_ns, _FOLDER_AGE_NS_MIN):
                 self._repository.trash.remove_if_empty(folder.gc_id)
 
@@ -393,33 +313,15 @@ class Collector:
 _FOLDER_AGE_NS_MIN = 60 * 10**9
 
 
-def collect_far(
-    repository: Repository,
-    marker: Marker,
-    plan: GcPlan,
-    limits: GcLimits,
-    purpose: str,
-    tell: Tell = lambda done, total: None,
-) -> GcDone:
-    """Carry out a plan in a bucket; the arguments are those of ``gc.collect``.
-
-    Raises:
-        CorruptError: A tag became unreadable meanwhile.
-        BackendError: The server does not answer. Whatever is raised, the next collection goes on from there.
-    """
-    remove_dead_lists(repository.backend, repository.clock)
-    return _FarCollector(repository, marker, plan, limits, tell).run(purpose)
-
-
-class _FarCollector(Collector):
-    """Carries out one plan where nothing can be renamed."""
+class _BucketCollector(Collector):
+    """Carry out one plan in a bucket, where files cannot be renamed."""
 
     def _free(self, planned: dict[PackId, int], *, is_proven: bool = True) -> None:
         if self._limits.frees_at_once and not self.done.stop:
-            # Manifests before packs: what they name goes only when they have gone.
+            # Remove manifests before packs: a pack may go only when no manifest in the trash names it.
             self._purge(self._repository.trash.contents())
         if not is_proven and not self._limits.frees_at_once:
-            # Manifests in the trash name these yet.
+            # Manifests in the trash still name these packs.
             return
         if planned and not is_proven and not self.done.stop:
             planned = self._proven(planned)
@@ -432,23 +334,121 @@ class _FarCollector(Collector):
             self.done.stop = removed.stop
 
     def _proven(self, planned: dict[PackId, int]) -> dict[PackId, int]:
-        """Leave out what manifests say is in a tier, and was not seen there just now."""
+        """Leave out packs that manifests locate in a tier, unless they were just seen there."""
         manifests = self._marker.mark().manifests.values()
         found = unproven_packs(self._repository, self._marker, manifests, planned, self.done.waits)
         for unproven in found.values():
-            self._keep(unproven)
+            self._record_unproven(unproven)
         return {pack_id: nbytes for pack_id, nbytes in planned.items() if pack_id not in found}
 
     def _named(self, planned: dict[PackId, int]) -> set[PackId]:
-        """Return what anything names: what is moved from its place to the trash meanwhile is seen in one of both."""
+        """Return the packs that any manifest names.
+
+        The trash is read before and after the manifests in place, so a manifest that is moved meanwhile is seen.
+        """
         before = self._repository.trash.contents()
-        look = self._marker.mark()
-        if look.unreadable:
-            first = look.unreadable[0]
+        marks = self._marker.mark()
+        if marks.unreadable:
+            first = marks.unreadable[0]
             raise CorruptError(f"a manifest cannot be read and may name any pack: {first.problem}", where=first.path)
-        for sentence in missing_in(self._repository, look).values():
+        for sentence in missing_in(self._repository, marks).values():
             raise CorruptError(sentence, where=self._repository.backend.root)
-        named = {pack_id for pack_id in planned if look.is_named(pack_id)}
+        named = {pack_id for pack_id in planned if marks.is_named(pack_id)}
         for trash in (before, self._repository.trash.contents()):
             named = named.union(*named_in_trash(self._repository, self._marker, trash).values())
         return named
+
+
+_ROUNDS = 3
+"""How often the trash is read again for manifests to put back; other processes add to it meanwhile."""
+
+
+@dataclass(slots=True)
+class Purged:
+    """What purging trash folders did.
+
+    Attributes:
+        marks: What manifests name. If one could not be read, nothing was removed.
+        files: Number of unlinked files.
+        nbytes: Bytes of these files.
+        rescued: Number of files put back.
+        unproven: Packs that stay because their tier could not be seen to contain them.
+        stop: Why nothing was removed although all manifests were readable: one is missing.
+    """
+
+    marks: MarkResult
+    files: int = 0
+    nbytes: int = 0
+    rescued: int = 0
+    unproven: dict[PackId, Unproven] = field(default_factory=dict)
+    stop: str = ""
+
+
+def purge(
+    repository: Repository, marker: Marker, gc_ids: Collection[str], waits: Mapping[str, str] = MappingProxyType({})
+) -> Purged:
+    """Unlink the files in these trash folders, except those that belong in place: these are put back.
+
+    Args:
+        repository: The store.
+        marker: Reads all manifests.
+        gc_ids: The folders to purge.
+        waits: Tiers already known not to answer, each with its error.
+    """
+    done, trash = Purged(MarkResult({}, (), {}, (), frozenset())), repository.trash
+    for _ in range(_ROUNDS):
+        contents = trash.contents()
+        done.marks = marker.mark()
+        strays = () if done.marks.unreadable else tuple(strays_among(contents, done.marks))
+        if not strays:
+            break
+        done.rescued += sum(trash.put_back(stray.path, stray.name.path) for stray in strays)
+    if done.marks.unreadable or strays:
+        return done
+    done.stop = next(iter(missing_in(repository, done.marks).values()), "")
+    if done.stop:
+        return done
+    _unlink([folder for folder in contents if folder.gc_id in gc_ids], repository, marker, waits, done)
+    return done
+
+
+def _unlink(
+    folders: Collection[TrashFolder], repository: Repository, marker: Marker, waits: Mapping[str, str], done: Purged
+) -> None:
+    trash, marks = repository.trash, done.marks
+    packs = [pack for folder in folders for pack in folder.packs]
+    unnamed = {pack.pack_id for pack in packs if not marks.is_named(pack.pack_id)}
+    done.unproven = unproven_packs(repository, marker, marks.manifests.values(), unnamed, waits)
+    unlinked: list[str] = []
+    manifests = [manifest for folder in folders for manifest in folder.manifests]
+    unlinks = map_concurrent(repository.backend, lambda manifest: trash.unlink(manifest.path), manifests)
+    for manifest, is_unlinked in zip(manifests, unlinks, strict=True):
+        if is_unlinked:
+            unlinked.append(manifest.path)
+            done.nbytes += manifest.nbytes
+    for pack in packs:
+        unproven = done.unproven.get(pack.pack_id)
+        if unproven is not None and not unproven.is_damage:
+            # The tier may answer the next time. Until then, keep the pack.
+            continue
+        if (unproven is not None or pack.pack_id not in unnamed) and not _is_surplus_copy(repository, pack, done):
+            continue
+        if trash.unlink(pack.path):
+            unlinked.append(pack.path)
+            done.nbytes += pack.nbytes
+    done.files = len(unlinked)
+    try:
+        trash.sync(unlinked)
+    except CkstoreError as error:
+        # They may reappear after a power cut. The next collection removes them again.
+        _log.warning("the removal of %d files from the trash may not be durable: %s", len(unlinked), error)
+
+
+def _is_surplus_copy(repository: Repository, pack: TrashedPack, done: Purged) -> bool:
+    """Put back a pack that is needed. Return whether a good copy is already in place, so that this one may go."""
+    if repository.trash.put_back(pack.path, paths.pack_name(pack.pack_id)):
+        done.rescued += 1
+        return False
+    info = repository.backend.stat(paths.pack_name(pack.pack_id))
+    # Otherwise another process has moved it, or the copy in place is damaged and this may be the only good one.
+    return info is not None and info.nbytes == pack.nbytes

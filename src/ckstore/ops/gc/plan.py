@@ -1,8 +1,8 @@
-"""From a survey to the plan of a collection: data that is printed, carried out once, and never exceeded.
+"""Turn a survey into the plan of a collection: plain data that is printed, carried out once, and never exceeded.
 
 Invariants:
-- Nothing is planned for a run that is blocked, and no pack is touched where a manifest cannot be read.
-- Ages spare work and give people time to change their minds; safety never rests on them.
+- Nothing is planned for a blocked run, and no pack is moved while a manifest cannot be read.
+- Ages save work and give users time to change their minds. Safety never depends on them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from ckstore.config import GIB
 from ckstore.errors import UsageError
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
-from ckstore.ops.gc.survey import Draft, Survey
-from ckstore.ops.gc.waste import PackUse
+from ckstore.ops.gc.survey import Draft, PackUse, Survey
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.reachability import MarkedManifest, Marker
 from ckstore.store.tier_checks import Unproven
 from ckstore.store.trash import TrashedManifest, TrashFolder
 
 DRAFT_AGE_SECONDS_MIN = 60.0
-"""A draft lives for milliseconds; a process that was stopped meanwhile may come back to it."""
+"""Minimum age of a removed draft. A writer needs a draft for milliseconds, but may have been suspended meanwhile."""
 
 _NANOSECONDS = 10**9
 
@@ -32,16 +31,16 @@ class GcLimits:
     """How far a collection goes.
 
     Args:
-        min_age_seconds: A pack that no manifest ever named is left alone until it is this old: someone may be about to
-            publish it. Drafts too.
-        trash_seconds: How long what was moved to the trash can be brought back.
-        is_now: Free what is in the trash, and what goes there, at once.
-        waste_max: A pack of which a larger share is needed by nobody is rewritten.
-        repack_nbytes_max: Bytes that rewriting may write; 0: only whole packs are freed.
-        clears_intents: Nobody else drops or demotes, whatever intents say.
+        min_age_seconds: A pack or draft that no manifest has ever named is kept until it is this old, because a writer
+            may be about to publish it.
+        trash_seconds: How long files in the trash can be restored.
+        is_now: Empty the trash in this collection, including what this collection moves there.
+        waste_max: A pack is rewritten if more than this share of its bytes is unreferenced.
+        repack_nbytes_max: Bytes that rewriting packs may write; 0: only whole packs are freed.
+        clears_intents: Remove all intents. Only safe if no other process deletes or demotes checkpoints.
 
     Raises:
-        UsageError: One is out of range.
+        UsageError: A value is out of range.
     """
 
     min_age_seconds: float = 3600.0
@@ -53,19 +52,19 @@ class GcLimits:
 
     def __post_init__(self) -> None:
         if not (self.min_age_seconds >= 0 and self.trash_seconds >= 0 and self.repack_nbytes_max >= 0):
-            raise UsageError("ages and budgets of a collection are not negative", where=repr(self))
+            raise UsageError("ages and budgets of a collection must not be negative", where=repr(self))
         if not 0 < self.waste_max <= 1:
-            raise UsageError("waste_max is a share, above 0 and at most 1", where=f"waste_max={self.waste_max!r}")
+            raise UsageError("waste_max must be above 0 and at most 1", where=f"waste_max={self.waste_max!r}")
 
     @property
     def frees_at_once(self) -> bool:
-        """Whether what goes to the trash is freed in the same run."""
+        """Whether this collection also frees what it moves to the trash."""
         return self.is_now or self.trash_seconds == 0
 
 
 @dataclass(frozen=True, slots=True)
 class PackMove:
-    """A pack that nobody needs, or will need when the plan is carried out."""
+    """A pack that no manifest names after the planned deletions."""
 
     pack_id: PackId
     nbytes: int
@@ -73,13 +72,13 @@ class PackMove:
 
 @dataclass(frozen=True, slots=True)
 class PackRewrite:
-    """A pack of which much is needed by nobody.
+    """A pack with many unreferenced bytes.
 
     Attributes:
         pack_id: The pack.
         nbytes: Its size.
-        packed_nbytes: Size of the pack that takes its place.
-        manifests: The manifests that name it, and are replaced.
+        packed_nbytes: Size of the pack that replaces it.
+        manifests: The manifests that name it and will be replaced.
     """
 
     pack_id: PackId
@@ -90,25 +89,25 @@ class PackRewrite:
 
 @dataclass(frozen=True, slots=True)
 class GcPlan:
-    """What a collection does.
+    """What a collection will do.
 
     Attributes:
-        stop: Why no pack is moved or removed; empty where nothing speaks against it.
-        rescues: Packs that go from the trash back into place: manifests name them.
-        put_back: Manifests that go from the trash back into place: nothing supersedes them.
-        drops: Checkpoints that retention lets go, each by its highest generation.
-        unfinished: Manifests of dropped checkpoints that are still in place.
-        superseded: Lower generations that a replacement has left in place.
-        rewrites: Packs that are rewritten; the old ones go to the trash afterwards.
-        moves: Packs that go to the trash.
-        young_nbytes: Bytes of packs that nobody names, but are too young to go.
-        purges: Trash folders whose time is over.
-        waiting: Trash folders whose time is not.
-        free_ns: When the last of what waits, or goes to the trash now, can be freed; None: nothing, or not known.
+        stop: Why no pack is moved or removed; empty if packs may be.
+        rescues: Packs to move from the trash back into place, because manifests name them.
+        put_back: Manifests to move from the trash back into place, because nothing supersedes them.
+        drops: Checkpoints that no retention rule keeps, each by its highest generation.
+        unfinished: Manifests of deleted checkpoints that are still in place.
+        superseded: Lower generations that are still in place after a replacement.
+        rewrites: Packs to rewrite. The old packs then go to the trash.
+        moves: Packs to move to the trash.
+        young_nbytes: Bytes of unreferenced packs that are too young to move.
+        purges: Trash folders whose retention time is over.
+        waiting: Trash folders whose retention time is not over.
+        free_ns: When everything now in the trash, or moved there now, can be freed; None: nothing, or unknown.
         drafts: Files in ``tmp`` that are too old to be in use.
-        unproven: Packs that stay only because the tier that manifests name could not be seen to have them.
-        is_final: There is no trash for packs, as in a bucket: what would be moved there is removed at once.
-        held_nbytes: Bytes of packs that stay there because manifests in the trash name them, and nobody else.
+        unproven: Packs that stay only because their tier could not be seen to contain them.
+        is_final: The store is in a bucket, where packs are removed in place instead of moved to the trash.
+        held_nbytes: Bytes of packs in a bucket that stay because only manifests in the trash name them.
     """
 
     stop: str
@@ -130,32 +129,32 @@ class GcPlan:
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes of packs that go to the trash, without those that are rewritten."""
+        """Bytes of packs moved to the trash, without rewritten packs."""
         return sum(move.nbytes for move in self.moves)
 
     @property
     def rewritten_nbytes(self) -> int:
-        """Bytes of packs that are rewritten, before."""
+        """Bytes of the packs to rewrite, before rewriting."""
         return sum(rewrite.nbytes for rewrite in self.rewrites)
 
     @property
     def written_nbytes(self) -> int:
-        """Bytes of the packs that take their place."""
+        """Bytes of the packs that replace them."""
         return sum(rewrite.packed_nbytes for rewrite in self.rewrites)
 
     @property
     def purged_nbytes(self) -> int:
-        """Bytes of trash whose time is over."""
+        """Bytes in the trash whose retention time is over."""
         return sum(folder.nbytes for folder in self.purges)
 
     @property
     def waiting_nbytes(self) -> int:
-        """Bytes of trash whose time is not over."""
+        """Bytes in the trash whose retention time is not over."""
         return sum(folder.nbytes for folder in self.waiting)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether the plan contains no work."""
         work: tuple[Sequence[object], ...] = (
             self.rescues, self.put_back, self.drops, self.unfinished, self.superseded,
             self.rewrites, self.moves, self.purges, self.drafts,
@@ -176,22 +175,22 @@ def make_plan(
     """Decide what a collection does.
 
     Args:
-        found: The store.
-        marker: Numbers packs as the survey does.
-        drops: What retention lets go.
+        found: The survey of the store.
+        marker: The marker that the survey used; it numbers the packs.
+        drops: Checkpoints that no retention rule keeps.
         limits: Ages and budgets.
-        count_uses: Returns what manifests need of every pack; asked only where packs may be rewritten.
-        find_unproven: Returns which packs may not go, since manifests say that they are in a tier and it does not.
-        is_final: Packs cannot be moved to the trash, only removed; those that manifests there name stay.
+        count_uses: Returns what manifests need of each pack. Called only if packs may be rewritten.
+        find_unproven: Returns the packs that must stay, because manifests locate them in a tier that lacks them.
+        is_final: The store is in a bucket: packs are removed, not moved. Packs that trashed manifests name stay.
     """
     drops, blocked = tuple(sorted(drops)), {run for run, facts in found.runs.items() if facts.blocked}
-    assert not any(name.run in blocked for name in drops), "nothing of a blocked run goes"
+    assert not any(name.run in blocked for name in drops), "nothing of a blocked run is deleted"
     unfinished = [marked.name for facts in found.runs.values() for marked in facts.marked]
-    unblocked = [facts for facts in found.runs.values() if facts.run not in blocked]
-    superseded = [marked.name for facts in unblocked for marked in facts.lower]
-    goes = {(name.run, name.seq) for name in drops}
-    leaving = {*unfinished, *superseded, *(name for name in found.look.manifests if (name.run, name.seq) in goes)}
-    staying = [marked for name, marked in found.look.manifests.items() if name not in leaving]
+    superseded = [marked.name for facts in found.runs.values() if not facts.blocked for marked in facts.lower]
+    dropped = {(name.run, name.seq) for name in drops}
+    leaving = {*unfinished, *superseded}
+    leaving |= {name for name in found.marks.manifests if (name.run, name.seq) in dropped}
+    staying = [marked for name, marked in found.marks.manifests.items() if name not in leaving]
     purges, waiting = _trash(found, limits)
     moves, rewrites = tuple[PackMove, ...](), tuple[PackRewrite, ...]()
     young_nbytes, held_nbytes, unproven = 0, 0, dict[PackId, Unproven]()
@@ -199,7 +198,7 @@ def make_plan(
         held = set[PackId]()
         moves, young_nbytes = _moves(found, marker, staying, limits)
         if is_final:
-            held = _held(found, marker, waiting, () if limits.frees_at_once else leaving)
+            held = _packs_of_trashed_manifests(found, marker, waiting, () if limits.frees_at_once else leaving)
             held_nbytes = sum(move.nbytes for move in moves if move.pack_id in held)
             moves = tuple(move for move in moves if move.pack_id not in held)
         unproven = find_unproven(staying, [move.pack_id for move in moves])
@@ -225,13 +224,13 @@ def make_plan(
     )
 
 
-def _held(
+def _packs_of_trashed_manifests(
     found: Survey, marker: Marker, waiting: Iterable[TrashFolder], leaving: Iterable[ManifestName]
 ) -> set[PackId]:
-    """Return the packs of manifests that lie in the trash, or go there: they can be brought back as long as they do."""
+    """Return the packs of manifests that are in the trash or go there, since these can still be restored."""
     paths = (manifest.path for folder in waiting for manifest in folder.manifests)
     held = set[PackId]().union(*(found.trashed.get(path, ()) for path in paths))
-    return held.union(*({ref.pack_id for ref in marker.packs_of(found.look.manifests[name])} for name in leaving))
+    return held.union(*({ref.pack_id for ref in marker.packs_of(found.marks.manifests[name])} for name in leaving))
 
 
 def _is_leftover(draft: Draft, now_ns: int, limits: GcLimits) -> bool:
@@ -239,13 +238,13 @@ def _is_leftover(draft: Draft, now_ns: int, limits: GcLimits) -> bool:
 
 
 def is_expired(folder: TrashFolder, now_ns: int, limits: GcLimits) -> bool:
-    """Whether the time of a trash folder is over; where its age is not known, only if none is asked for."""
+    """Return whether the retention time of a trash folder is over. A folder of unknown age never expires by age."""
     age_ns = folder.age_ns(now_ns)
     return limits.frees_at_once or (age_ns is not None and age_ns >= limits.trash_seconds * _NANOSECONDS)
 
 
 def _trash(found: Survey, limits: GcLimits) -> tuple[tuple[TrashFolder, ...], tuple[TrashFolder, ...]]:
-    """Return the folders whose time is over, if anything may be removed at all, and those whose time is not."""
+    """Return the folders to purge and the folders that wait. Nothing is purged while the survey says stop."""
     expired = [not found.stop and is_expired(folder, found.now_ns, limits) for folder in found.trash]
     purges = tuple(folder for folder, is_over in zip(found.trash, expired, strict=True) if is_over)
     waiting = tuple(folder for folder, is_over in zip(found.trash, expired, strict=True) if not is_over)
@@ -264,13 +263,13 @@ def _moves(
 ) -> tuple[tuple[PackMove, ...], int]:
     refs = marker.numbers.refs
     named = {number for marked in staying for number in marked.packs}
-    # A pack that lies in a bucket too, and is named there, is not needed here.
+    # A pack that manifests locate in a tier is not needed here as well.
     live = {refs[number].pack_id for number in named if refs[number].tier == LOCAL_TIER}
     moves, young_nbytes = [], 0
     for pack_id, info in sorted(found.packs.items()):
-        if pack_id in live or any(bytes(pack_id) in content for content in found.look.quarantined):
+        if pack_id in live or any(bytes(pack_id) in content for content in found.marks.quarantined):
             continue
-        # One whose time lies far ahead of the clock is not in anybody's hands now either.
+        # A modification time far in the future does not mean that the pack is in use.
         is_young = abs(found.now_ns - info.modified_ns) < limits.min_age_seconds * _NANOSECONDS
         if is_young and pack_id not in found.published:
             young_nbytes += info.nbytes
@@ -290,16 +289,16 @@ def _rewrites(
 ) -> Iterable[PackRewrite]:
     """Yield the packs here that are worth rewriting.
 
-    Where packs stay for what lies in the trash (``held``), rewriting them now would free nothing.
+    Packs in ``held`` stay for manifests in the trash, so rewriting them now would free nothing.
     """
     if limits.repack_nbytes_max == 0 or not staying:
         return
     refs = marker.numbers.refs
-    kept = {number for marked in staying if marked.name.run in blocked for number in marked.packs}
+    untouchable = {number for marked in staying if marked.name.run in blocked for number in marked.packs}
     uses = []
     for use in count_uses(staying):
         ref, info = refs[use.number], found.packs.get(refs[use.number].pack_id)
-        if ref.tier != LOCAL_TIER or use.number in kept or ref.pack_id in held:
+        if ref.tier != LOCAL_TIER or use.number in untouchable or ref.pack_id in held:
             continue
         if info is not None and info.nbytes == ref.nbytes:
             uses.append(use)
@@ -315,15 +314,15 @@ def worthwhile_rewrites(
     manifest_copies: int = 1,
     may_rewrite: Callable[[PackId], bool] = lambda pack_id: True,
 ) -> Iterable[PackRewrite]:
-    """Yield the packs that are worth rewriting, those that free most for each byte written first.
+    """Yield the packs that are worth rewriting, the highest share of waste first.
 
     Args:
-        uses: What is needed of packs that may be rewritten.
-        marker: Has numbered the packs.
+        uses: What is needed of each pack that may be rewritten.
+        marker: The marker that numbered the packs.
         staying: Manifests that stay.
         limits: How much of a pack may be waste, and how much may be written.
-        manifest_copies: How often a manifest is written when it is replaced.
-        may_rewrite: Asked last, about packs that are worth it, since it is dear.
+        manifest_copies: How often a replaced manifest is written.
+        may_rewrite: Called last, and only for packs that are worth rewriting, because it is expensive.
     """
     refs = marker.numbers.refs
     wasteful: list[tuple[float, int, int]] = []
@@ -342,7 +341,7 @@ def worthwhile_rewrites(
     for _, number, packed_nbytes in sorted(wasteful, key=lambda each: (-each[0], refs[each[1]].pack_id)):
         ref, manifests = refs[number], naming[number]
         manifests_nbytes = manifest_copies * sum(marked.nbytes for marked in manifests)
-        # Writing thousands of manifests anew to free a few bytes is no gain.
+        # Rewriting thousands of manifests to free a few bytes is not worth it.
         if packed_nbytes + manifests_nbytes > budget or manifests_nbytes > ref.nbytes - packed_nbytes:
             continue
         if not may_rewrite(ref.pack_id):

@@ -1,13 +1,13 @@
-"""The rules by which checkpoints are kept, as people write them: on a command line, in Python, in ``config.json``.
+"""Retention rules as users write them: on a command line, in Python, or in ``config.json``. Nothing here reads files.
+
+Also time spans in words (``7d``, ``1d12h``), and the hour, day, week, month and year of a time.
 
 Invariants:
-- A policy has at least one rule: no rules never means that nothing is kept.
-- A word that is no rule is refused, with the nearest one that is.
+- A policy has at least one rule, so an empty policy can never delete everything.
+- An unknown rule name is an error, and the message suggests the closest rule.
 
-Spans of time in words (``7d``, ``1d12h``), and the hours, days, weeks, months and years that moments lie in.
-
-The calendar is the proleptic Gregorian one. The arithmetic of dates is Howard Hinnant's ("chrono-compatible low-level
-date algorithms"): no table, no locale, no daylight saving.
+The calendar is proleptic Gregorian. Date arithmetic follows Howard Hinnant, "chrono-compatible low-level date
+algorithms"; it needs no table, locale or daylight saving time.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _DAY_SECONDS = 86_400
 
 
 def span_seconds(span: str | float) -> float:
-    """Return the seconds of a span such as ``7d``, ``12h`` or ``1d12h``; a number is seconds already.
+    """Return the seconds of a span such as ``7d``, ``12h`` or ``1d12h``. A number is taken as seconds.
 
     Raises:
-        UsageError: It is none, or not positive.
+        UsageError: It is not a duration, or not positive.
     """
     seconds = math.nan
     if isinstance(span, str) and _SPAN.fullmatch(span):
@@ -45,15 +45,15 @@ def span_seconds(span: str | float) -> float:
         seconds = float(span)
     if not 0 < seconds < 1e11:
         raise UsageError(
-            "this is no span of time",
+            "not a duration",
             where=repr(span)[:80],
-            todo="write 30m, 12h, 7d, 2w, 1y or 1d12h; a year has 365 d",
+            todo="write for example 30m, 12h, 7d, 2w, 1y or 1d12h; a year has 365 days",
         )
     return seconds
 
 
 def span_words(seconds: float) -> str:
-    """Return a span as people write it: ``7d``, ``1d12h``, ``90.5s``."""
+    """Return a span in words: ``7d``, ``1d12h``, ``90.5s``."""
     if seconds != int(seconds):
         return f"{seconds:.6f}".rstrip("0") + "s"
     rest, words = int(seconds), ""
@@ -64,24 +64,22 @@ def span_words(seconds: float) -> str:
 
 
 def zone_offset_seconds(zone: str) -> int:
-    """Return how far a time zone, ``UTC`` or ``+HH:MM``, is ahead of UTC.
+    """Return the offset from UTC of a time zone, ``UTC`` or ``+HH:MM``, in seconds.
 
     Raises:
-        UsageError: It is written otherwise; zones with daylight saving have no fixed offset and are not taken.
+        UsageError: It has another form. Zones with daylight saving time have no fixed offset and are refused.
     """
     if zone == "UTC":
         return 0
     found = _OFFSET.fullmatch(zone) if isinstance(zone, str) else None
     if found is None or int(found[2]) > 14 or int(found[3]) > 59:
-        raise UsageError(
-            "this is no time zone", where=repr(zone)[:80], todo="write UTC, or a fixed offset as in +02:00"
-        )
+        raise UsageError("not a time zone", where=repr(zone)[:80], todo="write UTC, or a fixed offset as in +02:00")
     seconds = int(found[2]) * 3600 + int(found[3]) * 60
     return -seconds if found[1] == "-" else seconds
 
 
 def hour_of(seconds: int) -> str:
-    """Return the hour that a local time in seconds since 1970 lies in: ``2024-02-29 13h``."""
+    """Return the hour of a local time in seconds since 1970: ``2024-02-29 13h``."""
     return f"{day_of(seconds)} {seconds % _DAY_SECONDS // 3600:02d}h"
 
 
@@ -91,7 +89,7 @@ def day_of(seconds: int) -> str:
 
 
 def week_of(seconds: int) -> str:
-    """Return the week, by the Monday it begins with: ``week of 2024-02-26``."""
+    """Return the week, named after its Monday: ``week of 2024-02-26``."""
     days = seconds // _DAY_SECONDS
     # 1970-01-01 was a Thursday.
     monday = days - (days + 3) % 7
@@ -114,7 +112,7 @@ def _civil(days: int) -> tuple[int, int, int]:
     days += 719_468
     era, day_of_era = divmod(days, 146_097)
     year_of_era = (day_of_era - day_of_era // 1460 + day_of_era // 36_524 - day_of_era // 146_096) // 365
-    # Years begin with March here, so that the day that leap years have more is their last.
+    # Years start in March here, so that a leap day is the last day of its year.
     day_of_year = day_of_era - (365 * year_of_era + year_of_era // 4 - year_of_era // 100)
     month = (5 * day_of_year + 2) // 153
     day = day_of_year - (153 * month + 2) // 5 + 1
@@ -129,7 +127,8 @@ PERIODS: dict[str, Callable[[int], str]] = {
     "keep_monthly": month_of,
     "keep_yearly": year_of,
 }
-"""Rules that keep one checkpoint of each period, and what tells the period of a local time in seconds."""
+"""Rules that keep one checkpoint per period, each with the function that names the period of a local time in seconds.
+"""
 
 COUNT_MAX = 10**9
 
@@ -147,20 +146,20 @@ class Best:
 
     @property
     def spec(self) -> str:
-        """As it is written on a command line and in ``config.json``."""
+        """The rule as written on a command line and in ``config.json``."""
         return f"{self.metric}:{self.count}:{self.order}"
 
     @property
     def contradicts_name(self) -> bool:
-        """Whether the name of the metric says the opposite, as where an older version took every metric for a loss."""
+        """Whether the order contradicts the metric's name. Older versions took every metric for a loss."""
         return order_of(self.metric) not in (None, self.order)
 
     @classmethod
     def of(cls, text: str) -> Best:
-        """Read ``metric[:count][:min|max]``.
+        """Parse ``metric[:count][:min|max]``.
 
         Raises:
-            UsageError: It is written otherwise; or the order is left out, and the name of the metric leaves doubt.
+            UsageError: It has another form, or the order is left out and the metric's name does not imply it.
         """
         metric, *rest = text.split(":") if isinstance(text, str) else ("",)
         count, order = 1, None
@@ -173,12 +172,12 @@ class Best:
             is_typo = bool(near) and order not in (None, "min", "max")
             todo = f"did you mean {near[0]!r}?" if is_typo else "for example loss:2:min"
             raise UsageError(
-                "keep_best is written METRIC, METRIC:COUNT or METRIC:COUNT:min|max", where=repr(text)[:80], todo=todo
+                "keep_best must be METRIC, METRIC:COUNT or METRIC:COUNT:min|max", where=repr(text)[:80], todo=todo
             )
         found = order_of(metric) if order is None else "max" if order == "max" else "min"
         if found is None:
             raise UsageError(
-                f"keep_best {text}: the name does not say whether the lowest or the highest {metric} is the best",
+                f"keep_best {text}: it is unclear whether the lowest or the highest {metric} is best",
                 todo=f"write {metric}:{count}:min or {metric}:{count}:max",
             )
         return cls(metric, count, found)
@@ -186,29 +185,29 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints of a run are kept; what any rule keeps is kept. Each run is looked at by itself.
+    """Which checkpoints of a run to keep: every one that some rule matches. Rules apply to each run separately.
 
-    Whatever the rules: the newest checkpoint that is whole stays, and so do tagged ones, those that were brought back
-    by ``undelete``, those whose time lies in the future, and those newer than a kept one of the same step.
+    Some checkpoints are kept whatever the rules: the newest complete one, tagged ones, those restored by ``undelete``,
+    those with a time in the future, and those newer than a kept checkpoint of the same step.
 
     Args:
-        keep_last: The newest so many.
-        keep_every: Those whose step is a multiple of this.
-        keep_within: Those at most this much older than the newest: ``"7d"``, ``"12h"``, or seconds.
-        keep_hourly: The newest of each hour, for the last so many hours that have one.
+        keep_last: Keep this many of the newest checkpoints.
+        keep_every: Keep checkpoints whose step is a multiple of this.
+        keep_within: Keep checkpoints at most this much older than the newest: ``"7d"``, ``"12h"``, or seconds.
+        keep_hourly: Keep the newest checkpoint of each of the last N hours that have one.
         keep_daily: The same for days.
-        keep_weekly: The same for weeks, which begin on Mondays.
+        keep_weekly: The same for weeks, which begin on Monday.
         keep_monthly: The same for months.
         keep_yearly: The same for years.
-        keep_best: Those with the best values of a metric: ``"loss"``, ``"loss:2"``, ``"speed:3:max"``, or several of
-            these. ``min`` or ``max`` may be left out where the name leaves no doubt (loss, ppl, error: the lowest; acc,
-            f1, bleu, reward: the highest). One without the metric, or with NaN, cannot be judged and is kept.
-        keep_tag: Those with a tag that matches: a name or pattern (``"release-*"``), or several. Every tag keeps its
-            checkpoint anyway; this makes a policy of it.
-        time_zone: Where days begin: ``"UTC"``, or a fixed offset as in ``"+02:00"``.
+        keep_best: Keep the checkpoints with the best values of a metric: ``"loss"``, ``"loss:2"``, ``"speed:3:max"``,
+            or several of these. ``min`` or ``max`` may be left out if the name implies it (loss, ppl, error: lowest;
+            acc, f1, bleu, reward: highest). A checkpoint without the metric, or with NaN, is kept.
+        keep_tag: Keep checkpoints with a matching tag: a name or pattern (``"release-*"``), or several. Tags always
+            protect their checkpoint; this rule allows a policy that keeps only tagged checkpoints.
+        time_zone: Where days begin: ``"UTC"``, or a fixed offset such as ``"+02:00"``.
 
     Raises:
-        UsageError: No rule is given, or a rule has a value that it cannot have.
+        UsageError: There is no rule, or a rule has an invalid value.
     """
 
     keep_last: int | None = None
@@ -231,30 +230,32 @@ class Retention:
         if self.keep_within is not None:
             object.__setattr__(self, "keep_within", span_words(span_seconds(self.keep_within)))
         zone_offset_seconds(self.time_zone)
-        # The same order in the same words, so that equal policies are equal.
+        # Normalize, so that equal policies compare equal.
         object.__setattr__(self, "keep_best", tuple(best.spec for best in self.best))
         if not self.to_config().keys() - {"time_zone"}:
             raise UsageError(
-                "a retention policy needs a rule", where="Retention()", todo=f"give one of {', '.join(RULES)}"
+                "a retention policy needs at least one rule",
+                where="Retention()",
+                todo=f"give one of {', '.join(RULES)}",
             )
 
     @property
     def best(self) -> tuple[Best, ...]:
-        """What ``keep_best`` says."""
+        """The parsed ``keep_best`` rules."""
         return tuple(Best.of(text) for text in self.keep_best)
 
     @property
     def within_seconds(self) -> float | None:
-        """What ``keep_within`` says."""
+        """``keep_within`` in seconds."""
         return None if self.keep_within is None else span_seconds(self.keep_within)
 
     @property
     def zone_seconds(self) -> int:
-        """How far local time is ahead of UTC."""
+        """Offset of local time from UTC, in seconds."""
         return zone_offset_seconds(self.time_zone)
 
     def to_config(self) -> dict[str, Any]:
-        """Return the rules that are given, as ``config.json`` holds them."""
+        """Return the rules that are set, in the form of ``config.json``."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.time_zone == "UTC":
             del given["time_zone"]
@@ -266,10 +267,10 @@ class Retention:
 
     @classmethod
     def of(cls, rules: Mapping[str, Any], *, where: object = None) -> Retention:
-        """Make a policy of names and values, as ``config.json`` and a command line have them.
+        """Make a policy from rule names and values, as in ``config.json`` or on a command line.
 
         Raises:
-            UsageError: A name is no rule, and the message tells the nearest one; or a value cannot be.
+            UsageError: A name is not a rule (the message suggests the closest one), or a value is invalid.
         """
         given: dict[str, Any] = {}
         for name, value in rules.items():
@@ -281,17 +282,17 @@ class Retention:
 
     @classmethod
     def given(cls, policy: object) -> Retention:
-        """Return a policy as callers may give one: itself, or names and values of rules.
+        """Return the policy for what a caller passed: a ``Retention``, or a mapping of its rules.
 
         Raises:
-            UsageError: It is neither, or has a rule that is none.
+            UsageError: It is neither, or a name is not a rule.
         """
         if isinstance(policy, cls):
             return policy
         if isinstance(policy, Mapping):
             return cls.of(policy)
         raise UsageError(
-            "a retention policy is a ckstore.Retention, or a mapping of its rules",
+            "a retention policy must be a ckstore.Retention or a mapping of its rules",
             where=repr(policy)[:80],
             todo="for example ckstore.Retention(keep_last=3)",
         )
@@ -311,11 +312,11 @@ RULES = tuple(name for name in _FIELDS if name.startswith("keep_"))
 
 def _no_rule(name: object, where: object = None) -> UsageError:
     near = difflib.get_close_matches(str(name).replace("-", "_"), _FIELDS, n=1, cutoff=0.0)
-    return UsageError(f"{str(name)[:80]!r} is no retention rule", where=where, todo=f"did you mean {near[0]!r}?")
+    return UsageError(f"{str(name)[:80]!r} is not a retention rule", where=where, todo=f"did you mean {near[0]!r}?")
 
 
 def _naming_the_nearest(make: Callable[..., None]) -> Callable[..., None]:
-    """Return a ``__init__`` that refuses a name that is no rule as ``of`` does, not with a TypeError."""
+    """Wrap ``__init__`` so that an unknown rule raises the same UsageError as ``of``, not a TypeError."""
 
     @functools.wraps(make)
     def refuse_or_make(self: Retention, *args: Any, **rules: Any) -> None:
@@ -337,13 +338,13 @@ def _check_count(rule: str, count: object) -> None:
         raise UsageError(
             f"{rule} must be a number from 1 to {COUNT_MAX}",
             where=f"Retention({rule}={count!r})"[:120],
-            todo="leave the rule out if it is not wanted",
+            todo="leave the rule out to disable it",
         )
 
 
 def _texts(rule: str, given: object) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
     if not all(isinstance(text, str) and text for text in texts):
-        raise UsageError(f"{rule} takes a string, or several", where=f"Retention({rule}={given!r})"[:120])
-    # The order in which they are given means nothing.
+        raise UsageError(f"{rule} must be a string or several strings", where=f"Retention({rule}={given!r})"[:120])
+    # Remove duplicates. The order has no meaning.
     return tuple(dict.fromkeys(texts))

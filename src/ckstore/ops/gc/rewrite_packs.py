@@ -1,12 +1,11 @@
-"""Rewrite packs of which much is needed by nobody: copy the frames that are, then replace the manifests that name them.
+"""Rewrite packs with many unreferenced bytes: copy the needed frames to new packs, then replace the manifests.
 
-Frames are copied as they are, and never decoded: their checksum is compared with the bytes as they lie in the new pack.
-
-The packs may lie in a tier of the store: then the new ones are written there.
+Frames are copied without decoding. The checksum of each is compared with its bytes in the new pack. If the packs are in
+a tier, the new packs are written to that tier.
 
 Invariants:
-- A new pack is durable before a manifest names it, and a manifest is replaced as docs/FORMAT.md section 10 says.
-- Between any two steps every checkpoint can be restored: the old pack stays until no manifest names it.
+- A new pack is durable before a manifest names it. Manifests are replaced as in docs/FORMAT.md section 10 (Replace).
+- Between any two steps every checkpoint can be restored: an old pack stays until no manifest names it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from ckstore.store.repository import Repository, finish_replacement
 _log = logging.getLogger("ckstore")
 
 BLOCK_NBYTES, BLOCK_COUNT = 8 * MIB, 3
-"""Write blocks: two are on their way while one is filled."""
+"""Write buffers: two are being written while one is filled."""
 
 Place = tuple[PackId, int]
 """A pack, and the offset of a frame in it."""
@@ -46,13 +45,13 @@ Place = tuple[PackId, int]
 
 @dataclass(slots=True)
 class Repacked:
-    """What rewriting packs came to.
+    """What rewriting packs did.
 
     Attributes:
         pack_ids: Packs whose needed frames were copied.
-        nbytes_written: Bytes of the packs that take their place.
-        manifests: Manifests that were replaced.
-        troubles: What could not be rewritten, and why; nothing is lost by it.
+        nbytes_written: Bytes of the new packs.
+        manifests: Number of replaced manifests.
+        troubles: What could not be rewritten, and why. No data is lost by it.
     """
 
     pack_ids: list[PackId] = field(default_factory=list)
@@ -61,26 +60,26 @@ class Repacked:
     troubles: list[str] = field(default_factory=list)
 
 
-def repack(
+def rewrite_packs(
     repository: Repository,
     marker: Marker,
     rewrites: Sequence[PackRewrite],
-    tell: Callable[[], None] = lambda: None,
+    on_step: Callable[[], None] = lambda: None,
     *,
     tier: str = LOCAL_TIER,
 ) -> Repacked:
-    """Rewrite packs; damage, conflicts and a full disk are told, and leave what was there as it was.
+    """Rewrite packs. Damage, conflicts and a full disk are recorded in the result and leave the old packs in place.
 
     Args:
         repository: The store.
-        marker: Reads tables of manifests.
-        rewrites: Which packs, and the manifests that name them.
-        tell: Called after each pack and each manifest.
-        tier: Where they lie.
+        marker: Reads the frame tables of manifests.
+        rewrites: The packs, each with the manifests that name it.
+        on_step: Called after each pack and each manifest.
+        tier: The tier of the packs.
 
     Raises:
         CapacityError: A manifest could not be written.
-        BackendError: The medium failed; nothing may be moved or freed after that.
+        BackendError: The storage failed. Nothing may be moved or freed after that.
     """
     done, moved = Repacked(), dict[Place, tuple[PackRef, int]]()
     if not rewrites:
@@ -93,19 +92,19 @@ def repack(
             try:
                 moved |= _copy(repository, marker, rewrite, tier, blocks, buffers, done)
             except (CorruptError, FileNotFoundError) as error:
-                done.troubles.append(f"pack {rewrite.pack_id.hex()} is left as it is: {error}")
+                done.troubles.append(f"pack {rewrite.pack_id.hex()} was not rewritten: {error}")
             except BackendError as error:
                 if tier == LOCAL_TIER or error.is_transient:
                     raise
-                # One object that a server refuses; what is done of others counts.
-                done.troubles.append(f"pack {rewrite.pack_id.hex()} is left as it is: {error}")
+                # The server refuses one object. The other packs can still be rewritten.
+                done.troubles.append(f"pack {rewrite.pack_id.hex()} was not rewritten: {error}")
             except CapacityError as error:
-                done.troubles.append(f"no more packs are rewritten: {error}")
+                done.troubles.append(f"rewriting packs stopped: {error}")
                 break
-            tell()
+            on_step()
     for name in sorted({name for rewrite in rewrites for name in rewrite.manifests}):
         _replace(repository, name, moved, done)
-        tell()
+        on_step()
     return done
 
 
@@ -118,17 +117,17 @@ def _copy(
     buffers: BufferPool,
     done: Repacked,
 ) -> dict[Place, tuple[PackRef, int]]:
-    """Copy the needed frames of a pack to a new one, durably; return where each lies now."""
-    ref, frames = _needed(marker, rewrite)
+    """Copy the needed frames of a pack to a new, durable pack. Return the new location of each frame."""
+    ref, frames = _needed_frames(marker, rewrite)
     if not frames:
-        # The manifests that named it have gone since.
+        # The manifests that named this pack were removed meanwhile.
         return {}
     target = repository.backend if tier == LOCAL_TIER else repository.tiers.open(tier)
     packer = PackWriter(
         target, blocks, store_id=repository.store_id, nbytes_expected=rewrite.packed_nbytes, copy=copy_plain
     )
     try:
-        # What is read once need not be kept here.
+        # Each range is read once, so do not cache it.
         file = open_pack(repository, ref, keeps_ranges=False)
         try:
             places = {
@@ -147,15 +146,16 @@ def _copy(
     return {(rewrite.pack_id, offset): (made, to) for offset, to in places.items()}
 
 
-def _needed(marker: Marker, rewrite: PackRewrite) -> tuple[PackRef, dict[int, FrameRef]]:
-    """Return the pack, and its frames that manifests locate, by offset."""
+def _needed_frames(marker: Marker, rewrite: PackRewrite) -> tuple[PackRef, dict[int, FrameRef]]:
+    """Return the pack and its needed frames by offset."""
     ref: PackRef | None = None
     frames: dict[int, FrameRef] = {}
     for name in rewrite.manifests:
         try:
             marked, table = marker.read(name, name.path)
         except FileNotFoundError:
-            # Dropped or replaced since; who replaced it published first, and will be seen when packs are marked.
+            # It was deleted or replaced meanwhile. A replacement is visible by now, and is seen when packs are marked
+            # again.
             continue
         found = [index for index, each in enumerate(marker.packs_of(marked)) if each.pack_id == rewrite.pack_id]
         rows = np.frombuffer(table.frame_rows, dtype=np.dtype(list(FRAME_ROW)))
@@ -172,7 +172,7 @@ def _needed(marker: Marker, rewrite: PackRewrite) -> tuple[PackRef, dict[int, Fr
 def _copy_frame(
     repository: Repository, packer: PackWriter, file: ReadFile, frame: FrameRef, buffers: BufferPool
 ) -> int:
-    """Copy one frame, compare its checksum where it lies then, and return its offset there."""
+    """Copy one frame, check it where it was written, and return its new offset."""
     where = f"{file.name}, offset {frame.offset}"
     result = read_frame(repository.backend, file, frame.offset, frame.frame_nbytes, buffers)
     try:
@@ -180,14 +180,14 @@ def _copy_frame(
             raise ChecksumError("a frame is cut off", where=where)
         header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=repository.limits, where=where)
         if (header.chunk_id, header.stored_nbytes) != (frame.chunk_id, frame.stored_nbytes):
-            raise ChecksumError("another frame lies where a manifest locates this one", where=where)
+            raise ChecksumError("the frame is not the one that the manifest locates here", where=where)
 
         def check(payload: Sequence[memoryview]) -> None:
             checksum = new_xxh3()
             for piece in payload:
                 checksum.update(piece)
             if checksum.intdigest() != header.payload_xxh3:
-                raise ChecksumError("the checksum of a frame's payload differs", where=where)
+                raise ChecksumError("the checksum of a frame's payload is wrong", where=where)
 
         place = packer.reserve(header.stored_nbytes)
         packer.fill(place, header, [result.view[FRAME_HEADER_NBYTES:]], check)
@@ -199,29 +199,29 @@ def _copy_frame(
 def _replace(
     repository: Repository, name: ManifestName, moved: dict[Place, tuple[PackRef, int]], done: Repacked
 ) -> None:
-    """Publish the next generation of a manifest, whose frames lie where they were copied to."""
+    """Publish the next generation of a manifest, with the new locations of copied frames."""
     run = repository.for_run(name.run)
     try:
         manifest = run.manifests.load(name)
-        replacement = located_anew(manifest, moved)
+        replacement = with_new_locations(manifest, moved)
         if replacement is None or name.generation >= GENERATION_MAX:
             return
         finish_replacement(run, replacement, run.manifests.publish(replacement))
         done.manifests += 1
     except FileNotFoundError:
-        # Dropped or replaced since.
+        # It was deleted or replaced meanwhile.
         return
     except (CapacityError, BackendError):
         raise
     except (ConflictError, *UNREADABLE, CkstoreError) as error:
-        # Another has replaced it first, or dropped it, or packs vanished: what is there then is right, and the old
-        # pack stays as long as it is named.
+        # Another process replaced or deleted it first, or packs are missing. The manifest in place stays valid, and an
+        # old pack stays as long as a manifest names it.
         done.troubles.append(f"seq {name.seq} of run {name.run} was not replaced: {error}")
         _log.debug("%s", error)
 
 
-def located_anew(manifest: Manifest, moved: dict[Place, tuple[PackRef, int]]) -> Manifest | None:
-    """Return the next generation of a manifest, with other places for frames that have moved; None if none has."""
+def with_new_locations(manifest: Manifest, moved: dict[Place, tuple[PackRef, int]]) -> Manifest | None:
+    """Return the next generation of a manifest with the new frame locations; None if no frame was copied."""
     packs: dict[PackId, tuple[int, PackRef]] = {}
     frames, has_moved = [], False
     for frame in manifest.frames:

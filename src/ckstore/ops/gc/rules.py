@@ -1,9 +1,10 @@
-"""From entries and rules to the plan of what is kept and what goes: data, and nothing is done here.
+"""Apply retention rules to the entries of a run. Pure: the result is data, and nothing is read or changed.
 
 Invariants:
-- Rules are ORed; every kept entry has its reasons, every dropped one has, from each rule, why not.
-- The newest entry that is whole is kept. An entry that is not whole counts for nothing, and nothing of its run goes.
-- What is dropped of a step is older than all that is kept of it: a step never comes to mean something older.
+- Rules are combined with OR. A kept entry lists its reasons; a deleted entry lists, for each rule, why it did not
+  match.
+- The newest complete entry is kept. If an entry is incomplete without a record of it, nothing of its run is deleted.
+- A deleted entry of a step is older than every kept entry of that step, so a step never changes to an older state.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ NANOSECONDS = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One checkpoint of a run, as rules see it.
+    """One checkpoint of a run, as the rules see it.
 
     Args:
         seq: Its number in the run.
         step: The trainer's step.
         time_ns: When it was committed.
-        metrics: As given to commit.
-        tags: Names that people gave it.
-        is_archival: It was brought back from the trash.
-        is_partial: Some of its tensors are lost, and that is known.
-        problem: Why it is not whole; empty where it is.
+        metrics: As passed to commit.
+        tags: Its tags.
+        is_archival: It was restored from the trash.
+        is_partial: A repair has recorded that some of its tensors are lost.
+        problem: Why it is incomplete; empty if it is complete.
     """
 
     seq: int
@@ -45,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of one entry, and why."""
+    """Whether one entry is kept, and why."""
 
     seq: int
     step: int
@@ -56,14 +57,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What becomes of the entries of a run, the newest first.
+    """The verdicts on all entries of a run, newest first.
 
     Attributes:
         run: The run.
-        rules: The policy in words; empty where there is none.
-        verdicts: One for each entry.
-        blocked: Why nothing of it may go; empty where nothing speaks against it.
-        notes: What the rules could not judge.
+        rules: The policy in words; empty without a policy.
+        verdicts: One per entry.
+        blocked: Why nothing of the run may be deleted; empty if it may.
+        notes: What the rules could not evaluate.
     """
 
     run: str
@@ -74,76 +75,76 @@ class RunPlan:
 
     @property
     def kept(self) -> tuple[Verdict, ...]:
-        """The entries that stay."""
+        """Entries that stay."""
         return tuple(verdict for verdict in self.verdicts if verdict.is_kept)
 
     @property
     def dropped(self) -> tuple[Verdict, ...]:
-        """The entries that go, the newest first."""
+        """Entries to delete, newest first."""
         return tuple(verdict for verdict in self.verdicts if not verdict.is_kept)
 
 
 def plan_run(
     run: str, entries: Iterable[Entry], policy: Retention | None, *, now_ns: int, blocked: str = ""
 ) -> RunPlan:
-    """Decide what of a run is kept.
+    """Decide which checkpoints of a run are kept.
 
     Args:
         run: The run.
-        entries: All that is in place of it.
-        policy: The rules; None: everything is kept.
-        now_ns: What the clock says; later times are not believed.
-        blocked: Why nothing of this run may go.
+        entries: All entries in place.
+        policy: The rules; None: keep everything.
+        now_ns: The current time. Entries with a later time are kept.
+        blocked: Why nothing of this run may be deleted.
     """
     ordered = sorted(entries, key=lambda entry: entry.seq, reverse=True)
     blocked = blocked or next((f"seq {entry.seq}: {entry.problem}" for entry in ordered if entry.problem), "")
     rules = "" if policy is None else str(policy)
     if policy is None or blocked:
-        reason = f"nothing of this run goes: {blocked}" if blocked else "no rule is given"
+        reason = f"nothing of this run is deleted: {blocked}" if blocked else "there is no rule"
         verdicts = tuple(Verdict(entry.seq, entry.step, entry.time_ns, True, (reason,)) for entry in ordered)
         return RunPlan(run, rules, verdicts, blocked)
-    judged = _Judged(ordered, now_ns)
-    judged.keep_always()
-    for name, keep in _rules_of(policy):
-        judged.apply(name, keep)
-    judged.keep_newer_of_kept_steps()
-    return RunPlan(run, rules, tuple(judged.verdicts()), notes=tuple(judged.notes(policy)))
+    run_entries = _RunEntries(ordered, now_ns)
+    run_entries.keep_always()
+    for name, rule in _rules_of(policy):
+        run_entries.apply(name, rule)
+    run_entries.keep_newer_of_kept_steps()
+    return RunPlan(run, rules, tuple(run_entries.verdicts()), notes=tuple(run_entries.notes(policy)))
 
 
-class _Judged:
-    """The entries of a run, newest first, with what speaks for and against each."""
+class _RunEntries:
+    """The entries of a run, newest first, with the reasons for and against keeping each."""
 
     def __init__(self, ordered: Sequence[Entry], now_ns: int) -> None:
         self.ordered = ordered
         self.now_ns = now_ns
-        self.rated = [entry for entry in ordered if not (entry.is_archival or entry.is_partial)]
-        """What rules count: archival entries are no part of the history that goes on, partial ones are not whole."""
-        self.timed = sorted(
-            (entry for entry in self.rated if entry.time_ns <= now_ns),
+        self.counted = [entry for entry in ordered if not (entry.is_archival or entry.is_partial)]
+        """Entries that rules count, without archival and partial ones."""
+        self.by_time = sorted(
+            (entry for entry in self.counted if entry.time_ns <= now_ns),
             key=lambda entry: (entry.time_ns, entry.seq),
             reverse=True,
         )
-        """By time, the newest first; times in the future are not believed."""
+        """By time, newest first, without times in the future."""
         self._for: dict[int, list[str]] = {entry.seq: [] for entry in ordered}
         self._against: dict[int, list[str]] = {entry.seq: [] for entry in ordered}
 
     def keep_always(self) -> None:
-        """Keep what no rule may drop."""
-        newest = next(iter(self.rated), None)
+        """Keep entries that no rule may delete."""
+        newest = next(iter(self.counted), None)
         for entry in self.ordered:
             reasons = self._for[entry.seq]
             if entry is newest:
                 reasons.append("the newest")
             reasons += [f"tag {tag}" for tag in entry.tags]
             if entry.is_archival:
-                reasons.append("brought back by undelete")
+                reasons.append("restored by undelete")
             if entry.is_partial:
-                reasons.append("partial: what is left of it goes by hand only")
+                reasons.append("partial: only `ckstore delete` deletes it")
             if entry.time_ns > self.now_ns:
-                reasons.append("its time lies in the future")
+                reasons.append("its time is in the future")
 
     def apply(self, name: str, rule: _Rule) -> None:
-        """Let one rule speak of every entry that it looks at."""
+        """Evaluate one rule for every entry."""
         kept, why_not = rule(self)
         for entry in self.ordered:
             if entry.seq in kept:
@@ -152,7 +153,7 @@ class _Judged:
                 self._against[entry.seq].append(f"{name}: {why_not(entry)}")
 
     def keep_newer_of_kept_steps(self) -> None:
-        """Keep every entry that is newer than a kept one of its step."""
+        """Keep every entry that is newer than a kept entry of the same step."""
         oldest_kept: dict[int, int] = {}
         for entry in self.ordered:
             if self._for[entry.seq]:
@@ -163,102 +164,105 @@ class _Judged:
                 self._for[entry.seq].append(f"seq {seq}, an older entry of this step, is kept")
 
     def verdicts(self) -> Iterable[Verdict]:
-        """Yield what becomes of every entry."""
+        """Yield the verdict on each entry."""
         for entry in self.ordered:
             is_kept = bool(self._for[entry.seq])
             reasons = self._for[entry.seq] if is_kept else self._against[entry.seq]
             yield Verdict(entry.seq, entry.step, entry.time_ns, is_kept, tuple(reasons))
 
     def notes(self, policy: Retention) -> Iterable[str]:
-        """Yield what the rules could not judge."""
+        """Yield what the rules could not evaluate."""
         for best in policy.best:
             if best.contradicts_name:
-                yield f"keep_best {best}: its name says the opposite; write {best.metric}:{best.count} if you mean that"
-            unrated = [entry for entry in self.rated if _value(entry, best) is None]
-            if unrated and len(unrated) == len(self.rated):
-                known = sorted({name for entry in self.rated for name in entry.metrics})
-                there = f"metrics there are: {', '.join(known)}" if known else "no metric was ever recorded"
-                if best.metric in known:
-                    yield f"keep_best {best}: this metric has only NaN, so all are kept"
+                other = f"{best.metric}:{best.count}"
+                yield f"keep_best {best}: the metric's name implies the opposite order; {other} uses that order"
+            unrated = [entry for entry in self.counted if _value(entry, best) is None]
+            if unrated and len(unrated) == len(self.counted):
+                names = sorted({name for entry in self.counted for name in entry.metrics})
+                existing = f"existing metrics: {', '.join(names)}" if names else "no checkpoint has a metric"
+                if best.metric in names:
+                    yield f"keep_best {best}: every value of this metric is NaN, so all are kept"
                 else:
-                    yield f"keep_best {best}: no checkpoint has this metric, so all are kept; {there}"
+                    yield f"keep_best {best}: no checkpoint has this metric, so all are kept; {existing}"
             elif unrated:
-                yield f"keep_best {best}: {len(unrated)} checkpoints lack the metric or have NaN, and are kept"
-        known = sorted({tag for entry in self.ordered for tag in entry.tags})
-        there = f"tags there are: {', '.join(known)}" if known else "no checkpoint has a tag"
-        kept = ", so all are kept" if _is_mistyped(policy, self.ordered) else ""
+                yield f"keep_best {best}: {len(unrated)} checkpoints are kept because they lack the metric or have NaN"
+        tags = sorted({tag for entry in self.ordered for tag in entry.tags})
+        existing = f"existing tags: {', '.join(tags)}" if tags else "no checkpoint has a tag"
+        suffix = ", so all are kept" if _matches_no_tag(policy, self.ordered) else ""
         for pattern in policy.keep_tag:
             if not _with_tag(pattern, self.ordered):
-                yield f"keep_tag {pattern}: no checkpoint has such a tag{kept}; {there}"
+                yield f"keep_tag {pattern}: no checkpoint has such a tag{suffix}; {existing}"
 
 
-_Rule = Callable[["_Judged"], tuple[dict[int, str], Callable[[Entry], str]]]
-"""Returns the seqs that it keeps, with what there is to say beyond the rule's name; and what speaks against another."""
+_RuleResult = tuple[dict[int, str], Callable[[Entry], str]]
+"""The seqs that a rule keeps, each with a detail or "", and a function that says why it does not keep an entry."""
+
+_Rule = Callable[["_RunEntries"], _RuleResult]
 
 
 def _rules_of(policy: Retention) -> Iterable[tuple[str, _Rule]]:
     if policy.keep_last is not None:
-        yield f"keep_last {policy.keep_last}", _last(policy.keep_last)
+        yield f"keep_last {policy.keep_last}", _keep_last(policy.keep_last)
     if policy.keep_every is not None:
-        yield f"keep_every {policy.keep_every}", _every(policy.keep_every)
+        yield f"keep_every {policy.keep_every}", _keep_every(policy.keep_every)
     if policy.within_seconds is not None:
-        yield f"keep_within {span_words(policy.within_seconds)}", _within(policy.within_seconds)
+        yield f"keep_within {span_words(policy.within_seconds)}", _keep_within(policy.within_seconds)
     for rule, period_of in PERIODS.items():
         count = getattr(policy, rule)
         if count is not None:
-            yield f"{rule} {count}", _periods(count, period_of, policy.zone_seconds)
+            yield f"{rule} {count}", _keep_periods(count, period_of, policy.zone_seconds)
     for best in policy.best:
-        yield f"keep_best {best}", _best(best)
+        yield f"keep_best {best}", _keep_best(best)
     for pattern in policy.keep_tag:
-        yield f"keep_tag {pattern}", _tagged(pattern, policy)
+        yield f"keep_tag {pattern}", _keep_tag(pattern, policy)
 
 
-def _last(count: int) -> _Rule:
-    def judge(judged: _Judged) -> tuple[dict[int, str], Callable[[Entry], str]]:
-        ranks = {entry.seq: rank for rank, entry in enumerate(judged.rated, start=1)}
-        kept = {entry.seq: "" for entry in judged.rated[:count]}
+def _keep_last(count: int) -> _Rule:
+    def keep_newest(run: _RunEntries) -> _RuleResult:
+        ranks = {entry.seq: rank for rank, entry in enumerate(run.counted, start=1)}
+        kept = {entry.seq: "" for entry in run.counted[:count]}
         return kept, lambda entry: f"number {ranks.get(entry.seq, 0)} from the newest"
 
-    return judge
+    return keep_newest
 
 
-def _every(steps: int) -> _Rule:
-    def judge(judged: _Judged) -> tuple[dict[int, str], Callable[[Entry], str]]:
+def _keep_every(steps: int) -> _Rule:
+    def keep_newest_of_each_multiple(run: _RunEntries) -> _RuleResult:
         newest: dict[int, int] = {}
-        for entry in judged.rated:
+        for entry in run.counted:
             if entry.step % steps == 0:
-                # An older entry of the step is not what the step means.
+                # A step always means its newest entry.
                 newest.setdefault(entry.step, entry.seq)
 
         def why_not(entry: Entry) -> str:
             if entry.step in newest:
                 return f"seq {newest[entry.step]} is a newer entry of step {entry.step}"
-            return f"step {entry.step} is no multiple"
+            return f"step {entry.step} is not a multiple"
 
         return dict.fromkeys(newest.values(), ""), why_not
 
-    return judge
+    return keep_newest_of_each_multiple
 
 
-def _within(seconds: float) -> _Rule:
-    def judge(judged: _Judged) -> tuple[dict[int, str], Callable[[Entry], str]]:
-        believed = [entry for entry in judged.rated if entry.time_ns <= judged.now_ns]
-        if not believed:
-            return {}, lambda entry: "no time is to be believed"
-        # From the newest checkpoint, not from now: a run that stands still loses nothing. The newest is the one with
-        # the highest seq: a clock that was ahead once must not make all later ones look old.
-        newest_ns = believed[0].time_ns
+def _keep_within(seconds: float) -> _Rule:
+    def keep_recent(run: _RunEntries) -> _RuleResult:
+        past_entries = [entry for entry in run.counted if entry.time_ns <= run.now_ns]
+        if not past_entries:
+            return {}, lambda entry: "every time is in the future"
+        # Measure from the newest checkpoint, not from now, so that a paused run loses nothing. The newest has the
+        # highest seq: a clock that was once ahead must not make all later checkpoints look old.
+        newest_ns = past_entries[0].time_ns
         first_ns = newest_ns - round(seconds * NANOSECONDS)
-        kept = {entry.seq: "" for entry in believed if entry.time_ns >= first_ns}
+        kept = {entry.seq: "" for entry in past_entries if entry.time_ns >= first_ns}
         return kept, lambda entry: f"{span_words((newest_ns - entry.time_ns) // NANOSECONDS)} older than the newest"
 
-    return judge
+    return keep_recent
 
 
-def _periods(count: int, period_of: Callable[[int], str], zone_seconds: int) -> _Rule:
-    def judge(judged: _Judged) -> tuple[dict[int, str], Callable[[Entry], str]]:
+def _keep_periods(count: int, period_of: Callable[[int], str], zone_seconds: int) -> _Rule:
+    def keep_newest_of_each_period(run: _RunEntries) -> _RuleResult:
         newest: dict[str, int] = {}
-        for entry in judged.timed:
+        for entry in run.by_time:
             newest.setdefault(period_of(entry.time_ns // NANOSECONDS + zone_seconds), entry.seq)
         kept = {seq: period for period, seq in list(newest.items())[:count]}
 
@@ -266,24 +270,24 @@ def _periods(count: int, period_of: Callable[[int], str], zone_seconds: int) -> 
             period = period_of(entry.time_ns // NANOSECONDS + zone_seconds)
             if newest.get(period) in kept:
                 return f"seq {newest[period]} is the newest of {period}"
-            return f"{period} is none of the last {count}"
+            return f"{period} is not one of the last {count}"
 
         return kept, why_not
 
-    return judge
+    return keep_newest_of_each_period
 
 
-def _best(best: Best) -> _Rule:
-    def judge(judged: _Judged) -> tuple[dict[int, str], Callable[[Entry], str]]:
-        kept = {entry.seq: "it has no value to compare" for entry in judged.rated if _value(entry, best) is None}
-        rated = [(value, entry.seq) for entry in judged.rated if (value := _value(entry, best)) is not None]
-        # Of equals the newer one is the better: the list is newest first, and sorting keeps that order.
+def _keep_best(best: Best) -> _Rule:
+    def keep_best_values(run: _RunEntries) -> _RuleResult:
+        kept = {entry.seq: "it lacks the metric or has NaN" for entry in run.counted if _value(entry, best) is None}
+        rated = [(value, entry.seq) for entry in run.counted if (value := _value(entry, best)) is not None]
+        # Of equal values the newer is better: the list is newest first, and the sort is stable.
         rated.sort(key=lambda pair: pair[0], reverse=best.order == "max")
         words = {seq: f"{value:.6g} is number {rank}" for rank, (value, seq) in enumerate(rated, start=1)}
         kept |= {seq: words[seq] for _, seq in rated[: best.count]}
-        return kept, lambda entry: words.get(entry.seq, "not rated")
+        return kept, lambda entry: words.get(entry.seq, "not compared")
 
-    return judge
+    return keep_best_values
 
 
 def _value(entry: Entry, best: Best) -> float | None:
@@ -291,22 +295,22 @@ def _value(entry: Entry, best: Best) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _tagged(pattern: str, policy: Retention) -> _Rule:
-    def judge(judged: _Judged) -> tuple[dict[int, str], Callable[[Entry], str]]:
-        if _is_mistyped(policy, judged.ordered):
-            kept = {entry.seq: "no checkpoint has such a tag" for entry in judged.rated}
+def _keep_tag(pattern: str, policy: Retention) -> _Rule:
+    def keep_matching_tags(run: _RunEntries) -> _RuleResult:
+        if _matches_no_tag(policy, run.ordered):
+            kept = {entry.seq: "no checkpoint has such a tag" for entry in run.counted}
         else:
-            kept = {entry.seq: "" for entry in _with_tag(pattern, judged.ordered)}
-        return kept, lambda entry: "no such tag"
+            kept = {entry.seq: "" for entry in _with_tag(pattern, run.ordered)}
+        return kept, lambda entry: "no matching tag"
 
-    return judge
+    return keep_matching_tags
 
 
 def _with_tag(pattern: str, entries: Iterable[Entry]) -> list[Entry]:
     return [entry for entry in entries if any(fnmatchcase(tag, pattern) for tag in entry.tags)]
 
 
-def _is_mistyped(policy: Retention, entries: Sequence[Entry]) -> bool:
-    """Whether a policy has rules for tags only, and no entry has such a tag: then it says nothing of what may go."""
+def _matches_no_tag(policy: Retention, entries: Sequence[Entry]) -> bool:
+    """Return whether a policy has only tag rules and no entry has such a tag. It then keeps everything."""
     is_of_tags_only = not policy.to_config().keys() - {"keep_tag", "time_zone"}
     return is_of_tags_only and not any(_with_tag(pattern, entries) for pattern in policy.keep_tag)

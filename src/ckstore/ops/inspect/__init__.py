@@ -1,3 +1,15 @@
-"""One page that shows a store: data gathered from manifests, and the page that draws it."""
+"""Read-only views of a store and its checkpoints. Nothing here changes a store, except that doctor probes the disk.
+
+Each module answers one question and returns plain data, which ``verbs/`` hands to users and ``cli/`` prints:
+- ``contents.py``: which tensors, groups and packs does a checkpoint consist of (``ckstore show``)?
+- ``stats.py``: how is each tensor coded, and how far is that from its entropy (``ckstore show --coding``, ``stats``)?
+- ``diff.py``: how do two checkpoints differ (``ckstore diff``)?
+- ``doctor.py``: is this machine, and this store, set up well (``ckstore doctor``)?
+- ``report.py`` with ``page.html``, ``page.css``, ``page.js``: one HTML page about a store (``ckstore report``).
+
+``contents.py`` and ``report.py`` read manifests only. ``stats.py`` and ``diff.py`` also decode tensors, chunk by chunk.
+
+Not here: finding damage (``ops/verify.py``), and changing anything.
+"""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, tensor by tensor, as its manifest says; no tensor is read."""
+"""The contents of a checkpoint, tensor by tensor, from its manifest. No tensor is read."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TensorRow:
         library: ``"torch"``, ``"numpy"``, or ``"bytes"``.
         dtype: The library's name of the element type.
         shape: Length of each dimension.
-        nbytes: Bytes of the storage that it views; a view shows those of the whole.
-        stored_nbytes: Bytes of the frames that hold that storage; None when it shares a frame with others.
+        nbytes: Bytes of the whole storage that it views.
+        stored_nbytes: Bytes of the frames of that storage; None if it shares a frame with others.
         shares_with: The first path that views the same storage, or None.
     """
 
@@ -36,7 +36,7 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """Everything under one first key; frames that groups share are split by bytes."""
+    """Everything under one first key. Frames that groups share are split in proportion to plain bytes."""
 
     key: str
     tensor_count: int
@@ -58,19 +58,19 @@ class PackRow:
 
 @dataclass(frozen=True, slots=True)
 class LossRow:
-    """A tensor that is not what was committed, and how far it is off.
+    """A tensor that is stored with a loss, and its error.
 
     Attributes:
         path: Its dotted path.
-        role: What it was taken for: ``"weight"``, ``"first"`` or ``"second"`` moment, ``"rounded"``.
+        role: ``"weight"``, ``"first"`` or ``"second"`` moment, or ``"rounded"``.
         method: How it was quantized.
         numbers: The method's parameters.
         bits: Stored bits per element when it was committed.
-        max_abs: Greatest error of any element.
-        rel_rms: RMS error in the RMS of the values; infinite where those are all zero.
-        kept: Share of the elements whose code is not zero.
-        hops: Checkpoints with a loss since it was exact, this one included.
-        spike: Largest |update| / lr that a next step of Adam could make; None where that is not known.
+        max_abs: Largest absolute error of an element.
+        rel_rms: RMS error relative to the RMS of the values; infinite if these are all zero.
+        kept: Share of the elements with a nonzero code.
+        hops: Number of lossy checkpoints since it was exact, including this one.
+        spike: Largest |update| / lr that the next step of Adam could make; None if unknown.
     """
 
     path: str
@@ -87,9 +87,9 @@ class LossRow:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A checkpoint's facts, tensors in their order, groups by first key, packs, and what was lost.
+    """The contents of a checkpoint.
 
-    ``base_nbytes`` are the bytes of frames that hold no chunk of the state and are needed as bases.
+    ``base_nbytes`` are the bytes of frames that are needed only as bases.
     """
 
     info: Info
@@ -101,7 +101,7 @@ class Contents:
 
 
 def contents_of(manifest: Manifest, info: Info) -> Contents:
-    """Return what a manifest says of its checkpoint."""
+    """Return the contents of a checkpoint."""
     own = {chunk.chunk_id for chunk in manifest.chunks}
     base_nbytes = sum(frame.frame_nbytes for frame in manifest.frames if frame.chunk_id not in own)
     tensors, groups, packs = _tensor_rows(manifest), _group_rows(manifest), _pack_rows(manifest)

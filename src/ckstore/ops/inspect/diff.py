@@ -1,8 +1,8 @@
-"""How two checkpoints differ, tensor by tensor: read piece by piece from the store, never whole.
+"""Compare two checkpoints, tensor by tensor. Tensors are read piece by piece.
 
 Invariants:
-- What both checkpoints locate by the same identities is equal, and is not read.
-- A tensor whose bits differ is never told as equal, whatever its elements are.
+- Tensors with the same chunk ids are equal, and are not read.
+- A tensor whose bits differ is never reported as equal, whatever its elements are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckstore.store.repository import Repository
 Status = Literal["equal", "changed", "added", "removed", "other kind"]
 
 PIECE_NBYTES = 2 * MIB
-"""Bytes of each side that are compared at once."""
+"""Bytes of each side that are compared at a time."""
 
 _DTYPES = {
     "float64": "<f8",
@@ -47,7 +47,7 @@ _DTYPES = {
     "uint64": "<u8",
     "bool": "<u1",
 }
-"""How numpy reads the elements of torch; what is not here is compared bit by bit, and has no distance."""
+"""The numpy dtype for each torch dtype. Others are compared bit by bit, without a distance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,15 @@ class TensorDiff:
 
     Attributes:
         path: Its dotted path.
-        status: ``"equal"`` bit for bit, ``"changed"``, ``"added"`` (only the second has it), ``"removed"``, or
-            ``"other kind"``: dtype, shape or library differ.
-        dtype: Of its elements; both, with an arrow, where they differ.
-        shape: In the first, or in the second if only that has it.
-        elements: How many.
+        status: ``"equal"`` bit for bit, ``"changed"``, ``"added"`` (only in the second), ``"removed"``, or ``"other
+            kind"``: dtype, shape or library differ.
+        dtype: Its element type; both, with an arrow, if they differ.
+        shape: Its shape in the first checkpoint, or in the second if only that has it.
+        elements: Number of elements.
         changed_count: Elements whose bits differ.
-        relative: RMS of the difference in the RMS of the first one's values; None where it cannot be told, here and
-            below.
+        relative: RMS of the difference relative to the RMS of the first; None if the elements have no distance.
         rms: RMS of the difference.
-        max_abs: Greatest absolute difference of an element.
+        max_abs: Largest absolute difference of an element.
     """
 
     path: str
@@ -81,7 +80,7 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True)
 class ValueDiff:
-    """How one plain value differs; what is equal is not listed."""
+    """How one plain value differs. Equal values are not listed."""
 
     path: str
     status: Status
@@ -94,12 +93,12 @@ class Diff:
     """How the second of two checkpoints differs from the first.
 
     Attributes:
-        first: What is compared with.
-        second: What is compared.
+        first: The first checkpoint.
+        second: The second checkpoint.
         tensors: Every tensor of both, in the order of the first.
         values: Plain values that differ.
-        value_count: Plain values of both.
-        bytes_read: Plain bytes that had to be looked at.
+        value_count: Number of plain values in either.
+        bytes_read: Plain bytes that were compared.
     """
 
     first: Info
@@ -111,7 +110,7 @@ class Diff:
 
     @property
     def is_equal(self) -> bool:
-        """Whether both hold the same, bit for bit."""
+        """Whether both are equal, bit for bit."""
         return not self.values and all(tensor.status == "equal" for tensor in self.tensors)
 
 
@@ -127,14 +126,14 @@ def diff_of(
 
     Args:
         repository: The store.
-        manifests: What they are.
-        infos: What is told of them.
+        manifests: The two checkpoints.
+        infos: Facts about them.
         only: Globs over dotted paths; None: everything.
-        on_progress: Called now and then with plain bytes looked at and plain bytes in all.
+        on_progress: Called with plain bytes done and the total.
 
     Raises:
         NotFoundError: Nothing matches ``only``.
-        CorruptError: Something of them is damaged.
+        CorruptError: Part of them is damaged.
     """
     selection = None if only is None else Selection(only, *(manifest.tree for manifest in manifests))
     chosen = [_leaves(manifest, selection) for manifest in manifests]
@@ -165,7 +164,7 @@ Pair = tuple["Leaf | None", "Leaf | None"]
 
 def _leaves(manifest: Manifest, selection: Selection | None) -> dict[Any, Leaf]:
     tree: Node | None = manifest.tree if selection is None else selection.prune(manifest.tree)
-    # Typed keys: to Python 1 and True are one key, to a checkpoint they are not.
+    # Keys keep their type: 1 and True are equal to Python, but are different keys of a checkpoint.
     return {} if tree is None else dict(leaves_of(tree))
 
 
@@ -181,19 +180,19 @@ def _told(leaf: Leaf | None) -> str:
     try:
         return repr(decode_plain(leaf))[:200]
     except Exception:
-        # A value of a library that is not loaded; its form on disk tells enough.
+        # A value of a library that is not installed: show its stored form.
         return f"{leaf.type} {leaf.value!r}"[:200]
 
 
 class _Comparison:
-    """Two stored states, side by side."""
+    """Two stored states to compare."""
 
     def __init__(self, one: StoredState, other: StoredState) -> None:
         self.bytes_read = 0
         self._states = one, other
 
     def nbytes(self, pair: Pair) -> int:
-        """Return the plain bytes of a pair of leaves, as progress counts them."""
+        """Return the plain bytes of a pair of leaves, for progress."""
         for leaf, state in zip(pair, self._states, strict=True):
             if isinstance(leaf, TensorNode):
                 return state.manifest.storages[state.manifest.tensors[leaf.tensor].storage].nbytes
@@ -226,7 +225,7 @@ class _Comparison:
         return TensorDiff(path, status, shown.dtype, shown.shape, elements, *told)
 
     def _is_same(self, first: TensorSpec, second: TensorSpec) -> bool:
-        """Whether both are located by the same identities."""
+        """Return whether both have the same chunk ids."""
         if (first.strides, first.offset) != (second.strides, second.offset):
             return False
         pieces = [
@@ -239,7 +238,7 @@ class _Comparison:
         return pieces[0] == pieces[1]
 
     def _distance(self, first: TensorSpec, second: TensorSpec) -> tuple[Distance, bool]:
-        """Return how far they are apart, and whether the elements are numbers that have a distance."""
+        """Return the distance, and whether the elements are numbers that have one."""
         total, is_measured = Distance(), True
         for one, other in zip(self._values(0, first), self._values(1, second), strict=True):
             is_measured = is_measured and one.dtype.kind != "V"
@@ -247,7 +246,7 @@ class _Comparison:
         return total, is_measured
 
     def _values(self, side: int, spec: TensorSpec) -> Iterator[NDArray[Any]]:
-        """Yield the elements of a tensor in order, in pieces of as many elements on either side."""
+        """Yield the elements of a tensor in order. Both sides yield pieces of the same length."""
         state = self._states[side]
         storage = state.storages[spec.storage]
         itemsize = _itemsize(spec, storage.nbytes)
@@ -276,7 +275,7 @@ def _itemsize(spec: TensorSpec, storage_nbytes: int) -> int:
     found = itemsize_of(spec.library, spec.dtype)
     if found:
         return found
-    # Records of numpy: their dtype is a description, and a storage that they fill tells their size.
+    # The dtype of a numpy record array is a description. Derive the size from the storage that it fills.
     return max(1, storage_nbytes // max(1, count_of(spec.shape)))
 
 

@@ -1,6 +1,6 @@
-"""What this machine, and a store on it, are like: everything someone who helps from afar would ask for.
+"""Facts about this machine and a store that help to find a problem. Nothing is changed.
 
-Nothing is changed: the probes of engine and O_DIRECT use a file without a name.
+The probes of the I/O engine and O_DIRECT use an unnamed temporary file.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from ckstore.store.trash import Trash
 
 FREE_NBYTES_LOW = 10 << 30
 AGE_DAYS_MAX = 14
-"""Purges of scratch file systems begin at some weeks."""
+"""Scratch file systems usually start to purge files after some weeks."""
 
 Verdict = Literal["ok", "note", "warning"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One finding.
 
     Attributes:
-        topic: What was looked at.
+        topic: What was checked.
         found: What was found.
-        verdict: ``"ok"``; ``"note"``: worth knowing; ``"warning"``: worth doing something about.
+        verdict: ``"ok"``; ``"note"``: worth knowing; ``"warning"``: worth acting on.
     """
 
     topic: str
@@ -55,7 +55,7 @@ class Finding:
 
 
 def diagnose_machine() -> list[Finding]:
-    """Say which Python, which ckstore, which loops, which torch; torch is not imported."""
+    """Report the versions of Python, ckstore and torch, and which loops are native. Torch is not imported."""
     slow = sorted(name for name, kind in kernels.IMPLEMENTATION.items() if kind != "native")
     loops = Finding("loops", "native")
     if slow:
@@ -78,10 +78,10 @@ def diagnose_machine() -> list[Finding]:
 def diagnose_store(
     address: str | os.PathLike[str], *, allow_shared_folder: bool = False, clock: Clock = SYSTEM_CLOCK
 ) -> list[Finding]:
-    """Say how a folder behaves, and what lies about in the store in it, if there is one.
+    """Report how a folder behaves, and the state of the store in it, if there is one.
 
     Raises:
-        NotFoundError: There is no such folder.
+        NotFoundError: The folder does not exist.
     """
     backend = backend_for(address, allow_shared_folder=allow_shared_folder)
     findings: list[Finding] = []
@@ -108,7 +108,7 @@ def diagnose_store(
 
 
 def _each(findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield findings; where the place does not answer, or this user may not look, that is one more."""
+    """Yield findings. If the storage fails or access is denied, yield that as a finding."""
     try:
         yield from findings
     except CkstoreError as error:
@@ -124,7 +124,7 @@ def _folder(backend: LocalBackend) -> Iterator[Finding]:
         yield Finding("free", f"{free / (1 << 30):.1f} GiB", "warning" if free < FREE_NBYTES_LOW else "ok")
     if not os.access(backend.root, os.W_OK | os.X_OK, effective_ids=True):
         yield Finding("writable", "no: this user can read only", "warning")
-        # The others are found out by writing.
+        # The other checks need to write.
         return
     if problem := _no_locks(backend):
         yield Finding("locks", problem, "note")
@@ -135,7 +135,7 @@ def _folder(backend: LocalBackend) -> Iterator[Finding]:
 
 
 def _no_locks(backend: LocalBackend) -> str:
-    """Say what is done without where the file system has no locks, by a file that is there already."""
+    """Return what happens without file locks, if the file system has none. Only existing files are tried."""
     for name in (paths.GC_LOCK_FILE, paths.CONFIG_LOCK_FILE):
         if backend.stat(name) is not None:
             try:
@@ -152,7 +152,7 @@ def _note(is_worth_knowing: bool) -> Verdict:
 
 
 def _mount_of(folder: Path) -> tuple[str, str]:
-    """Return type and options of the file system that a folder lies in."""
+    """Return type and options of the file system of a folder."""
     best = (-1, "unknown", "")
     device = folder.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
@@ -199,7 +199,7 @@ def _lease(topic: str, holder: LeaseRecord, clock: Clock) -> Finding:
 
 
 def _ages(backend: Backend, clock: Clock) -> Iterator[Finding]:
-    """Say how old the oldest file is that a checkpoint may need: some file systems remove such files."""
+    """Report the age of the oldest file that a checkpoint may need, because some file systems purge old files."""
     infos = [info for _, info in packs_in(backend)]
     for run in filter(is_name, backend.list_names(paths.MANIFESTS_FOLDER)):
         folder = paths.manifests_folder(run)
@@ -234,7 +234,7 @@ def _leftovers(backend: Backend) -> Iterator[Finding]:
 
 
 def _trash(backend: Backend) -> Finding:
-    """Say what lies in the trash; folders that a collection has emptied stay for an hour, and are no news."""
+    """Report what is in the trash. Empty folders are normal: gc removes them after an hour."""
     folders = Trash(backend).contents()
     files = sum(len(folder.packs) + len(folder.manifests) for folder in folders)
     if not files:
@@ -244,13 +244,13 @@ def _trash(backend: Backend) -> Finding:
 
 
 def _is_collected(backend: Backend) -> bool:
-    """Whether somebody holds the lock of collections; its file stays when they have ended."""
+    """Return whether a collection is running. The lock's file exists even when it is not held."""
     if not isinstance(backend, Locking) or backend.stat(paths.GC_LOCK_FILE) is None:
         return False
     try:
         lock = backend.try_lock(paths.GC_LOCK_FILE)
     except (BackendError, UnsupportedError):
-        # A store that can only be read, or a place without locks: nobody can tell.
+        # On a read-only store, or without file locks, this is unknown.
         return False
     if lock is not None:
         lock.close()

@@ -1,14 +1,13 @@
-"""What a report shows, gathered from the manifests of a store; no tensor is read.
+"""One self-contained HTML page about a store. ``gather`` reads manifests only; ``page_of`` builds the page.
 
-Invariants:
-- What cannot be read is shown as damaged; it never keeps the rest from being shown.
-- Texts that came from users, such as names of tensors, tags and metrics, hold printable characters only.
+Invariants of the data:
+- What cannot be read is shown as damaged, and does not hide the rest.
+- Texts from users, such as tensor names, tags and metrics, contain printable characters only.
 
-The page: one file that needs nothing else, no network and no other file, and runs no script but its own.
-
-Invariants:
-- Nothing that came from a store stands in the markup: it lies in a block of JSON, and the script sets it as text.
-- The page's own policy lets nothing load, and only this very style and this very script be used, by their digests.
+Invariants of the page:
+- It needs no network and no other file, and runs only its own script.
+- Data from a store is never part of the markup. It is a block of JSON, which the script inserts as text.
+- Its content security policy forbids loading, and allows only this style and this script, by their digests.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ TEXT_LENGTH_MAX = 400
 def gather(
     repository: Repository, gc: GcReport | None, gc_problem: str, on_progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
-    """Return what the page shows, as JSON holds it.
+    """Return what the page shows, as JSON data.
 
     Args:
         repository: The store.
-        gc: What a collection would do; None where that could not be found out.
-        gc_problem: Why it could not; empty otherwise.
-        on_progress: Called with checkpoints done and checkpoints in all.
+        gc: The plan of a collection; None if it could not be made.
+        gc_problem: Why it could not be made; empty otherwise.
+        on_progress: Called with the number of checkpoints done and the total.
     """
     runs = {run: log_of_run(repository.for_run(run)) for run in repository.runs()}
     entries = [(run, entry) for run, log in runs.items() for entry in log.entries]
-    # By time, so that what a commit shares with an earlier one of whatever run counts as reused.
+    # By time, so that a chunk counts as reused if an earlier commit of any run contains it.
     entries.sort(key=lambda pair: (0 if pair[1].info is None else pair[1].info.time_ns, pair[1].seq))
     found = _Gathering(repository)
     rows: dict[str, list[dict[str, Any]]] = {run: [] for run in runs}
@@ -74,14 +73,14 @@ def gather(
 
 
 def shown(text: object) -> str:
-    """Return a text that cannot steer whatever shows it: printable, and not too long."""
+    """Return a text that is safe to display: printable, and not too long."""
     line = str(text)[:TEXT_LENGTH_MAX]
     return line if line.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 @dataclass(slots=True)
 class _Gathering:
-    """What was seen so far, in the order of time."""
+    """What was read so far, in order of time."""
 
     repository: Repository
     _seen: set[bytes] = field(default_factory=set)
@@ -136,7 +135,7 @@ class _Gathering:
         }
 
     def tiers(self) -> list[dict[str, Any]]:
-        """Return packs and bytes by tier, and how much of them some checkpoint needs."""
+        """Return packs and bytes by tier, and how many of these bytes checkpoints need."""
         needed: Counter[str] = Counter()
         for (pack_id, _), nbytes in self._needed.items():
             needed[self._tier_of[pack_id]] += nbytes
@@ -155,7 +154,7 @@ def _facts_of(info: Info) -> dict[str, Any]:
         "generation": info.generation,
         "is_archival": info.is_archival,
         "fidelity": shown(info.fidelity),
-        # NaN and infinities are no JSON: they go as text, and are no points of a curve.
+        # JSON has no NaN and infinity. They are written as text and not plotted.
         "metrics": {shown(name): _number(value) for name, value in sorted(info.metrics.items())},
         "tags": [shown(tag) for tag in info.tags],
         "state": info.bytes_state,
@@ -173,14 +172,14 @@ def _number(value: float) -> float | str:
 
 
 def _depths(manifest: Manifest) -> list[int]:
-    """Return how many chunks of the state lie at each depth."""
+    """Return the number of chunks of the state at each chain depth."""
     own = {chunk.chunk_id for chunk in manifest.chunks}
     counts = Counter(frame.depth for frame in manifest.frames if frame.chunk_id in own)
     return [counts[depth] for depth in range(max(counts, default=0) + 1)]
 
 
 def _groups(manifest: Manifest) -> list[list[Any]]:
-    """Return name, tensors, plain bytes and stored bytes of each group of tensors; shared bytes count once."""
+    """Return name, tensor count, plain bytes and stored bytes of each group. Shared bytes count once."""
     stored = {bytes(frame.chunk_id): frame.frame_nbytes for frame in manifest.frames}
     plain_of: dict[int, int] = {}
     for storage in manifest.storages:
@@ -257,7 +256,7 @@ def page_of(data: dict[str, Any]) -> str:
 
 
 def embedded(data: dict[str, Any]) -> str:
-    """Return JSON that no parser of HTML sees as anything else than text."""
+    """Return JSON that an HTML parser takes for plain text."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
 
 

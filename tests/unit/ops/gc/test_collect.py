@@ -187,7 +187,7 @@ def test_unreadable_manifest_stops_packs_everywhere_and_drops_in_its_run(history
     report = keeper(history).gc(LAST_ONE, all_runs=True, now=True)
     assert "cannot be read" in report.runs[0].blocked
     assert "may name any pack" in report.done.stop
-    assert ["left alone" in line or "nothing of run main" in line for line in report.obstacles] == [True, True]
+    assert ["not collected" in line or "nothing of run main" in line for line in report.obstacles] == [True, True]
     assert [name.run for name in report.done.dropped] == ["other"]
     assert packs_in_place(backend) == packs
     assert report.done.freed_nbytes == 0

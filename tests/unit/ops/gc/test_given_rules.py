@@ -25,7 +25,7 @@ def test_without_rules_nothing_is_dropped(backend):
 
 
 def test_number_of_commits_is_positive(folder):
-    with pytest.raises(UsageError, match="gc_every is a number of commits"):
+    with pytest.raises(UsageError, match="gc_every must be a number of commits"):
         ckstore.open(folder, retention=ckstore.Retention(keep_last=2), gc_every=0)
 
 

@@ -47,7 +47,7 @@ def test_without_rules_nothing_goes():
     plan = plan_of(golden.TEN, None)
     assert plan.dropped == ()
     assert plan.rules == ""
-    assert set(reasons_of(plan).values()) == {("no rule is given",)}
+    assert set(reasons_of(plan).values()) == {("there is no rule",)}
 
 
 def test_every_reason_of_a_kept_one_is_told():
@@ -63,7 +63,7 @@ def test_every_reason_of_a_kept_one_is_told():
         "keep_best loss:1:min (lowest): 0.5 is number 1",
     )  # fmt: skip
     assert reasons[2] == ("the newest", "keep_last 2", "keep_within 1h", "keep_daily 1: 2024-02-26")
-    assert reasons[0] == ("keep_every 1000", "keep_best loss:1:min (lowest): it has no value to compare")
+    assert reasons[0] == ("keep_every 1000", "keep_best loss:1:min (lowest): it lacks the metric or has NaN")
 
 
 def test_dropped_one_tells_why_of_every_rule():
@@ -77,11 +77,11 @@ def test_dropped_one_tells_why_of_every_rule():
     }  # fmt: skip
     assert reasons_of(plan_of(history, rules))[0] == (
         "keep_last 1: number 3 from the newest",
-        "keep_every 100: step 77 is no multiple",
+        "keep_every 100: step 77 is not a multiple",
         "keep_within 1h: 1d7h older than the newest",
-        "keep_daily 1: 2024-02-26 is none of the last 1",
+        "keep_daily 1: 2024-02-26 is not one of the last 1",
         "keep_best loss:1:min (lowest): 3 is number 3",
-        "keep_tag x: no such tag",
+        "keep_tag x: no matching tag",
     )
 
 
@@ -109,27 +109,30 @@ def test_blocked_run_says_why_and_keeps_all():
 def test_metric_that_nobody_has_is_told_with_those_there_are():
     plan = plan_of(golden.rated(3, 1, 2), {"keep_best": "los:min"})
     assert plan.notes == (
-        "keep_best los:1:min (lowest): no checkpoint has this metric, so all are kept; metrics there are: loss",
+        "keep_best los:1:min (lowest): no checkpoint has this metric, so all are kept; existing metrics: loss",
     )  # fmt: skip
-    assert "no metric was ever recorded" in plan_of(golden.TEN, {"keep_best": "loss"}).notes[0]
-    assert "1 checkpoints lack the metric" in plan_of(golden.rated(3, None, 2), {"keep_best": "loss"}).notes[0]
+    assert "no checkpoint has a metric" in plan_of(golden.TEN, {"keep_best": "loss"}).notes[0]
+    assert (
+        "1 checkpoints are kept because they lack the metric"
+        in plan_of(golden.rated(3, None, 2), {"keep_best": "loss"}).notes[0]
+    )
     assert plan_of(golden.rated(3, 1), {"keep_best": "loss"}).notes == ()
 
 
 def test_metric_with_nan_alone_is_not_told_as_missing():
     plan = plan_of(golden.rated(float("nan"), float("nan")), {"keep_best": "loss"})
-    assert plan.notes == ("keep_best loss:1:min (lowest): this metric has only NaN, so all are kept",)
+    assert plan.notes == ("keep_best loss:1:min (lowest): every value of this metric is NaN, so all are kept",)
 
 
 def test_tag_that_nobody_has_is_told_with_those_there_are():
     history = golden.tagged(4, s1="good", s2="fine")
     plan = plan_of(history, {"keep_tag": "god"})
     assert plan.notes == (
-        "keep_tag god: no checkpoint has such a tag, so all are kept; tags there are: fine, good",
+        "keep_tag god: no checkpoint has such a tag, so all are kept; existing tags: fine, good",
     )  # fmt: skip
     assert reasons_of(plan)[0] == ("keep_tag god: no checkpoint has such a tag",)
     plan = plan_of(history, {"keep_tag": ["god", "fine"], "keep_last": 1})
-    assert plan.notes == ("keep_tag god: no checkpoint has such a tag; tags there are: fine, good",)
+    assert plan.notes == ("keep_tag god: no checkpoint has such a tag; existing tags: fine, good",)
     assert "no checkpoint has a tag" in plan_of(golden.TEN, {"keep_tag": "x"}).notes[0]
     assert plan_of(history, {"keep_tag": "g*"}).notes == ()
 

@@ -40,7 +40,7 @@ def test_spans_are_read(words, seconds):
     "words", ["", "7", "d7", "7 d", "-7d", "0d", 0, -1, float("nan"), float("inf"), True, None, "7x"]
 )
 def test_what_is_no_span_is_refused(words):
-    with pytest.raises(UsageError, match="span"):
+    with pytest.raises(UsageError, match="not a duration"):
         span_seconds(words)
 
 
@@ -135,9 +135,9 @@ def test_equal_policies_are_equal_however_they_are_written():
 
 
 def test_policy_without_a_rule_is_refused():
-    with pytest.raises(UsageError, match="needs a rule"):
+    with pytest.raises(UsageError, match="needs at least one rule"):
         Retention()
-    with pytest.raises(UsageError, match="needs a rule"):
+    with pytest.raises(UsageError, match="needs at least one rule"):
         Retention(time_zone="+01:00")
 
 
@@ -178,5 +178,5 @@ def test_policies_as_callers_give_them():
     policy = Retention(keep_last=3)
     assert Retention.given(policy) is policy
     assert Retention.given({"keep-last": 3}) == policy
-    with pytest.raises(UsageError, match="Retention, or a mapping"):
+    with pytest.raises(UsageError, match="Retention or a mapping"):
         Retention.given("keep_last=3")

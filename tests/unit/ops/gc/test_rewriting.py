@@ -141,14 +141,14 @@ def test_full_disk_leaves_packs_as_they_are(history, backend, monkeypatch):
 
 
 def test_manifest_that_another_replaces_meanwhile_is_left_to_it(history, backend, monkeypatch):
-    located_anew = rewrite_packs.located_anew
+    with_new_locations = rewrite_packs.with_new_locations
 
     def another_first(manifest, moved):
-        monkeypatch.setattr(rewrite_packs, "located_anew", located_anew)
+        monkeypatch.setattr(rewrite_packs, "with_new_locations", with_new_locations)
         keeper(history).gc(now=True)
-        return located_anew(manifest, moved)
+        return with_new_locations(manifest, moved)
 
-    monkeypatch.setattr(rewrite_packs, "located_anew", another_first)
+    monkeypatch.setattr(rewrite_packs, "with_new_locations", another_first)
     report = keeper(history).gc(Retention(keep_last=2), now=True)
     assert "another writer has published" in report.done.repacked.troubles[0]
     assert history.info(1).generation == 1
@@ -157,13 +157,13 @@ def test_manifest_that_another_replaces_meanwhile_is_left_to_it(history, backend
 
 
 def test_checkpoint_that_is_dropped_while_it_is_replaced_stays_dropped(history, monkeypatch):
-    located_anew = rewrite_packs.located_anew
+    with_new_locations = rewrite_packs.with_new_locations
 
     def dropped_first(manifest, moved):
         history.delete(1)
-        return located_anew(manifest, moved)
+        return with_new_locations(manifest, moved)
 
-    monkeypatch.setattr(rewrite_packs, "located_anew", dropped_first)
+    monkeypatch.setattr(rewrite_packs, "with_new_locations", dropped_first)
     keeper(history).gc(Retention(keep_last=2), now=True)
     assert history.steps() == [2]
     keeper(history).gc(now=True)

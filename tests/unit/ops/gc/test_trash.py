@@ -86,7 +86,7 @@ def test_retention_keeps_what_was_undeleted(store):
     keeper(store).undelete("seq:2")
     report = keeper(store).gc(LAST_ONE, now=True)
     check_restores(store, [2, 3])
-    assert report.runs[0].verdicts[0].reasons == ("brought back by undelete",)
+    assert report.runs[0].verdicts[0].reasons == ("restored by undelete",)
 
 
 def test_undelete_needs_no_lease_and_the_writer_goes_on(store, backend):
