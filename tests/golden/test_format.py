@@ -11,6 +11,7 @@ from ckstore.format.manifest import decode_manifest, encode_manifest
 from ckstore.format.pack import decode_directory, decode_superheader, decode_tail, scan_frames
 from ckstore.format.records import FORMAT_VERSION, READABLE_VERSIONS, decode_record, encode_record
 from ckstore.hashing import digest_of
+from support import format_example
 from support.format_samples import PACK_ID, STORE_ID, sample_frames, sample_manifest, sample_pack, sample_records
 
 GOLDEN = Path(__file__).parent
@@ -48,6 +49,12 @@ def test_the_golden_manifest_is_read_and_written():
     assert found.tree == sample_manifest().tree
     assert found.frames == sample_manifest().frames
     assert encode_manifest(found) == encode_manifest(sample_manifest()) == golden
+
+
+def test_format_document_shows_the_preamble_of_the_golden_manifest():
+    document = (GOLDEN.parents[1] / "docs" / "FORMAT.md").read_text()
+    example = "\n".join(format_example.lines((FOLDER / "sample.ckm").read_bytes()))
+    assert f"```\n{example}\n```" in document
 
 
 @each_version
