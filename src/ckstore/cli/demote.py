@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckstore.cli import render
-from ckstore.cli.parser import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli.parser import AsJson, Run, Shared, StorePath, confirm, opened
 from ckstore.cli.render import SEQ, STEP, Column, Table, json_of, size, three_digits
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import UsageError
@@ -103,9 +103,7 @@ def _ask(report: DemoteReport) -> None:
         return
     _print(report, 0.0)
     these = "this checkpoint" if chosen == 1 else f"these {chosen} checkpoints"
-    if not typer.confirm(f"Store {these} with a loss ({report.fidelity})?"):
-        render.say("Nothing was demoted.")
-        raise typer.Exit(1)
+    confirm(f"Store {these} with a loss ({report.fidelity})?", unchanged="nothing was demoted")
 
 
 def _print(report: DemoteReport, seconds: float) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckstore.cli import render
-from ckstore.cli.parser import AsJson, Ref, Run, Shared, StorePath, opened
+from ckstore.cli.parser import AsJson, Ref, Run, Shared, StorePath, confirm, opened, require_terminal
 from ckstore.cli.render import (
     SEQ,
     STEP,
@@ -22,7 +21,7 @@ from ckstore.cli.render import (
     name_of,
     size,
 )
-from ckstore.errors import ConflictError, UsageError
+from ckstore.errors import ConflictError
 from ckstore.results import Info
 
 if TYPE_CHECKING:
@@ -122,12 +121,10 @@ def _chosen(store: Store, refs: list[str]) -> list[Info]:
 
 
 def _ask(chosen: list[Info], run: str, *, as_json: bool) -> None:
-    if as_json or not sys.stdin.isatty():
-        raise UsageError("cannot ask for confirmation without a terminal; nothing was deleted", todo="add --yes")
+    require_terminal(unchanged="nothing was deleted", as_json=as_json)
     _TO_DELETE.print(chosen, title=f"to be deleted from run {run}")
-    if not typer.confirm(f"Delete {'this checkpoint' if len(chosen) == 1 else f'these {len(chosen)} checkpoints'}?"):
-        render.say("Nothing was deleted.")
-        raise typer.Exit(1)
+    these = "this checkpoint" if len(chosen) == 1 else f"these {len(chosen)} checkpoints"
+    confirm(f"Delete {these}?", unchanged="nothing was deleted")
 
 
 def rewind(

@@ -36,8 +36,9 @@ def init(
         store = ckstore.open(path, create=False, allow_shared_folder=allow_shared_folder)
     except NotFoundError:
         is_new = True
-        given: Any = shared
-        store = ckstore.open(path, allow_shared_folder=allow_shared_folder, shared=given)
+        # ckstore.open refuses any other text than the two that it knows.
+        sharing: Any = shared
+        store = ckstore.open(path, allow_shared_folder=allow_shared_folder, shared=sharing)
     store.close()
     if as_json:
         render.print_json({"path": path, "is_new": is_new})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import keyword
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,19 @@ def opened(path: str, *, run: str, allow_shared_folder: bool) -> Iterator[Store]
     """Open an existing store, and close it at the end."""
     with ckstore.open(path, run=run, create=False, allow_shared_folder=allow_shared_folder) as store:
         yield store
+
+
+def require_terminal(*, unchanged: str, as_json: bool) -> None:
+    """Raise UsageError if the user cannot be asked for confirmation."""
+    if as_json or not sys.stdin.isatty():
+        raise UsageError(f"cannot ask for confirmation without a terminal; {unchanged}", todo="add --yes")
+
+
+def confirm(question: str, *, unchanged: str) -> None:
+    """Ask the user. If the answer is no, end the command with exit code 1."""
+    if not typer.confirm(question):
+        say(f"{unchanged.capitalize()}.")
+        raise typer.Exit(1)
 
 
 def report_of(error: CkstoreError) -> Any:

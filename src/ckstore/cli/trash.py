@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Literal
 
 import typer
 
 from ckstore.cli import render
-from ckstore.cli.parser import AsJson, Run, Shared, StorePath
+from ckstore.cli.parser import AsJson, Run, Shared, StorePath, confirm, require_terminal
 from ckstore.cli.render import Column, Table, count, json_of_info, local_time, name_of, size
 from ckstore.errors import NotFoundError, UsageError
 from ckstore.results import Info
@@ -139,11 +138,8 @@ def _restore(store: Keeping, path: str, trash_ids: list[str], *, as_json: bool) 
 
 def _purge(store: Keeping, trash_ids: list[str], *, is_asked: bool, as_json: bool) -> None:
     if is_asked:
-        if as_json or not sys.stdin.isatty():
-            raise UsageError("cannot ask for confirmation without a terminal; nothing was freed", todo="add --yes")
-        if not typer.confirm("Free it? Deleted checkpoints in it cannot be restored afterwards."):
-            render.say("Nothing was freed.")
-            raise typer.Exit(1)
+        require_terminal(unchanged="nothing was freed", as_json=as_json)
+        confirm("Free it? Deleted checkpoints in it cannot be restored afterwards.", unchanged="nothing was freed")
     freed = sum(store.purge(trash_id) for trash_id in trash_ids) if trash_ids else store.purge()
     if as_json:
         render.print_json({"freed_nbytes": freed})

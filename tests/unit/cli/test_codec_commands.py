@@ -1,4 +1,4 @@
-"""Protects stats, show --codec and repack on the command line: what they tell is what the library says."""
+"""Protects stats, show --codec and repack: the command line prints what the library returns."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_show_codec_as_json_keeps_its_shape(call, trained):
     }
 
 
-def test_show_codec_of_a_store_that_chose_nothing_says_so(call, plain):
+def test_show_codec_without_a_choice_says_so(call, plain):
     code, out, _ = call("show", plain, 20, "--codec")
     assert code == 0
     assert "its manifest does not say" in out
 
 
 @pytest.mark.parametrize("exact", [[], ["--exact"]])
-def test_stats_tell_groups_tensors_and_all(call, trained, exact):
+def test_stats_prints_groups_tensors_and_the_total(call, trained, exact):
     code, out, err = call("stats", trained, *exact)
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -91,7 +91,7 @@ def test_stats_as_json_keep_their_shape(call, trained):
     assert weights["delta_bits"] == weights["bound_bits"]
 
 
-def test_stats_of_a_state_without_tensors_say_so(call, tmp_path):
+def test_stats_of_a_state_without_tensors_says_so(call, tmp_path):
     with ckstore.open(tmp_path / "s") as store:
         store.commit({"lr": 0.1}, 1)
     code, out, _ = call("stats", tmp_path / "s")
@@ -149,7 +149,7 @@ def test_repack_takes_its_policy_from_options(call, plain):
     assert call("repack", plain, "--saving", 200)[0] == 2
 
 
-def test_repack_of_a_run_that_someone_writes_is_a_conflict(call, plain):
+def test_repack_of_a_run_with_a_live_writer_is_a_conflict(call, plain):
     with ckstore.open(plain) as store:
         store.commit({"a": 1}, 30)
         code, _, err = call("repack", plain)

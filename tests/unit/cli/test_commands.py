@@ -35,7 +35,7 @@ def test_init_makes_a_store_once(call, tmp_path):
     assert json.loads(out) == {"path": str(tmp_path / "new"), "is_new": False}
 
 
-def test_init_refuses_a_folder_with_other_things(call, tmp_path):
+def test_init_refuses_a_folder_with_foreign_files(call, tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     code, out, err = call("init", tmp_path)
     assert (code, out) == (2, "")
@@ -52,7 +52,7 @@ def test_ls_lists_all_runs_newest_first(call, shelf):
     assert "run other: 1 checkpoint" in lines
 
 
-def test_ls_as_json_holds_every_fact(call, shelf):
+def test_ls_as_json_has_every_field(call, shelf):
     code, out, _ = call("ls", shelf, "--run", "main", "--json", "--limit", 2)
     assert code == 0
     (log,) = json.loads(out)["runs"]
@@ -63,7 +63,7 @@ def test_ls_as_json_holds_every_fact(call, shelf):
 
 
 @pytest.mark.parametrize("arguments", [["--limit=1", "--run=main"], ["-n", "1", "--run", "main"]])
-def test_ls_reads_its_options_alike_with_and_without_the_parser(call, shelf, arguments):
+def test_ls_options_mean_the_same_with_and_without_the_parser(call, shelf, arguments):
     code, out, _ = call("ls", shelf, *arguments, "--json")
     (log,) = json.loads(out)["runs"]
     assert (code, [entry["step"] for entry in log["entries"]]) == (0, [300])
@@ -74,7 +74,7 @@ def test_ls_of_an_empty_store_says_so(call, tmp_path):
     assert call("ls", tmp_path / "new")[:2] == (0, "No checkpoint yet: nothing was committed to this store.\n")
 
 
-def test_ls_lists_what_is_whole_beside_what_is_damaged(call, store):
+def test_ls_lists_undamaged_entries_next_to_damaged_ones(call, store):
     flip_byte(sorted(store.glob("manifests/main/*.ckm"))[1], 140)
     (store / "tags/main/good").write_text("garbage")
     code, out, err = call("ls", store, "--run", "main")
@@ -112,7 +112,7 @@ def test_show_lists_tensors_groups_and_packs(call, shelf):
 
 
 @pytest.mark.parametrize("level", ["quick", "read", "decode"])
-def test_verify_finds_a_whole_store_whole(call, shelf, level):
+def test_verify_of_an_undamaged_store_finds_no_damage(call, shelf, level):
     code, out, err = call("verify", shelf, "--level", level)
     assert (code, err) == (0, "")
     assert out.startswith(f"No damage. Level {level}: 4 checkpoints")
@@ -138,14 +138,14 @@ def test_verify_names_pack_offset_and_checkpoints(call, store):
 
 
 @pytest.mark.parametrize("options", [["--decode"], ["--decode", "--level", "decode"], ["--level", "decode"]])
-def test_verify_decodes_by_an_option_of_its_own(call, shelf, options):
+def test_verify_decode_option_means_level_decode(call, shelf, options):
     code, out, _ = call("verify", shelf, *options, "--json")
     assert (code, json.loads(out)["level"]) == (0, "decode")
     assert "--decode" in call("verify", "--help")[1]
 
 
 @pytest.mark.parametrize("level", ["quick", "read"])
-def test_verify_refuses_two_levels_at_once(call, shelf, level):
+def test_verify_refuses_two_different_levels(call, shelf, level):
     code, out, err = call("verify", shelf, "--decode", "--level", level)
     assert (code, out) == (2, "")
     assert f"--level {level}" in err
@@ -174,7 +174,7 @@ def test_restore_writes_npz(call, shelf, tmp_path):
         assert str(found["note"]) == "hello"
 
 
-def test_restore_without_ref_takes_the_newest_that_is_whole(call, store, tmp_path):
+def test_restore_without_ref_takes_the_newest_complete_checkpoint(call, store, tmp_path):
     sorted(store.glob("manifests/main/*.ckm"))[-1].write_bytes(b"torn")
     code, out, _ = call("restore", store, "-o", tmp_path / "x.npz", "--only", "model.head")
     assert code == 0
@@ -183,7 +183,7 @@ def test_restore_without_ref_takes_the_newest_that_is_whole(call, store, tmp_pat
         assert list(found) == ["model.head"]
 
 
-def test_restore_never_overwrites_unasked(call, shelf, tmp_path):
+def test_restore_overwrites_only_with_force(call, shelf, tmp_path):
     target = tmp_path / "x.npz"
     target.write_text("precious")
     code, _, err = call("restore", shelf, "-o", target)
@@ -259,7 +259,7 @@ def test_restore_replaces_what_torch_would_not_load_and_names_what_it_cannot(cal
     assert "trust" not in str(caught.value)
 
 
-def test_export_tells_what_is_shared_and_left_out(call, shelf, tmp_path):
+def test_export_lists_shared_and_left_out_leaves(call, shelf, tmp_path):
     reader = pytest.importorskip("safetensors.numpy")
     target = tmp_path / "x.safetensors"
     code, out, _ = call("export", shelf, "good", "-o", target, "--json")
@@ -291,14 +291,14 @@ def test_tag_and_untag(call, store):
     assert call("tag", store, 300, "../../evil")[0] == 2
 
 
-def test_delete_needs_a_yes(call, store):
+def test_delete_without_a_terminal_needs_yes(call, store):
     code, _, err = call("delete", store, 100)
     assert code == 2
     assert "--yes" in err
     assert "100" in call("ls", store)[1]
 
 
-def test_delete_removes_what_was_named_and_nothing_else(call, store):
+def test_delete_removes_only_the_named_checkpoints(call, store):
     code, out, _ = call("delete", store, 100, "latest", "--yes", "--json")
     assert code == 0
     assert [entry["step"] for entry in json.loads(out)["deleted"]] == [100, 300]
@@ -322,7 +322,7 @@ def test_rewind_makes_an_old_entry_the_newest(call, store):
         assert opened.latest().step == 100
 
 
-def test_doctor_looks_at_machine_and_store(call, store):
+def test_doctor_describes_machine_and_store(call, store):
     with ckstore.open(store, create=False) as opened:
         opened.delete(100)
     (store / "tmp" / ("0" * 32 + ".ckm")).write_bytes(b"left by a crash")
@@ -342,7 +342,7 @@ def test_doctor_names_the_live_writer(call, store):
     assert any("being written by pid" in text and "alive" in text for text in found)
 
 
-def test_doctor_tells_of_trash_and_of_collections_only_where_there_are(call, store):
+def test_doctor_reports_trash_and_running_collections(call, store):
     def found():
         return {one["topic"]: one["found"] for one in json.loads(call("doctor", store, "--json")[1])["findings"]}
 
@@ -369,7 +369,7 @@ def test_doctor_of_a_folder_without_store(call, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_prints_timings_and_tidies_up(call, tmp_path):
+def test_bench_prints_timings_and_removes_its_files(call, tmp_path):
     code, out, _ = call("bench", tmp_path, "--size", 16, "--json")
     assert code == 0
     assert [row["what"] for row in json.loads(out)["timings"]][:2] == ["plain write + fsync", "commit, first"]
@@ -384,7 +384,7 @@ def test_bench_prints_timings_and_tidies_up(call, tmp_path):
     ],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
-def test_a_path_without_store_is_not_found_and_stays_as_it_was(call, tmp_path, monkeypatch, arguments):
+def test_path_without_store_is_not_found_and_not_changed(call, tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
     name, *rest = arguments
     code, out, err = call(name, tmp_path / "nowhere", *rest)

@@ -1,4 +1,4 @@
-"""Protects ``gc``, ``trash`` and ``undelete``: what they print is what they do, and mistakes are named."""
+"""Protects ``gc``, ``trash`` and ``undelete``: they print what they do, and mistakes name the option."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_dry_run_prints_the_plan_that_is_carried_out(call, store):
     assert real["later_time"] is not None
 
 
-def test_table_tells_reasons_of_what_is_kept_and_dropped(call, store):
+def test_gc_table_shows_reasons_to_keep_and_drop(call, store):
     code, out, _ = call("gc", store, "--keep-last", "1", "--keep-best", "loss:1:max", "--dry-run")
     assert code == 0
     assert "run main: 3 kept, 2 dropped by keep_last 1, keep_best loss:1:max (highest)" in out
@@ -61,7 +61,7 @@ def test_table_tells_reasons_of_what_is_kept_and_dropped(call, store):
     assert "would move to the trash" in out
 
 
-def test_it_says_what_was_moved_what_was_freed_and_when_the_rest_will_be(call, store):
+def test_gc_prints_moved_and_freed_bytes_and_when_the_rest_is_freed(call, store):
     code, out, _ = call("gc", store, "--keep-last", "1")
     assert code == 0
     assert "3 checkpoints dropped" in out
@@ -98,7 +98,7 @@ def test_policy_is_saved_used_and_forgotten(call, store):
     assert call("verify", store)[0] == 0
 
 
-def test_time_of_the_trash_is_said_saved_and_forgotten(call, store):
+def test_trash_for_is_used_saved_and_forgotten(call, store):
     call("gc", store, "--keep-last", "4")
     assert documents(call, "gc", store, "--dry-run")["plan"]["waiting_nbytes"] > 0
     assert documents(call, "gc", store, "--trash-for", "0", "--dry-run")["plan"]["waiting_nbytes"] == 0
@@ -138,7 +138,7 @@ def test_mistakes_are_named_and_change_nothing(call, store, arguments, said):
     assert steps_of(store) == [100, 200, 300, 400, 500]
 
 
-def test_damage_is_told_and_ends_with_its_exit_code(call, store):
+def test_gc_of_a_damaged_store_exits_with_12(call, store):
     manifest = next((store / "manifests" / "main").glob("00000000-*"))
     whole = manifest.read_bytes()
     manifest.write_bytes(whole[:-1])
@@ -154,7 +154,7 @@ def test_damage_is_told_and_ends_with_its_exit_code(call, store):
     assert "no checkpoint of run main was dropped" in err
 
 
-def test_damage_that_is_met_while_collecting_ends_with_its_exit_code_too(call, store, monkeypatch):
+def test_gc_that_meets_damage_while_collecting_exits_with_12(call, store, monkeypatch):
     with ckstore.open(store) as opened:
         manifest = store / replace_by_itself(opened, 500)
     looks, look = [], Marker.mark
@@ -204,7 +204,7 @@ def test_mistakes_with_the_trash_are_named(call, store, arguments, code):
     assert call("trash", action, store, *rest)[0] == code
 
 
-def test_undelete_brings_back_what_delete_took(call, store):
+def test_undelete_restores_a_deleted_checkpoint(call, store):
     call("delete", store, "100", "--yes")
     code, out, _ = call("undelete", store, "100")
     assert (code, out) == (0, "Restored: step 100 (seq 5) of run main, as a new entry that `latest` skips.\n")
@@ -215,7 +215,7 @@ def test_undelete_brings_back_what_delete_took(call, store):
     assert "100" in err, "it names what there is"
 
 
-def test_sizes_are_read():
+def test_size_texts_become_bytes():
     assert [nbytes_of(text) for text in ("0", "4G", "512MiB", "1k", "3 TB", "7b")] == [
         0, 4 << 30, 512 << 20, 1 << 10, 3 << 40, 7
     ]  # fmt: skip
@@ -280,7 +280,7 @@ def test_packs_of_a_tier_are_rewritten_within_the_budget(call, tmp_path):
     assert [pack["pack_id"] for pack in last["packs"]] == [rewrite["pack_id"]]
 
 
-def test_options_that_do_not_go_with_a_tier_are_refused(call, store):
+def test_options_that_do_not_apply_to_a_tier_are_refused(call, store):
     for wrong in (("--keep-last", "3"), ("--now",), ("--run", "main")):
         code, _, err = call("gc", store, "--tier", "attic", *wrong)
         assert code == 2

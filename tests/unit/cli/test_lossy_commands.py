@@ -1,4 +1,4 @@
-"""Protects diff, demote and what ls and show say of a loss: what they tell is what the library says."""
+"""Protects diff, demote, and the loss in ls and show: the command line prints what the library returns."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_demote_does_what_its_dry_run_says(call, aged):
     assert call("verify", aged, "--level", "decode")[0] == 0
 
 
-def test_demote_tells_people_what_it_did(call, aged):
+def test_demote_prints_what_it_did(call, aged):
     out = call("demote", aged, "--dry-run")[1]
     assert "checkpoints would be demoted" in out
     assert "it is one of the newest 3" in out
@@ -134,7 +134,7 @@ def test_demote_refuses_what_it_must(call, aged):
     assert "'good'" in err
 
 
-def test_demote_goes_by_the_rules_that_were_saved(call, aged):
+def test_demote_uses_the_stored_rules(call, aged):
     assert call("demote", aged, "--save-policy")[0] == 2
     assert call("demote", aged, "--keep-newest", 5, "--keep-every", 0, "--save-policy", "--dry-run")[0] == 0
     with ckstore.open(aged) as store:
@@ -151,7 +151,7 @@ def test_demote_goes_by_the_rules_that_were_saved(call, aged):
         assert store.demotion is None
 
 
-def test_demote_warns_of_stored_rules_that_name_nothing(call, aged):
+def test_demote_warns_about_stored_rules_without_match(call, aged):
     rules = (("modle.*", "exact"), ("model.*", "exact"))
     with ckstore.open(aged) as store:
         store.set_demotion(ckstore.DemotePolicy(fidelity=ckstore.Residual.small(rules=rules)))
@@ -161,7 +161,7 @@ def test_demote_warns_of_stored_rules_that_name_nothing(call, aged):
         assert "'model.*'" not in out
 
 
-def test_an_empty_run_is_said_to_be_empty(call, tmp_path):
+def test_demote_of_an_empty_run_says_so(call, tmp_path):
     call("init", tmp_path / "new")
     assert "no checkpoint" in call("demote", tmp_path / "new")[1]
 
@@ -208,7 +208,7 @@ def test_demote_asks_on_a_terminal_and_shows_what_it_would_do(call, aged, monkey
         (("--forget-policy", "--fidelity", "small", "--save-policy"), "Store these 2 checkpoints with a loss (small)?"),
     ],
 )
-def test_whoever_says_no_keeps_the_stored_rules_and_every_checkpoint(call, aged, monkeypatch, options, question):
+def test_demote_that_is_declined_keeps_stored_rules_and_checkpoints(call, aged, monkeypatch, options, question):
     stored, before = ckstore.DemotePolicy(keep_newest=1), fidelities(aged)
     with ckstore.open(aged) as store:
         store.set_demotion(stored)
@@ -221,7 +221,7 @@ def test_whoever_says_no_keeps_the_stored_rules_and_every_checkpoint(call, aged,
 
 
 @pytest.mark.parametrize("answer", [True, None], ids=["yes", "nobody"])
-def test_rules_are_forgotten_where_the_demotion_is_wanted(call, aged, monkeypatch, answer):
+def test_demote_with_forget_policy_uses_the_default_rules(call, aged, monkeypatch, answer):
     with ckstore.open(aged) as store:
         store.set_demotion(ckstore.DemotePolicy(keep_newest=1))
     planned = json.loads(call("demote", aged, "--forget-policy", "--dry-run", "--json")[1])
@@ -231,7 +231,7 @@ def test_rules_are_forgotten_where_the_demotion_is_wanted(call, aged, monkeypatc
     with ckstore.open(aged) as store:
         assert store.demotion is None
     chosen = sorted(entry["seq"] for entry in planned["checkpoints"] if entry["action"] == "demote")
-    assert chosen == [1, 2], "the dry run goes by the rules that would hold then"
+    assert chosen == [1, 2], "the dry run uses the rules that would apply then"
     assert [seq for seq, name in enumerate(reversed(fidelities(aged))) if name != "exact"] == [*chosen, 3]
 
 
@@ -261,7 +261,7 @@ def test_demotion_is_undone_by_undelete_and_by_the_trash(call, aged):
     assert fidelities(aged) == ["exact"] * 3 + ["near"] + ["exact"] * 3
 
 
-def test_nothing_done_is_not_success(call, aged):
+def test_trash_restore_that_restores_nothing_fails(call, aged):
     call("demote", aged, 1)
     call("undelete", aged, 1)
     listed = json.loads(call("trash", "ls", aged, "--json")[1])["trash"]

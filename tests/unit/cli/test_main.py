@@ -38,7 +38,7 @@ def loaded_by(*commands):
     return [set(names) for _, *names in told]
 
 
-def test_ls_loads_next_to_nothing(shelf):
+def test_ls_loads_no_heavy_library(shelf):
     plain, as_json, parsed = loaded_by(
         ["ls", shelf], ["ls", shelf, "--json", "-n", 1, "--run", "main"], ["ls", "--run=main", shelf]
     )
@@ -142,7 +142,7 @@ def test_debug_shows_where_an_error_came_from(call, tmp_path):
     assert "Traceback" in err
 
 
-def test_a_closed_pipe_is_no_error_message(shelf):
+def test_closed_pipe_prints_no_error(shelf):
     done = subprocess.run(
         ["bash", "-c", f"'{sys.executable}' -m ckstore ls '{shelf}' --json | head -c 1; exit ${{PIPESTATUS[0]}}"],
         capture_output=True, text=True, env=environment(),
@@ -153,7 +153,7 @@ def test_a_closed_pipe_is_no_error_message(shelf):
 
 @pytest.mark.parametrize("command", [["ls"], ["show"], ["verify"]])
 @pytest.mark.parametrize("as_terminal", [False, True])
-def test_what_comes_from_a_store_cannot_steer_the_terminal(tmp_path, command, as_terminal):
+def test_text_from_a_store_cannot_control_the_terminal(tmp_path, command, as_terminal):
     path = tmp_path / "store"
     with ckstore.open(path) as store:
         store.commit({ESCAPE: np.arange(9), "[bold]x": np.arange(3.0)}, 1, metrics={ESCAPE: 1.0})
@@ -179,7 +179,7 @@ def test_hostile_names_survive_as_json(tmp_path):
     assert json.loads(done.stdout)["runs"][0]["entries"][0]["metrics"] == {ESCAPE: "nan"}
 
 
-def test_foreign_files_in_a_store_are_passed_over(store):
+def test_foreign_files_in_a_store_are_ignored(store):
     for name in ("manifests/main/\x1b[31m.ckm", "manifests/\x1b[31m/x", "tags/main/\x1b[2J", "claims/main/x y"):
         (store / name).parent.mkdir(exist_ok=True)
         (store / name).write_text("x")
@@ -200,7 +200,7 @@ def test_tables_fit_the_terminal(shelf, columns, command):
         assert "good" in out
 
 
-def test_a_terminal_gets_a_short_list_and_a_pipe_the_whole(tmp_path):
+def test_terminal_gets_a_short_list_and_pipe_the_full_list(tmp_path):
     path = make_store(tmp_path / "store", steps=range(35))
     code, out = on_terminal(120, "ls", path, "--run", "main")
     assert code == 0
@@ -252,7 +252,7 @@ def test_ls_of_a_thousand_checkpoints_reads_each_header_once(tmp_path, monkeypat
     assert (log.count, len(log.entries), len(heads)) == (3, 1, 1)
 
 
-def test_columns_of_least_worth_go_first_and_elastic_ones_are_cut():
+def test_fit_drops_columns_of_least_worth_and_cuts_elastic_ones():
     columns = [
         render.Column("a"),
         render.Column("b", worth=1),

@@ -361,7 +361,7 @@ def test_tables_have_exactly_these_headings(outputs, name):
     assert [line for line in lines if line in HEADINGS[name]] == HEADINGS[name]
 
 
-def test_delete_shows_what_would_go_before_it_asks(call, store, monkeypatch):
+def test_delete_lists_checkpoints_before_it_asks(call, store, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("typer.confirm", lambda question: False)
     code, out, _ = call("delete", store, 100)

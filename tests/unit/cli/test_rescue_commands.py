@@ -50,7 +50,7 @@ def test_import_a_second_time_skips_everything(call, source, tmp_path):
     assert out.count("skip") == 3
 
 
-def test_import_speaks_json(call, source, tmp_path):
+def test_import_as_json_has_every_entry(call, source, tmp_path):
     found = json.loads(call("import", tmp_path / "new", source, "--json", "--exclude", "*step100-*")[1])
     assert [(each["step"], each["action"], each["seq"]) for each in found["checkpoints"]] == [
         (200, "import", 0), (1000, "import", 1)
@@ -86,7 +86,7 @@ def damage(store):
     torn.write_bytes(torn.read_bytes()[:-3])
 
 
-def test_repair_tells_first_and_acts_on_demand(call, store):
+def test_repair_prints_the_plan_and_acts_only_with_apply(call, store):
     damage(store)
     code, out, err = call("repair", store)
     assert code == 12
@@ -105,7 +105,7 @@ def test_repair_tells_first_and_acts_on_demand(call, store):
     assert (again["checkpoints"], again["packs"]) == ([], {})
 
 
-def test_repair_takes_from_a_copy(call, store, shelf):
+def test_repair_recovers_data_from_a_copy(call, store, shelf):
     damage(store)
     code, out, _ = call("repair", store, "--apply", "--from", shelf)
     # The torn manifest is told of, although the copy gives it back.
@@ -114,13 +114,13 @@ def test_repair_takes_from_a_copy(call, store, shelf):
     assert call("verify", store, "--level", "decode")[0] == 0
 
 
-def test_repair_of_a_whole_store_says_so(call, store):
+def test_repair_of_an_undamaged_store_says_so(call, store):
     code, out, err = call("repair", store)
     assert (code, err) == (0, "")
     assert out.startswith("No damage;")
 
 
-def test_quarantine_tells_first_and_moves_on_demand(call, store):
+def test_quarantine_prints_the_plan_and_moves_only_with_apply(call, store):
     damage(store)
     code, out, _ = call("quarantine", store)
     assert code == 0
@@ -141,7 +141,7 @@ def test_partial_checkpoint_restores_by_only_and_names_what_is_lost(call, store,
     assert call("restore", store, "100", "-o", tmp_path / "some.npz", "--only", "note")[0] == 0
 
 
-def test_report_writes_a_page_and_replaces_none(call, store, tmp_path):
+def test_report_writes_a_page_and_replaces_only_with_force(call, store, tmp_path):
     page = tmp_path / "report.html"
     code, out, err = call("report", store, "-o", page)
     assert (code, err) == (0, "")
@@ -152,7 +152,7 @@ def test_report_writes_a_page_and_replaces_none(call, store, tmp_path):
     assert call("report", store, "-o", tmp_path / "report.txt")[0] == 2
 
 
-def test_repair_does_not_say_that_it_has_read_what_lies_in_tiers(call, tmp_path):
+def test_repair_says_that_packs_in_tiers_were_not_read(call, tmp_path):
     with ckstore.open(tmp_path / "store") as store:
         for step in range(3):
             store.commit({"w": np.arange(1000) * step}, step)

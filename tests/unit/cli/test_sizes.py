@@ -22,7 +22,7 @@ def history(tmp_path):
     return tmp_path / "store"
 
 
-def test_stored_counts_own_chunks_and_bases_are_said_beside_it(call, history):
+def test_show_prints_own_chunks_and_bases_separately(call, history):
     with ckstore.open(history) as store:
         contents = store.contents("latest")
     assert contents.base_nbytes > 0

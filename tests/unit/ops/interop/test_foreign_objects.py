@@ -1,4 +1,4 @@
-"""Objects in foreign files: plain fields are taken, everything else is listed, and no code of a file is run."""
+"""Protects the import of objects: plain fields are stored, everything else is listed, and no code is run."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_skip_leaf_counts_paths_in_the_whole_state_of_a_folder(store, tmp_path):
 
 
 @pytest.mark.parametrize("value", [argparse.Namespace(a=1), torch.nn.Linear(2, 2), AttributeDict(a=1)])
-def test_file_of_nothing_but_an_object_is_no_checkpoint(store, tmp_path, value):
+def test_file_with_only_an_object_is_refused(store, tmp_path, value):
     torch.save({"x": value}, tmp_path / "step_1.pt")
     with pytest.raises(UnsupportedError, match="only code can create"):
         store.import_from(tmp_path / "step_1.pt")
@@ -145,7 +145,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("suffix", ["pt", "pkl"])
-def test_code_is_not_run_by_what_stands_in_for_it(store, tmp_path, suffix):
+def test_stand_ins_run_no_code(store, tmp_path, suffix):
     state = {"w": 1, "args": argparse.Namespace(x=Evil(tmp_path / "owned")), "y": Evil(tmp_path / "owned")}
     file = tmp_path / f"step_1.{suffix}"
     torch.save(state, file) if suffix == "pt" else file.write_bytes(pickle.dumps(state))
@@ -156,7 +156,7 @@ def test_code_is_not_run_by_what_stands_in_for_it(store, tmp_path, suffix):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", ["script", "protocol"])
-def test_advice_to_run_code_is_never_passed_on(store, tmp_path, make):
+def test_advice_to_run_code_is_never_shown(store, tmp_path, make):
     file = tmp_path / "step_1.pt"
     if make == "script":
         torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2)), file)
@@ -169,7 +169,7 @@ def test_advice_to_run_code_is_never_passed_on(store, tmp_path, make):
 
 
 @pytest.mark.parametrize("state", [(WEIGHTS, [1]), [torch.ones(2), 3], torch.arange(3)])
-def test_states_that_are_no_dicts_are_imported(store, tmp_path, state):
+def test_states_other_than_dicts_are_imported(store, tmp_path, state):
     torch.save(state, tmp_path / "step_1.pt")
     store.import_from(tmp_path / "step_1.pt")
     assert difference(store.restore(1), state) is None

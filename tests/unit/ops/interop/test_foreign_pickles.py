@@ -1,4 +1,4 @@
-"""Pickles are read to the last part: what an object was filled with, made with, and what its keys were."""
+"""Protects the import of pickles: items, arguments and keys of objects are imported, or listed as left out."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def imported(request, store, tmp_path):
         (collections.defaultdict(int), collections.defaultdict(int)),
     ],
 )
-def test_what_was_appended_or_set_stays_what_it_was(imported, filled, wanted):
+def test_appended_items_and_set_pairs_are_imported(imported, filled, wanted):
     restored, entry = imported({"buf": filled})
     assert difference(restored, {"buf": wanted}) is None
     assert not entry.left_out
@@ -98,7 +98,7 @@ def test_queues_of_every_protocol_keep_their_pairs_and_length(store, tmp_path, p
     assert difference(store.restore(1), state) is None
 
 
-def test_tensors_in_queues_and_dicts_of_other_classes_are_kept_with_what_these_were_made_with(store, tmp_path):
+def test_tensors_in_deques_and_defaultdicts_keep_length_and_factory(store, tmp_path):
     queue = collections.deque([torch.ones(1)], maxlen=3)
     state = {"queue": queue, "dict": collections.defaultdict(dict, w=torch.ones(2)), "rows": Rows([torch.ones(3)])}
     torch.save(state, tmp_path / "step_1.pt")
@@ -109,7 +109,7 @@ def test_tensors_in_queues_and_dicts_of_other_classes_are_kept_with_what_these_w
 
 
 @pytest.mark.parametrize("item", [Opaque(), [Opaque()], {"in": (1, Opaque())}, {1, Opaque()}, {Opaque(): 1}])
-def test_object_that_only_code_can_make_is_refused_by_its_path(imported, item):
+def test_object_that_only_code_can_create_is_refused_by_its_path(imported, item):
     with pytest.raises(UnsupportedError, match=r"cannot be stored.*here.*--skip-leaf here"):
         imported({"here": item})
 
@@ -139,7 +139,7 @@ def test_arguments_next_to_a_state_are_listed_as_left_out(imported, arguments, p
         (collections.deque([Rows()], maxlen=4), []),
     ],
 )
-def test_only_what_is_lost_is_listed(imported, state, lost):
+def test_only_lost_arguments_are_listed(imported, state, lost):
     _, entry = imported({"k": state})
     assert list(entry.left_out) == lost
 

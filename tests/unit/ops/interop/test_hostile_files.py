@@ -1,4 +1,4 @@
-"""What a foreign file may do: nothing. It runs no code, takes no memory, ends no process but the one that reads it."""
+"""Protects against hostile files: they run no code, take bounded memory, and end no process but the child."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_file_that_shrinks_while_it_is_read_is_an_error_and_no_signal(tmp_path):
 
 
 @pytest.mark.parametrize("place", [(0, 10), (1 << 40, 10), (0, 1 << 40)])
-def test_parcel_that_points_outside_of_its_file_is_refused(tmp_path, place):
+def test_answer_that_points_outside_of_the_memory_file_is_refused(tmp_path, place):
     path = tmp_path / "x"
     path.write_bytes(b"\x00" * 64)
     with pytest.raises(MalformedError):
@@ -306,7 +306,7 @@ def test_import_without_torch_says_what_to_install(store, tmp_path, monkeypatch)
         store.import_from(tmp_path / "step_1.pt")
 
 
-def test_store_is_whole_after_everything_that_was_refused(store, tmp_path):
+def test_store_is_undamaged_after_everything_that_was_refused(store, tmp_path):
     store.commit({"a": np.arange(4)}, 1)
     for name, content in {"step_2.pt": b"x" * 100, "step_3.safetensors": b"y" * 100}.items():
         (tmp_path / name).write_bytes(content)

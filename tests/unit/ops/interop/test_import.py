@@ -1,4 +1,4 @@
-"""What other tools have saved comes back from the store bit for bit, under the right step, in the right order."""
+"""Protects imports: the state is restored bit for bit, under the right step, in the right order."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _plain(state):
     return dict(state) if isinstance(state, dict) else state
 
 
-def test_distributed_checkpoint_of_several_ranks_is_put_together(store, tmp_path):
+def test_distributed_checkpoint_of_several_ranks_is_assembled(store, tmp_path):
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     whole = torch.arange(40.0).reshape(8, 5)
@@ -153,7 +153,7 @@ def test_distributed_checkpoint_with_a_missing_part_is_refused(store, tmp_path, 
     assert store.log() == []
 
 
-def test_safetensors_are_read_without_torch_and_in_the_library_they_were_written_for(store, tmp_path):
+def test_safetensors_are_read_without_torch_for_their_library(store, tmp_path):
     bf16 = torch.randn(7, 300).to(torch.bfloat16)
     save_file({"w": bf16, "b": torch.zeros(0, 3)}, tmp_path / "step_5.safetensors", metadata={"format": "pt"})
     array = np.arange(12, dtype=">i4").reshape(3, 4).astype("<i4")
@@ -220,7 +220,7 @@ def test_metadata_makes_no_tensor_and_is_reported(store, tmp_path, metadata):
     assert next(iter(metadata)) in " ".join(report.entries[0].warnings)
 
 
-def test_files_are_read_as_what_they_are_whatever_their_names_say(store, tmp_path):
+def test_content_and_not_name_decides_how_a_file_is_read(store, tmp_path):
     (tmp_path / "out").mkdir()
     save_file({"w": torch.ones(2)}, tmp_path / "out" / "step_1.bin")
     torch.save({"w": torch.zeros(2)}, tmp_path / "out" / "step_2.safetensors")
@@ -228,7 +228,7 @@ def test_files_are_read_as_what_they_are_whatever_their_names_say(store, tmp_pat
     assert [store.restore(step)["w"].tolist() for step in (1, 2)] == [[1, 1], [0, 0]]
 
 
-def test_second_import_skips_what_is_there_and_goes_on(store, tmp_path):
+def test_second_import_skips_existing_steps_and_continues(store, tmp_path):
     foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(1, 2))
     first = store.import_from(tmp_path / "out")
     foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(1, 2, 3))
@@ -238,7 +238,7 @@ def test_second_import_skips_what_is_there_and_goes_on(store, tmp_path):
     assert [info.step for info in store.log()] == [3, 2, 1]
 
 
-def test_dry_run_changes_nothing_and_tells_the_same_plan(store, tmp_path):
+def test_dry_run_changes_nothing_and_returns_the_same_plan(store, tmp_path):
     foreign_checkpoints.write_nanogpt(tmp_path / "out", name="model{step}.pt")
     planned = store.import_from(tmp_path / "out", dry_run=True)
     assert store.log() == []
@@ -278,7 +278,7 @@ def test_next_commit_follows_the_last_imported_checkpoint(store, tmp_path):
     assert store.info(3).parent == store.info(2).seq
 
 
-def test_step_that_nothing_tells_is_asked_for(store, tmp_path):
+def test_import_without_a_step_asks_for_one(store, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "weights.pt")
     with pytest.raises(UsageError, match="neither name nor content"):
         store.import_from(tmp_path / "weights.pt")
@@ -306,7 +306,7 @@ def test_sources_without_checkpoints_are_refused(store, tmp_path, make, kind, wo
         store.import_from(tmp_path / "source")
 
 
-def test_folder_named_too_high_up_is_told_the_right_one(store, tmp_path):
+def test_error_for_a_parent_folder_names_the_right_one(store, tmp_path):
     foreign_checkpoints.write_lightning(tmp_path / "logs" / "version_0" / "checkpoints")
     with pytest.raises(NotFoundError, match=r"[Dd]id you mean .*logs/version_0/checkpoints\?"):
         store.import_from(tmp_path / "logs")

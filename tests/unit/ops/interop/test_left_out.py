@@ -266,7 +266,7 @@ def test_links_into_a_cache_outside_are_read(store, tmp_path):
     assert torch.equal(store.restore(3)["model"]["w"], WEIGHTS["w"])
 
 
-def test_two_of_one_step_with_other_content_are_not_taken_for_one(store, tmp_path):
+def test_second_checkpoint_of_a_step_is_left_out_if_its_content_differs(store, tmp_path):
     (tmp_path / "out").mkdir()
     save_file(WEIGHTS, tmp_path / "out" / "step_3.safetensors")
     save_file(WEIGHTS, tmp_path / "out" / "copy-step_3.safetensors", metadata={"other": "header"})
@@ -278,7 +278,7 @@ def test_two_of_one_step_with_other_content_are_not_taken_for_one(store, tmp_pat
     assert report.is_partial
 
 
-def test_step_that_the_run_holds_from_elsewhere_is_not_called_imported(store, out):
+def test_step_of_another_source_is_skipped_as_not_compared(store, out):
     store.commit({"other": np.ones(3)}, 2)
     report = store.import_from(out)
     entry = report.entries[0]
@@ -307,7 +307,7 @@ def test_time_in_the_future_is_now(store, out):
     assert store.info(4).time_ns < 1 << 62
 
 
-def test_dates_are_no_steps(store, tmp_path):
+def test_dates_are_not_steps(store, tmp_path):
     (tmp_path / "out").mkdir()
     for name in ("run-20240115", "checkpoint_2024-01-16_10-30-00"):
         save_file(WEIGHTS, tmp_path / "out" / f"{name}.safetensors")
@@ -319,7 +319,7 @@ def test_dates_are_no_steps(store, tmp_path):
     assert report.is_partial is False, "the others have the bytes of step 7"
 
 
-def test_shard_that_an_index_names_must_be_there(store, tmp_path):
+def test_missing_shard_of_an_index_is_an_error(store, tmp_path):
     folder = tmp_path / "checkpoint-5"
     folder.mkdir()
     save_file({"a": torch.ones(1)}, folder / "first.safetensors")
@@ -362,7 +362,7 @@ NATURES = {
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors", "bin"])
-def test_file_that_is_something_else_is_named_as_what_it_is(store, tmp_path, suffix):
+def test_error_names_what_a_wrong_file_is(store, tmp_path, suffix):
     for nature, content in NATURES.items():
         (tmp_path / f"step_1.{suffix}").write_bytes(content)
         with pytest.raises(CorruptError, match=nature) as raised:
@@ -386,7 +386,7 @@ def test_archive_is_to_be_unpacked(store, tmp_path):
         store.import_from(tmp_path / "out")
 
 
-def test_names_that_are_no_text_are_imported_and_listed(store, out):
+def test_names_with_invalid_unicode_are_imported_and_listed(store, out):
     name = os.fsdecode(b"caf\xe9")
     save_file(WEIGHTS, out / "x.safetensors")
     (out / "x.safetensors").rename(out / "checkpoint-4" / f"{name}.safetensors")

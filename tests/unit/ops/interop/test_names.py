@@ -1,4 +1,4 @@
-"""Names say a step only where nothing else can be meant: no date, no size of a model, no version."""
+"""Protects steps in names: a date, a model size or a version is not taken for a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ckstore.ops.interop.scan import dates_in_name, is_unfinished, matches, numb
         ("checkpoint-1705312800", None),
     ],
 )
-def test_step_of_name_is_what_counts_steps(name, step):
+def test_step_of_name_reads_words_that_count_steps(name, step):
     assert step_of_name(name) == step
 
 
@@ -52,7 +52,7 @@ def test_step_of_name_is_what_counts_steps(name, step):
         ("model_1_2", None),
     ],
 )
-def test_only_number_of_name_is_no_date_and_no_part_of_a_word(name, number):
+def test_number_of_name_ignores_dates_and_parts_of_words(name, number):
     assert number_of_name(name) == number
 
 
