@@ -1,16 +1,13 @@
-"""Decide for one commit what each chunk is coded against, and say why.
+"""Choose for one commit how each chunk is stored: whole, as a difference from a base, or as a rounding; and say why.
 
-survey -> decide -> a form for every chunk. Without a base, or where a policy wants none, every chunk is coded whole.
+A sample of the state and of its possible bases gives the estimated cost of each unit (a large storage, or a chunk that
+small ones share). ``delta.cost_model.decide`` chooses from these. Without bases, or under a policy that wants none,
+every chunk is stored whole.
 
-Sample a state and its possible bases, and estimate what each part of it would cost in each form.
+A sample is at most 16 KiB of a chunk of 4 MiB, at the same places in every chunk of one length. The samples of the
+previous commit and of the keyframe stay in memory, so choosing a base reads nothing from the store.
 
-A sample is at most 16 KiB of a chunk of 4 MiB, at the same places in every chunk of that length. Those of the last
-commit and of the keyframe stay in memory, so that choosing a base reads nothing.
-
-Find tensors that are the rounding of another tensor of the same state: weights beside their fp32 masters.
-
-A few elements tell who may be whose master; whether every bit agrees is found out chunk by chunk when they are
-coded, so a wrong guess costs time and never bytes.
+``masters_of`` finds weights that are the bf16 or fp16 rounding of an fp32 tensor in the same state.
 """
 
 from __future__ import annotations
@@ -19,14 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from ckstore.codec import chunk_codec as forms
-from ckstore.codec import kernels
+from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.kernels.bytes_reference import RUN_COUNT, run_of
 from ckstore.commit.chunking import ChunkPlan, CommitPlan
 from ckstore.commit.pipeline import ByteSource
 from ckstore.config import Limits, Policy
 from ckstore.delta.base_cache import BaseCache, base_frame, first_paths, read_nbytes
-from ckstore.delta.cost_model import BASE_KINDS, AgainstBase, BaseKind, Decision, Estimate, decide
+from ckstore.delta.cost_model import BASE_KINDS, BaseKind, Decision, DeltaCost, Estimate, decide
 from ckstore.format.decisions import (
     DELTA,
     DERIVED,
@@ -50,11 +46,11 @@ if TYPE_CHECKING:
 
 
 class LossyChunks(Protocol):
-    """The chunks of one commit that are quantized, as far as the others depend on them."""
+    """The chunks of one commit that are quantized. ``ckstore.quant.planning.LossyPlan`` implements it."""
 
     @property
     def chunks(self) -> frozenset[int]:
-        """Chunks of the plan that are quantized together with others, or by themselves."""
+        """Chunks of the plan that are quantized, with the roundings of quantized weights."""
         ...
 
     @property
@@ -74,7 +70,7 @@ class LossyChunks(Protocol):
 
 
 class LossyCandidates(Protocol):
-    """The storages of one state that may be quantized."""
+    """The storages of one state that may be quantized. ``ckstore.quant.planning.Candidates`` implements it."""
 
     @property
     def unshared(self) -> frozenset[int]:
@@ -107,16 +103,16 @@ class LossyCandidates(Protocol):
 
 
 SAMPLED_CHUNKS_MAX = 8
-"""Chunks of one storage that are sampled, evenly spread: more change the estimate by less than a tie."""
+"""At most so many chunks of a storage are sampled, evenly spread. More change the estimate very little."""
 
 
 UNKNOWN_SHARE = 0.9
-"""What a difference is taken to cost, of the full bits, where nothing at all is known of it."""
+"""Assumed cost of a difference, as a share of the full bits, if there is neither a sample nor a past estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is decided together: the chunks of one large storage, or one chunk that small storages share."""
+    """Chunks that are decided together: those of one large storage, or one chunk that small storages share."""
 
     chunks: tuple[int, ...]
     storage: int
@@ -124,12 +120,14 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class SampledUnit:
-    """A unit, its estimate, the frames it may be coded against, and the samples that were taken of it.
+    """A unit, its estimated costs, its possible bases and its samples.
 
     Args:
-        frames: For each view, chunk (an index of the plan) to the frame of its base.
-        samples: Chunk (an index of the plan) to its sample.
-        is_guess: Some base has no sample in memory: the estimate is what was recorded last time, or a guess.
+        unit: The unit.
+        estimate: Its costs.
+        frames: For each kind of base, the frame of the base by chunk (an index of the plan).
+        samples: The sample of each sampled chunk (an index of the plan).
+        is_guess: No base of one kind has a sample in memory. Its cost is the one recorded last time, or assumed.
     """
 
     unit: Unit
@@ -152,8 +150,8 @@ def units_of(plan: CommitPlan) -> list[Unit]:
     return sorted(units, key=lambda unit: unit.chunks[0])
 
 
-class Surveyor:
-    """Surveys the units of one plan."""
+class UnitSampler:
+    """Samples the units of one plan and estimates their costs."""
 
     def __init__(
         self,
@@ -162,18 +160,16 @@ class Surveyor:
         paths: dict[int, Path],
         known: ChunkIndex,
         bases: BaseCache,
-        chunk_nbytes_max: int,
     ) -> None:
         self._plan = plan
         self._storages = storages
         self._paths = paths
         self._known = known
         self._bases = bases
-        self._scratch = forms.Scratch(chunk_nbytes_max)
-        self._sample = memoryview(bytearray(forms.SAMPLE_NBYTES))
+        self._sample = memoryview(bytearray(chunk_codec.SAMPLE_NBYTES))
 
-    def survey(self, unit: Unit) -> SampledUnit:
-        """Sample a unit and estimate what it costs."""
+    def sample(self, unit: Unit) -> SampledUnit:
+        """Sample a unit and estimate its costs with and without a base."""
         frames: dict[BaseKind, dict[int, LocatedFrame]] = {"previous": {}, "keyframe": {}}
         previous: dict[int, ChunkId] = {}
         for index in unit.chunks:
@@ -181,10 +177,10 @@ class Surveyor:
             if chunk_id is None:
                 continue
             previous[index] = chunk_id
-            for view in BASE_KINDS:
-                frame = base_frame(self._known, self._bases, chunk_id, view)
+            for kind in BASE_KINDS:
+                frame = base_frame(self._known, self._bases, chunk_id, kind)
                 if frame is not None:
-                    frames[view][index] = frame
+                    frames[kind][index] = frame
         samples = {index: self._take(self._plan.chunks[index]) for index in sampled_of(unit)}
         estimate, is_guess = self._estimate(unit, frames, previous, samples)
         return SampledUnit(unit, estimate, frames, samples, is_guess)
@@ -201,19 +197,19 @@ class Surveyor:
         width = chunk.element_width
         sources = [(self._storages[source.storage], source) for source in chunk.sources]
         storage, source = sources[0]
-        # A storage that is still being staged has its samples already.
+        # A storage that is still being staged provides its samples beforehand.
         taken = getattr(storage, "sample", None) if len(sources) == 1 else None
         sample: bytes | None = None if taken is None else taken(source.offset, source.nbytes, width)
         if sample is not None:
             return sample
-        if len(sources) == 1 and not storage.is_host and chunk.nbytes > forms.SAMPLE_NBYTES:
-            # Only the sample is copied from the device.
+        if len(sources) == 1 and not storage.is_host and chunk.nbytes > chunk_codec.SAMPLE_NBYTES:
+            # Copy only the sample from the device.
             runs = [run_of(index, chunk.nbytes // width, width) for index in range(RUN_COUNT)]
             places = [(source.offset + start * width, count * width) for start, count in runs]
             return b"".join(storage.read(offset, offset + nbytes) for offset, nbytes in places)
         pieces = [storage.read(source.offset, source.offset + source.nbytes) for storage, source in sources]
         whole = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
-        return bytes(self._sample[: forms.sample_of(whole, width, self._sample)])
+        return bytes(self._sample[: chunk_codec.sample_of(whole, width, self._sample)])
 
     def _estimate(
         self,
@@ -229,34 +225,35 @@ class Surveyor:
             self._bases.sample_of(previous[index]) == sample for index, sample in samples.items()
         )
         last = self._last(unit) if is_identical else None
-        # What has not changed was estimated when it had.
+        # An unchanged unit keeps the estimate from the commit in which it last changed.
         full_bits = None if last is None else last.full_bits
         if full_bits is None:
-            full_bits = _mean(forms.estimate_full(memoryview(sample), width, is_float) for sample in samples.values())
-        found: dict[BaseKind, AgainstBase | None] = dict.fromkeys(BASE_KINDS)
+            estimate_full = chunk_codec.estimate_full
+            full_bits = _mean(estimate_full(memoryview(sample), width, is_float) for sample in samples.values())
+        found: dict[BaseKind, DeltaCost | None] = dict.fromkeys(BASE_KINDS)
         is_guess = False
-        for view in BASE_KINDS:
+        for kind in BASE_KINDS:
             bits = [
-                forms.estimate_delta(memoryview(sample), memoryview(base_sample), width, is_float)
+                chunk_codec.estimate_delta(memoryview(sample), memoryview(base_sample), width, is_float)
                 for index, sample in samples.items()
-                if index in frames[view]
-                and (base_sample := self._bases.sample_of(frames[view][index].frame.chunk_id)) is not None
+                if index in frames[kind]
+                and (base_sample := self._bases.sample_of(frames[kind][index].frame.chunk_id)) is not None
                 and len(base_sample) == len(sample)
             ]
-            if frames[view] and not bits:
+            if frames[kind] and not bits:
                 is_guess = True
-                bits = [self._guess(unit, view, full_bits)]
+                bits = [self._guess(unit, kind, full_bits)]
             if bits:
-                # Chunks without a base there are stored whole.
-                covered = sum(chunks[index].nbytes for index in frames[view]) / (elements * width)
+                # Chunks without a base of this kind are stored whole.
+                covered = sum(chunks[index].nbytes for index in frames[kind]) / (elements * width)
                 mean_bits = covered * _mean(bits) + (1 - covered) * full_bits
-                found[view] = _against(frames[view].values(), mean_bits)
+                found[kind] = _against(frames[kind].values(), mean_bits)
         identical = sum(map(read_nbytes, frames["previous"].values())) if is_identical else None
         age = self._age(unit)
         return Estimate(elements, full_bits, found["previous"], found["keyframe"], age, identical), is_guess
 
     def _age(self, unit: Unit) -> int:
-        """Return how many commits ago the unit was stored whole; 1 where that is not known."""
+        """Return how many commits ago the unit was stored whole; 1 if unknown."""
         last = self._last(unit)
         return 1 if last is None else last.age + 1
 
@@ -264,16 +261,16 @@ class Surveyor:
         path = self._paths.get(unit.storage)
         return None if path is None else self._bases.decision_at(path)
 
-    def _guess(self, unit: Unit, view: BaseKind, full_bits: float) -> float:
-        """Return the bits that were estimated last time, or a figure that makes the chunk itself be tried."""
+    def _guess(self, unit: Unit, kind: BaseKind, full_bits: float) -> float:
+        """Return the bits that were estimated last time, or a value at which both ways are tried chunk by chunk."""
         last = self._last(unit)
-        bits = None if last is None else last.previous_bits if view == "previous" else last.keyframe_bits
+        bits = None if last is None else last.previous_bits if kind == "previous" else last.keyframe_bits
         return full_bits * UNKNOWN_SHARE if bits is None else bits
 
 
-def _against(frames: Iterable[LocatedFrame], bits: float) -> AgainstBase:
+def _against(frames: Iterable[LocatedFrame], bits: float) -> DeltaCost:
     frames = list(frames)
-    return AgainstBase(bits, sum(map(read_nbytes, frames)), max(frame.frame.depth for frame in frames))
+    return DeltaCost(bits, sum(map(read_nbytes, frames)), max(frame.frame.depth for frame in frames))
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -282,45 +279,45 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def sampled_of(unit: Unit) -> Sequence[int]:
-    """Return the chunks of a unit that are sampled: at most ``SAMPLED_CHUNKS_MAX``, evenly spread."""
+    """Return the chunks of a unit to sample: at most ``SAMPLED_CHUNKS_MAX``, evenly spread."""
     chunks = unit.chunks
     count = min(len(chunks), SAMPLED_CHUNKS_MAX)
     return [chunks[index * len(chunks) // count] for index in range(count)]
 
 
 def storage_decision(
-    sampled: SampledUnit, base: BaseKind | None, mode: int, came_out: float | None = None
+    sampled: SampledUnit, base: BaseKind | None, mode: int, new_bits: float | None = None
 ) -> StorageDecision:
-    """Return what the manifest says of a storage that was stored in this mode.
+    """Return the manifest's record of how a storage was stored.
 
     Args:
-        sampled: What its unit's sample said.
-        base: What the unit was to be stored against.
-        mode: What became of it.
-        came_out: Bits per element that it took. Where there was only a guess, the next process learns from this.
+        sampled: Its unit, as sampled.
+        base: The base that was chosen for the unit.
+        mode: How the storage was stored in the end.
+        new_bits: Stored bits per element. Recorded in place of a guess, so that the next process has an estimate.
     """
     estimate = sampled.estimate
 
-    def bits(view: BaseKind) -> float | None:
-        other = estimate.against(view)
+    def bits(kind: BaseKind) -> float | None:
+        other = estimate.against(kind)
         if sampled.is_guess:
-            return stored_bits(came_out) if view == base and mode == DELTA else None
+            return stored_bits(new_bits) if kind == base and mode == DELTA else None
         return None if other is None else stored_bits(other.bits)
 
-    view = base if base is not None and mode == DELTA else "none"
+    kind = base if base is not None and mode == DELTA else "none"
     age = estimate.age if mode in (DELTA, IDENTICAL) else 0
-    return StorageDecision(mode, stored_bits(estimate.full_bits), bits("previous"), bits("keyframe"), view, age)
+    return StorageDecision(mode, stored_bits(estimate.full_bits), bits("previous"), bits("keyframe"), kind, age)
 
 
 @dataclass(frozen=True, slots=True)
 class StoragePlan:
-    """How a chunk is to be stored, if it is not known already.
+    """How to store one chunk of the plan if the store does not have it.
 
     Args:
-        base: The frame of the chunk it is coded against; None: whole.
-        is_unsampled: The base was never sampled: code whole where a sample of it says so.
-        master: The chunk of the plan whose rounding it may be.
-        is_held: Its plain bytes will be wanted as a base.
+        base: The frame that it is coded against; None to code it whole.
+        is_unsampled: The base has no sample, so compare samples of both before coding against it.
+        master: The chunk of the plan that it may be a rounding of.
+        is_held: Hold its plain bytes, because the next commit will need them as a base.
     """
 
     base: LocatedFrame | None = None
@@ -334,14 +331,14 @@ WHOLE = StoragePlan()
 
 @dataclass(frozen=True, slots=True)
 class BaseSelection:
-    """What was decided for one commit.
+    """How every chunk of a commit is stored, and why.
 
     Args:
-        plans: One for each chunk of the plan.
-        decision: The base, and why.
-        sampled: What was sampled; empty where nothing was to be decided.
-        seqs: For each view, the checkpoint that the bases belong to.
-        lossy: What is stored with a loss; None: nothing.
+        plans: For each chunk of the plan, how to store it.
+        decision: The base of each sampled unit, and the reason.
+        sampled: The units that were sampled; empty if there was no choice.
+        seqs: For each kind of base, the seq of the checkpoint that the bases belong to.
+        lossy: The quantized chunks; None for an exact policy.
     """
 
     plans: tuple[StoragePlan, ...]
@@ -351,19 +348,19 @@ class BaseSelection:
     lossy: LossyChunks | None = None
 
     def remember(self, bases: BaseCache, manifest: Manifest, chunk_ids: Sequence[ChunkId]) -> None:
-        """Let the next commit follow the manifest that this one became; ``chunk_ids`` are those of the plan."""
+        """Make the published manifest the base of the next commit; ``chunk_ids`` are those of the plan's chunks."""
         for sampled in self.sampled:
             for index, sample in sampled.samples.items():
                 bases.keep_sample(chunk_ids[index], sample)
         bases.follow(manifest)
 
     def modes(self, storages: Sequence[StorageSpec], stored: WriteResult) -> list[int]:
-        """Return the mode that each storage came out with, given what became of its chunks."""
-        lost = {loss.storage for loss in stored.losses}
+        """Return the mode that each storage was stored in."""
+        lossy = {loss.storage for loss in stored.losses}
         modes = []
         for index, storage in enumerate(storages):
             new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
-            if index in lost:
+            if index in lossy:
                 modes.append(RESIDUAL)
             elif not new:
                 modes.append(IDENTICAL)
@@ -375,26 +372,26 @@ class BaseSelection:
                 modes.append(FULL if self.sampled else UNSAMPLED)
         return modes
 
-    def decisions(self, modes: Sequence[int], came_out: Sequence[float | None] | None = None) -> Decisions | None:
-        """Return what the manifest says, given the mode and the bits per element that each storage came out with."""
+    def decisions(self, modes: Sequence[int], new_bits: Sequence[float | None] | None = None) -> Decisions | None:
+        """Return the manifest's record of the decision, given each storage's mode and stored bits per element."""
         if not self.sampled:
             return None
-        view = self.decision.newest_base
-        views = self.decision.kinds
-        told, lossy = self.decision.reason, self.lossy
+        kind = self.decision.newest_base
+        reason, lossy = self.decision.reason, self.lossy
         if lossy is not None and lossy.chunks:
-            # The bound on reading is that of whole states: a few numbers read many times over are nothing in one.
-            told = f"the rest: {self.decision.saving or told}"
+            # The bound on read amplification is for the whole state, so its reason is left out for the exact rest.
+            reason = f"the rest: {self.decision.saving or reason}"
         if lossy is not None and lossy.reason:
-            told = f"{lossy.reason}; {told}"
-        by_storage = {each.unit.storage: (each, view) for each, view in zip(self.sampled, views, strict=True)}
+            reason = f"{lossy.reason}; {reason}"
+        decided = zip(self.sampled, self.decision.kinds, strict=True)
+        by_storage = {sampled.unit.storage: (sampled, base) for sampled, base in decided}
         return Decisions(
             base=self.decision.base,
-            base_seq=None if view is None else self.seqs[view],
-            keyframe_seq=None if view is None else self.seqs["keyframe"],
-            reason=told,
+            base_seq=None if kind is None else self.seqs[kind],
+            keyframe_seq=None if kind is None else self.seqs["keyframe"],
+            reason=reason,
             storages=tuple(
-                storage_decision(*by_storage[index], mode, came_out[index] if came_out else None)
+                storage_decision(*by_storage[index], mode, new_bits[index] if new_bits else None)
                 if index in by_storage
                 else StorageDecision(mode)
                 for index, mode in enumerate(modes)
@@ -411,16 +408,16 @@ def select_bases(
     limits: Limits,
     candidates: LossyCandidates | None = None,
 ) -> BaseSelection:
-    """Choose the base of a commit and the form of every chunk; reads samples of the state and nothing of the store.
+    """Choose how every chunk is stored. Reads samples of the state, and nothing from the store.
 
     Args:
         captured: The state.
         plan: How it is cut into chunks.
-        known: Where chunks lie.
-        bases: What the previous checkpoint holds.
-        policy: How it is to be stored.
+        known: Where chunks are stored.
+        bases: The chunks of the previous checkpoint.
+        policy: How to store the state.
         limits: Bounds of the store.
-        candidates: What of it may be stored with a loss.
+        candidates: The storages that may be quantized; None for an exact policy.
     """
     masters = {} if policy.compression == "none" else masters_of(plan, captured.storages)
     paths = first_paths(captured.tree, [tensor.storage for tensor in captured.tensors])
@@ -433,10 +430,10 @@ def select_bases(
     if policy.compression == "none" or not policy.delta:
         reason = "keyframe: the policy codes nothing" if policy.compression == "none" else "keyframe: no differences"
         decision = Decision((), reason)
-        return BaseSelection(_forms(plan, [], decision, masters, is_held=frozenset()), decision, lossy=lossy)
-    surveyor = Surveyor(plan, captured.storages, paths, known, bases, limits.chunk_nbytes_max)
+        return BaseSelection(_plans_for(plan, [], decision, masters, is_held=frozenset()), decision, lossy=lossy)
+    sampler = UnitSampler(plan, captured.storages, paths, known, bases)
     sampled = [
-        surveyor.survey(unit)
+        sampler.sample(unit)
         for unit in units_of(plan)
         if not all(chunk in masters or chunk in quantized for chunk in unit.chunks)
     ]
@@ -446,23 +443,23 @@ def select_bases(
         depth_max=limits.depth_max,
     )
     is_held = frozenset(_held(sampled, decision)) if policy.base_cache == "memory" else frozenset()
-    forms = _forms(plan, sampled, decision, masters, is_held=is_held)
+    plans = _plans_for(plan, sampled, decision, masters, is_held=is_held)
     if lossy is not None:
-        forms = _with_bases(forms, lossy, is_held=policy.base_cache == "memory")
+        plans = _with_bases(plans, lossy, is_held=policy.base_cache == "memory")
     return BaseSelection(
-        forms, decision, tuple(sampled), {"previous": bases.seq, "keyframe": bases.keyframe_seq}, lossy
+        plans, decision, tuple(sampled), {"previous": bases.seq, "keyframe": bases.keyframe_seq}, lossy
     )
 
 
-def _with_bases(forms: tuple[StoragePlan, ...], lossy: LossyChunks, *, is_held: bool) -> tuple[StoragePlan, ...]:
-    """Return forms by which weights are stored if they are exact after all, and held if they are not."""
-    found = list(forms)
+def _with_bases(plans: tuple[StoragePlan, ...], lossy: LossyChunks, *, is_held: bool) -> tuple[StoragePlan, ...]:
+    """Return plans in which quantized weights have their bases: for storing them exactly if a bound is exceeded."""
+    found = list(plans)
     for chunk, base in lossy.weight_bases.items():
         found[chunk] = StoragePlan(base, is_unsampled=True, is_held=is_held)
     return tuple(found)
 
 
-def _forms(
+def _plans_for(
     plan: CommitPlan,
     sampled: Sequence[SampledUnit],
     decision: Decision,
@@ -470,52 +467,57 @@ def _forms(
     *,
     is_held: frozenset[int],
 ) -> tuple[StoragePlan, ...]:
-    forms = [StoragePlan(master=masters.get(index), is_held=index in is_held) for index in range(len(plan.chunks))]
-    for each, view in zip(sampled, decision.kinds, strict=True):
-        for index, frame in each.frames[view].items() if view is not None else ():
+    plans = [StoragePlan(master=masters.get(index), is_held=index in is_held) for index in range(len(plan.chunks))]
+    for each, kind in zip(sampled, decision.kinds, strict=True):
+        for index, frame in each.frames[kind].items() if kind is not None else ():
             if index not in masters:
-                forms[index] = StoragePlan(frame, each.is_guess, None, index in is_held)
-    return tuple(forms)
+                plans[index] = StoragePlan(frame, each.is_guess, None, index in is_held)
+    return tuple(plans)
 
 
 def _held(sampled: Sequence[SampledUnit], decision: Decision) -> list[int]:
-    """Return the chunks that the next commit will want as bases, as far as this one can tell."""
+    """Return the chunks that the next commit will probably need as bases."""
     found: list[int] = []
-    for each, view in zip(sampled, decision.kinds, strict=True):
+    for each, kind in zip(sampled, decision.kinds, strict=True):
         estimate = each.estimate
-        is_candidate = estimate.previous is None or each.is_guess or estimate.pays("previous")
-        # What has not changed is held already.
+        is_candidate = estimate.previous is None or each.is_guess or estimate.saves("previous")
+        # Unchanged chunks are held already.
         is_candidate = is_candidate and estimate.identical_read_nbytes is None
-        # What is coded against the keyframe will be so again: that one stays.
-        if is_candidate and view != "keyframe":
+        # A unit that is coded against the keyframe will be so again, and the keyframe's chunks are held already.
+        if is_candidate and kind != "keyframe":
             found += each.unit.chunks
     return found
 
 
-_MARK_COUNT = 64
-"""Elements that are compared to find a pair."""
+_PROBE_COUNT = 64
+"""Elements per probe."""
 
-_MARK_PLACES = (0.13, 0.5, 0.71)
-"""Where they are: rows that were never touched look alike in many tensors."""
+_PROBE_POSITIONS = (0.13, 0.5, 0.71)
+"""Positions of the probes, as shares of the storage. Several, because rows that never changed are equal in many
+tensors."""
 
 _KINDS = (1, 2)
-"""bf16 and fp16, as kernels call them."""
+"""bf16 and fp16, as kernels number them."""
 
 
 def masters_of(plan: CommitPlan, storages: Sequence[ByteSource]) -> dict[int, int]:
-    """Return, for chunks that may be roundings, the chunk that may be the master (indices of the plan)."""
+    """Return the chunks that may be bf16 or fp16 roundings, each with the fp32 chunk that may be its master.
+
+    Only a few elements are compared, so a pair may be wrong. Coding compares every bit: a wrong pair costs time and
+    never bytes. All numbers are indices of the plan.
+    """
     rounded = [index for index, spec in enumerate(plan.storages) if spec.is_float and spec.element_width == 2]
     sizes = {2 * plan.storages[index].nbytes for index in rounded}
     whole = _chunks_of_large_storages(plan)
-    by_mark: dict[tuple[int, bytes], int] = {}
+    by_probe: dict[tuple[int, bytes], int] = {}
     for index, spec in enumerate(plan.storages):
         if spec.is_float and spec.element_width == 4 and spec.nbytes in sizes and index in whole:
-            for mark in _rounded_marks(storages[index], spec.nbytes // 4):
-                by_mark.setdefault((spec.nbytes // 4, mark), index)
+            for probe in _rounded_probes(storages[index], spec.nbytes // 4):
+                by_probe.setdefault((spec.nbytes // 4, probe), index)
     found: dict[int, int] = {}
     for index in rounded:
         count = plan.storages[index].nbytes // 2
-        master = by_mark.get((count, _mark(storages[index], count, 2))) if index in whole else None
+        master = by_probe.get((count, _probe(storages[index], count, 2))) if index in whole else None
         if master is not None and len(whole[index]) == len(whole[master]):
             found.update(zip(whole[index], whole[master], strict=True))
     return {
@@ -532,22 +534,22 @@ def _chunks_of_large_storages(plan: CommitPlan) -> dict[int, list[int]]:
     return found
 
 
-def _mark(storage: ByteSource, count: int, width: int) -> bytes:
-    """Return some elements from the places of ``_MARK_PLACES``."""
+def _probe(storage: ByteSource, count: int, width: int) -> bytes:
+    """Return ``_PROBE_COUNT`` elements from each of ``_PROBE_POSITIONS``."""
     found = []
-    for place in _MARK_PLACES:
-        start = max(0, int(count * place) - _MARK_COUNT // 2)
-        found.append(bytes(storage.read(start * width, min(count, start + _MARK_COUNT) * width)))
+    for place in _PROBE_POSITIONS:
+        start = max(0, int(count * place) - _PROBE_COUNT // 2)
+        found.append(bytes(storage.read(start * width, min(count, start + _PROBE_COUNT) * width)))
     return b"".join(found)
 
 
-def _rounded_marks(storage: ByteSource, count: int) -> list[bytes]:
-    mark = _mark(storage, count, 4)
-    marks = []
+def _rounded_probes(storage: ByteSource, count: int) -> list[bytes]:
+    probe = _probe(storage, count, 4)
+    probes = []
     for kind in _KINDS:
-        rounded = bytearray(len(mark) // 2)
-        kernels.round_floats(memoryview(mark), memoryview(rounded), kind)
-        # A constant tells nobody from anybody else.
+        rounded = bytearray(len(probe) // 2)
+        kernels.round_floats(memoryview(probe), memoryview(rounded), kind)
+        # A constant probe matches too many tensors.
         if bytes(rounded) != bytes(rounded[:2]) * (len(rounded) // 2):
-            marks.append(bytes(rounded))
-    return marks
+            probes.append(bytes(rounded))
+    return probes

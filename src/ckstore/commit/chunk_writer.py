@@ -1,9 +1,7 @@
-"""Hash all chunks of a commit, and encode, check and write those that are not known.
+"""Hash all chunks of a commit; encode, check and write those that the store does not have.
 
-Threads work on chunks in parallel and take turns, in plan order, to get a place in the pack: the same
-commit makes the same pack on any number of threads and with any engine.
-
-What a commit writes of its chunks: coded ones, frames that have a place, and what became of all of them.
+Threads process chunks in parallel. They take turns, in the order of the plan, to reserve space in a pack, so one
+commit makes the same packs on any number of threads and with any I/O engine.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckstore.codec import chunk_codec as forms
-from ckstore.codec import kernels
+from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.chunk_codec import Encoded
 from ckstore.commit.base_selection import StoragePlan
 from ckstore.commit.chunking import ChunkPlan, CommitPlan
@@ -45,16 +42,21 @@ from ckstore.store.repository import Repository
 
 @dataclass(slots=True)
 class WriteResult:
-    """Where every chunk of the plan lies after writing, and what was new.
+    """Where each chunk of the plan is stored, and what was written.
 
     Args:
         frames: The frame of each chunk of the plan, with its bases.
-        is_new: Whether this commit wrote it.
-        is_derived: Whether it is stored as the rounding of another chunk.
+        is_new: For each chunk of the plan, whether this commit wrote it.
+        is_rounding: For each chunk of the plan, whether this commit wrote it as the rounding of another chunk.
+        chunks_new: Number of new frames.
+        chunks_delta: New frames that are differences from a base.
+        chunks_derived: New frames that are roundings.
+        chunks_lossy: New frames that are quantized.
         payload_nbytes: Payload bytes of all new frames.
         nbytes_written: Bytes of the packs.
-        warnings: What the caller should look at.
-        losses: What is not stored as it was.
+        pack_names: Files of the packs.
+        warnings: For the receipt.
+        losses: The storages that are not stored exactly.
     """
 
     frames: list[LocatedFrame]
@@ -73,7 +75,7 @@ class WriteResult:
 
 @dataclass(slots=True, eq=False)
 class PendingFrame:
-    """A frame that this commit writes, and the one that it needs as base."""
+    """A frame that this commit writes: its reserved space in a pack, and the frame of its base."""
 
     place: FrameSlot
     chunk_id: ChunkId
@@ -84,7 +86,16 @@ class PendingFrame:
 
 @dataclass(slots=True)
 class EncodedChunk:
-    """An encoded chunk with the base that it needs: its frame, and its plain bytes for the check."""
+    """An encoded chunk, with the frame of its base and the base's plain bytes for the check.
+
+    Args:
+        encoded: Steps and payload.
+        base: The frame of the base.
+        base_plain: The plain bytes of the base.
+        is_rounding: The chunk is stored as the rounding of its base.
+        is_lossy: The chunk is quantized.
+        plain_checksum: xxh3 of the bytes that were hashed, if nothing can change these bytes.
+    """
 
     encoded: Encoded
     base: LocatedFrame | PendingFrame | None = None
@@ -92,38 +103,37 @@ class EncodedChunk:
     is_rounding: bool = False
     is_lossy: bool = False
     plain_checksum: int | None = None
-    """Of the very bytes that were hashed, where nobody can change those."""
 
     @property
     def base_id(self) -> ChunkId:
-        """What the header names."""
+        """The base's chunk id, for the frame's header."""
         return NO_BASE if self.base is None else frame_id(self.base)
 
 
 def frame_id(frame: LocatedFrame | PendingFrame) -> ChunkId:
-    """Return the chunk that a frame holds."""
+    """Return the chunk id of a frame."""
     return frame.chunk_id if isinstance(frame, PendingFrame) else frame.frame.chunk_id
 
 
 def depth_of(frame: LocatedFrame | PendingFrame) -> int:
-    """Return how many bases a frame needs."""
+    """Return how many bases a frame needs, one below the other."""
     if isinstance(frame, LocatedFrame):
         return frame.frame.depth
     return 0 if frame.base is None else depth_of(frame.base) + 1
 
 
 def located(frame: PendingFrame, refs: dict[PackId, PackRef], done: dict[ChunkId, LocatedFrame]) -> LocatedFrame:
-    """Return where a frame lies, and its bases with it, once every pack is written.
+    """Return the location of a frame and of its bases, after every pack has been written.
 
     Args:
         frame: The frame.
-        refs: What a manifest says of each pack.
-        done: What was located before; this one is added.
+        refs: The manifest's record of each pack.
+        done: The frames located so far; this one is added.
     """
     if frame.chunk_id in done:
         return done[frame.chunk_id]
     base = located(frame.base, refs, done) if isinstance(frame.base, PendingFrame) else frame.base
-    # The numbers of the pack and of the base are given when the manifest is put together.
+    # The indices of pack and base are set when the manifest is built.
     ref = FrameRef(
         frame.chunk_id,
         pack=0,
@@ -137,12 +147,25 @@ def located(frame: PendingFrame, refs: dict[PackId, PackRef], done: dict[ChunkId
 
 
 ROUNDING_NBYTES = 1
-"""Payload of a chunk that is stored as a rounding; no other form of a large chunk is as short."""
+"""Payload bytes of a rounding. No other payload of a large chunk is as short."""
 
 
 @dataclass(slots=True, eq=False)
 class ChunkWriter:
-    """Hashes all chunks of a plan, and encodes and writes those that are not known."""
+    """Hashes all chunks of a plan; encodes and writes those that the store does not have.
+
+    Args:
+        repository: The open run.
+        plan: How the state is cut into chunks.
+        storages: The storages of the state.
+        policy: How to store it.
+        plans: For each chunk of the plan, how to store it.
+        bases: Chunks of the previous checkpoint. Receives chunks that the next commit may need.
+        source_is_immutable: Nothing changes the storages during the commit, because they are in an arena.
+        retained_slot: The ticket of the arena's slot, if its memory stays unchanged for as long as ``bases`` use it.
+        thread_limit: How many threads may begin chunks; may change during the commit.
+        blocks: Source of the blocks that packs are written through.
+    """
 
     repository: Repository
     plan: CommitPlan
@@ -151,13 +174,9 @@ class ChunkWriter:
     plans: Sequence[StoragePlan]
     bases: BaseCache
     source_is_immutable: bool = field(default=False, kw_only=True)
-    """Nobody changes the storages meanwhile: they lie in an arena."""
     retained_slot: int | None = field(default=None, kw_only=True)
-    """The ticket of that arena's slot, where it stays as it is for as long as ``bases`` hold some of it."""
     thread_limit: ThreadLimit = field(default_factory=ThreadLimit, kw_only=True)
-    """How many threads may begin chunks, at any time."""
     blocks: WriteBlocks = field(default_factory=WriteBlocks, kw_only=True)
-    """Where the blocks come from that packs are written through."""
     _results: list[LocatedFrame | PendingFrame | None] = field(init=False)
     _placed: dict[ChunkId, PendingFrame] = field(init=False, default_factory=dict)
     _workers: list[CodingThread | None] = field(init=False)
@@ -169,8 +188,8 @@ class ChunkWriter:
 
     def __post_init__(self) -> None:
         policy = self.policy
-        has_bases = any(form.base for form in self.plans)
-        # A thread that reads a base back waits for the disk; one more keeps the cores busy meanwhile.
+        has_bases = any(choice.base for choice in self.plans)
+        # A thread that reads a base waits for the disk. One more thread keeps the cores busy in that time.
         self._waiting_count = int(has_bases and policy.threads is None and policy.base_cache == "none")
         self._thread_count, block_count = threads_and_blocks(
             policy,
@@ -204,8 +223,7 @@ class ChunkWriter:
                     thread.reader.close()
 
     def _store(self, indices: Sequence[int]) -> None:
-        """Store chunks as their forms say."""
-        # A rounding is stored when it is settled where its master lies.
+        """Store chunks as planned: roundings last, because they need the frames of their masters."""
         self._run([index for index in indices if self.plans[index].master is None])
         self._run([index for index in indices if self.plans[index].master is not None])
 
@@ -218,7 +236,7 @@ class ChunkWriter:
         self._run_in_turns(len(indices), step, turns)
 
     def _run_in_turns(self, count: int, step: Step, turns: Turns) -> None:
-        """Run a step for every index below ``count``, on as many threads as there are and as may begin."""
+        """Run a step for every index below ``count``, on as many threads as the thread limit allows."""
 
         def may_begin(thread_index: int) -> bool:
             return self.thread_limit.allows(thread_index - self._waiting_count)
@@ -226,7 +244,7 @@ class ChunkWriter:
         run_in_turns(count, self._thread_count, step, turns, on_failure=self._packer.fail, may_begin=may_begin)
 
     def flush(self) -> WriteResult:
-        """Make the packs durable; return where every chunk lies."""
+        """Make the packs durable. Return where each chunk is stored."""
         refs = {ref.pack_id: ref for ref in self._packer.finish()}
         self.blocks.give_back(self._pool)
         new: dict[ChunkId, LocatedFrame] = {}
@@ -236,7 +254,7 @@ class ChunkWriter:
             frames.append(located(result, refs, new) if isinstance(result, PendingFrame) else result)
             is_new.append(isinstance(result, PendingFrame))
             is_rounding.append(isinstance(result, PendingFrame) and result.is_rounding)
-        # What nobody refers to stays in its pack, unseen: codes of a tensor that is stored exactly after all.
+        # Frames without a reference stay in the pack but are not counted: those of tensors that could not be quantized.
         placed = [frame for chunk_id, frame in self._placed.items() if chunk_id in new]
         return WriteResult(
             frames=frames,
@@ -253,59 +271,59 @@ class ChunkWriter:
         )
 
     def abandon(self) -> None:
-        """Give up what was written; nothing refers to it."""
+        """Delete the packs that were begun; no manifest refers to them."""
         self._packer.abandon()
         self.blocks.give_back(self._pool)
 
     def _store_chunk(self, index: int, turn: AbstractContextManager[None], thread_index: int) -> None:
         thread = self._thread(thread_index)
-        chunk, form, worker = self.plan.chunks[index], self.plans[index], thread.worker
-        plain = worker.gather(chunk, self.storages, private=self._private(chunk, form, worker))
-        # At once where the checksum is wanted, while the bytes are in the cache.
+        chunk, choice, worker = self.plan.chunks[index], self.plans[index], thread.worker
+        plain = worker.gather(chunk, self.storages, private=self._private(chunk, choice, worker))
+        # Both in one pass if the checksum is needed, while the bytes are in the cache.
         chunk_id, checksum = identity_and_checksum(plain) if self.source_is_immutable else (chunk_id_of(plain), None)
         if checksum is not None:
             self.bases.keep_checksum(chunk_id, checksum)
-        self._hold(chunk, form, chunk_id, plain, checksum)
+        self._hold(chunk, choice, chunk_id, plain, checksum)
         known = self.repository.chunk_index.find(chunk_id)
-        is_outlived = known is not None and self._is_outlived(known, form)
-        if (known is not None and not is_outlived) or chunk_id in self._placed:
+        is_of_old_master = known is not None and self._is_rounding_of_old_master(known, choice)
+        if (known is not None and not is_of_old_master) or chunk_id in self._placed:
             with turn:
                 self._results[index] = self._placed.get(chunk_id) or known
             return
-        coded = self._encode(plain, chunk, form, thread)
-        if is_outlived and not coded.is_rounding:
+        coded = self._encode(plain, chunk, choice, thread)
+        if is_of_old_master and not coded.is_rounding:
             with turn:
                 self._results[index] = known
             return
         coded.plain_checksum = checksum
         with turn:
-            frame, is_first = self._take_place(index, chunk_id, coded)
+            frame, is_first = self._reserve_frame(index, chunk_id, coded)
         if is_first:
             self._fill(frame, coded, worker, chunk)
 
     def _hold(
-        self, chunk: ChunkPlan, form: StoragePlan, chunk_id: ChunkId, plain: memoryview, checksum: int | None
+        self, chunk: ChunkPlan, choice: StoragePlan, chunk_id: ChunkId, plain: memoryview, checksum: int | None
     ) -> None:
-        """Keep a chunk for the next commit if it is wanted, where it lies if it may stay there."""
-        stays = self._stays(chunk)
-        # What has not changed moves on to the newer slot, so that the older one can be given back.
-        if form.is_held or (stays and self.bases.is_staged(chunk_id)):
-            self.bases.hold(chunk_id, plain, checksum=checksum, ticket=self.retained_slot if stays else None)
+        """Hold a chunk's bytes for the next commit if they will be needed: in the arena if possible, else as a copy."""
+        can_stay = self._can_stay_in_slot(chunk)
+        # An unchanged chunk is held in the newer slot from now on, so that the older slot can be freed.
+        if choice.is_held or (can_stay and self.bases.is_staged(chunk_id)):
+            self.bases.hold(chunk_id, plain, checksum=checksum, ticket=self.retained_slot if can_stay else None)
 
-    def _stays(self, chunk: ChunkPlan) -> bool:
-        """Whether the bytes of a chunk lie in one piece where they stay for as long as they are held."""
+    def _can_stay_in_slot(self, chunk: ChunkPlan) -> bool:
+        """Return True if a chunk is one piece of a retained slot, so that it can be held there without a copy."""
         return self.retained_slot is not None and len(chunk.sources) == 1
 
     def _thread(self, index: int) -> CodingThread:
-        """Return what one thread has of its own; made when it is first wanted."""
+        """Return the memory of one thread; it is created on first use."""
         thread = self._workers[index]
         if thread is None:
             thread = self._workers[index] = CodingThread.of(self.repository)
         return thread
 
-    def _take_place(self, index: int, chunk_id: ChunkId, coded: EncodedChunk) -> tuple[PendingFrame, bool]:
-        """Give a chunk, whose turn it is, its place; say whether it is the first with these bytes."""
-        # An earlier chunk with the same bytes may have been placed while this one was encoded.
+    def _reserve_frame(self, index: int, chunk_id: ChunkId, coded: EncodedChunk) -> tuple[PendingFrame, bool]:
+        """Reserve space for the chunk whose turn it is. Also return True if it is the first chunk with these bytes."""
+        # An earlier chunk with the same bytes may have got its space while this one was encoded.
         frame = self._placed.get(chunk_id)
         is_first = frame is None
         if frame is None:
@@ -315,62 +333,66 @@ class ChunkWriter:
         self._results[index] = frame
         return frame, is_first
 
-    def _is_outlived(self, known: LocatedFrame, form: StoragePlan) -> bool:
-        """Whether a rounding is stored of a master that is no part of this state any more.
+    def _is_rounding_of_old_master(self, known: LocatedFrame, choice: StoragePlan) -> bool:
+        """Return True if the known frame rounds an fp32 master that this state no longer contains.
 
-        It would keep that master alive, and have every restore read it beside the new one; a byte says the same of
-        the new one.
+        Reusing it would keep the old master's frame alive and make every restore read it. Storing the chunk as a
+        rounding of the new master costs one byte.
         """
-        master = None if form.master is None else self._results[form.master]
+        master = None if choice.master is None else self._results[choice.master]
         if master is None or known.base is None:
             return False
         return known.frame.stored_nbytes == ROUNDING_NBYTES and known.base.frame.chunk_id != frame_id(master)
 
-    def _private(self, chunk: ChunkPlan, form: StoragePlan, worker: ChunkWorker) -> memoryview | None:
-        """Return where a chunk is copied to before it is hashed, or None where the trainer's memory will do.
+    def _private(self, chunk: ChunkPlan, choice: StoragePlan, worker: ChunkWorker) -> memoryview | None:
+        """Return the memory that a chunk is copied to before it is hashed; None to hash the state's own memory.
 
-        A frame that will not be decoded again must be coded from the very bytes that were hashed: a source that
-        changes in between, and back, would poison this identity for every later commit that has these bytes. The
-        same goes for bytes that later commits are coded against.
+        A frame that is not decoded for a check must be coded from exactly the bytes that were hashed. If the source
+        changed in between, the frame would not match its chunk id, and every later commit with this chunk would
+        refer to it. The same holds for bytes that later commits are coded against.
         """
-        if form.is_held and not self._stays(chunk):
+        if choice.is_held and not self._can_stay_in_slot(chunk):
             return np.empty(chunk.nbytes, np.uint8).data
         is_sure = self.policy.verify_encoded or self.source_is_immutable
         return None if is_sure else worker.buffer("gathered")
 
-    def _encode(self, plain: memoryview, chunk: ChunkPlan, form: StoragePlan, thread: CodingThread) -> EncodedChunk:
+    def _encode(self, plain: memoryview, chunk: ChunkPlan, choice: StoragePlan, thread: CodingThread) -> EncodedChunk:
         worker, compression = thread.worker, self.policy.compression
         coded: EncodedChunk | None = None
-        if form.master is not None:
-            coded = self._encode_rounded(plain, form.master, worker)
-        elif form.base is not None:
-            # What is coded against a keyframe without being kept itself will be so again.
-            is_lasting = self.policy.base_cache == "memory" and not form.is_held and form.base.base is None
-            base_plain = self._base_plain(form.base, chunk.nbytes, thread, is_lasting=is_lasting)
-            if base_plain is not None and (not form.is_unsampled or worker.prefers_delta(plain, base_plain, chunk)):
+        if choice.master is not None:
+            coded = self._encode_rounded(plain, choice.master, worker)
+        elif choice.base is not None:
+            # A chunk that is coded against a keyframe and is not held will be coded against it again.
+            keep_for_later = self.policy.base_cache == "memory" and not choice.is_held and choice.base.base is None
+            base_plain = self._base_plain(choice.base, chunk.nbytes, thread, keep_for_later=keep_for_later)
+            if base_plain is not None and (not choice.is_unsampled or worker.prefers_delta(plain, base_plain, chunk)):
                 encoded = worker.encode_delta(plain, base_plain, chunk, compression)
-                coded = None if encoded is None else EncodedChunk(encoded, form.base, base_plain)
+                coded = None if encoded is None else EncodedChunk(encoded, choice.base, base_plain)
         return coded or EncodedChunk(worker.encode(plain, chunk, compression))
 
     def _encode_rounded(self, plain: memoryview, master: int, worker: ChunkWorker) -> EncodedChunk | None:
         frame = self._results[master]
         if frame is None or depth_of(frame) >= self.repository.limits.depth_max:
             return None
-        # A copy, whose identity is compared: the frame must decode from what is stored of the master.
+        # A copy, whose chunk id is compared below: the frame must decode from the stored master.
         master_chunk = self.plan.chunks[master]
         base_plain = worker.gather(master_chunk, self.storages, private=worker.buffer("base"))
-        encoded = forms.encode_rounded(plain, base_plain, scratch=worker.scratch)
+        encoded = chunk_codec.encode_rounded(plain, base_plain, scratch=worker.scratch)
         if encoded is None:
             return None
         require_identity(chunk_id_of(base_plain), frame_id(frame))
         return EncodedChunk(encoded, frame, base_plain, is_rounding=True)
 
     def _base_plain(
-        self, base: LocatedFrame, nbytes: int, thread: CodingThread, *, is_lasting: bool = False
+        self, base: LocatedFrame, nbytes: int, thread: CodingThread, *, keep_for_later: bool = False
     ) -> memoryview | None:
-        """Return the plain bytes of a base: from memory if they are held there, else from the store.
+        """Return the plain bytes of a base from memory if they are held, else from the store; None if unreadable.
 
-        A lasting one is held from then on: the next commits will want it too.
+        Args:
+            base: The frame of the base.
+            nbytes: Its length.
+            thread: Memory of this thread.
+            keep_for_later: Hold the bytes, because the next commits will need them too.
         """
         held = self.bases.held(base.frame.chunk_id)
         if held is not None and len(held) == nbytes:
@@ -381,11 +403,11 @@ class ChunkWriter:
             plain_xxh3 = self.bases.checksum_of(base.frame.chunk_id)
             thread.reader.read(chain, nbytes, destination, plain_xxh3=plain_xxh3)
         except (CorruptError, UnsupportedError, BackendError) as error:
-            # The state is whole in memory: it is stored without the damaged base, and the damage is told.
+            # The state itself is complete in memory, so the chunk is stored without the damaged base, with a warning.
             self.bases.forget_checksum(base.frame.chunk_id)
-            self._warnings.append(f"a base could not be read back, so its chunk was stored whole: {error}")
+            self._warnings.append(f"a base could not be read, so its chunk was stored without one: {error}")
             return None
-        if is_lasting:
+        if keep_for_later:
             self.bases.hold_read(base.frame.chunk_id, destination)
         return destination
 
@@ -401,8 +423,8 @@ class ChunkWriter:
             payload_xxh3=0,
         )
 
-        # A plain payload is its own decoding: it is hashed again piece by piece, as it is copied. Where nobody can
-        # have changed it since it was hashed, a checksum finds what copying or coding did, in a sixth of the time.
+        # A plain payload needs no decoding: it is hashed again while it is copied. If nothing can have changed the
+        # source since it was hashed, comparing the checksum finds errors of copying and coding in a sixth of the time.
         wanted = coded.plain_checksum
         hasher = None if encoded.steps or wanted is not None else new_hasher()
 

@@ -1,6 +1,7 @@
-"""Decide, without moving a byte, how each tensor will be stored.
+"""Cut the storages of a state into chunks.
 
-Pure: no files, no clock, no randomness. The same state and policy give the same plan.
+Large storages are cut at element boundaries. Small ones of the same kind share a chunk. Pure: the same shapes and
+limits give the same plan.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from ckstore.config import KIB, Limits
 from ckstore.format.tensors import Piece, StorageSpec
 
 SHARED_NBYTES_MAX = 256 * KIB
-"""Storages below this size share chunks: a chunk of their own would cost a frame header and a read each."""
+"""Storages below this size share chunks, because a chunk of their own would cost a frame header and a read each."""
 
 
 class StorageShape(Protocol):
-    """What the plan needs to know of a storage."""
+    """What the plan needs to know about a storage."""
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +47,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """One chunk to be made: where its bytes come from, in order."""
+    """One chunk, and the ranges of storages that its bytes come from, in order."""
 
     nbytes: int
     element_width: int
@@ -56,7 +57,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class CommitPlan:
-    """Chunks in the order in which they are written, and each storage's pieces of them."""
+    """The chunks in the order in which they are written, and the pieces of them that make up each storage."""
 
     chunks: tuple[ChunkPlan, ...]
     storages: tuple[StorageSpec, ...]
@@ -70,12 +71,12 @@ class CommitPlan:
 def plan_commit(
     storages: Sequence[StorageShape], limits: Limits, *, unshared: frozenset[int] = frozenset()
 ) -> CommitPlan:
-    """Cut storages into chunks at element boundaries; small ones of one kind share chunks, in tree order.
+    """Cut storages into chunks at element boundaries. Small ones of one kind share chunks, in their given order.
 
     Args:
-        storages: What is to be stored.
+        storages: The storages of the state, in the order of its tree.
         limits: Bounds of the store.
-        unshared: Storages that share no chunk, however small they are.
+        unshared: Indices of storages that get chunks of their own even if they are small.
     """
     planner = _Planner(limits.chunk_nbytes_max)
     for index, storage in enumerate(storages):
@@ -94,7 +95,7 @@ def plan_commit(
 
 
 @dataclass(slots=True)
-class _Draft:
+class _ChunkDraft:
     element_width: int
     is_float: bool
     nbytes: int
@@ -107,20 +108,20 @@ class _Draft:
 class _Planner:
     def __init__(self, chunk_nbytes_max: int) -> None:
         self._chunk_nbytes_max = chunk_nbytes_max
-        self.chunks: list[_Draft] = []
+        self.chunks: list[_ChunkDraft] = []
         self.pieces: dict[int, list[Piece]] = {}
         self._open: dict[tuple[int, bool], int] = {}
 
     def add(self, index: int, storage: StorageShape, *, is_unshared: bool) -> None:
         self.pieces[index] = []
-        if not is_unshared and 0 < storage.nbytes < _share(storage, min(SHARED_NBYTES_MAX, self._chunk_nbytes_max)):
+        if not is_unshared and 0 < storage.nbytes < _limit_for(storage, min(SHARED_NBYTES_MAX, self._chunk_nbytes_max)):
             self._add_shared(index, storage)
             return
-        step = _share(storage, self._chunk_nbytes_max)
+        step = _limit_for(storage, self._chunk_nbytes_max)
         step -= step % storage.element_width
         for offset in range(0, storage.nbytes, step):
             nbytes = min(step, storage.nbytes - offset)
-            draft = _Draft(storage.element_width, storage.is_float, nbytes, [Source(index, offset, nbytes)])
+            draft = _ChunkDraft(storage.element_width, storage.is_float, nbytes, [Source(index, offset, nbytes)])
             self.pieces[index].append(Piece(len(self.chunks), 0, nbytes))
             self.chunks.append(draft)
 
@@ -129,16 +130,16 @@ class _Planner:
         at = self._open.get(kind)
         if at is None or self.chunks[at].nbytes + storage.nbytes > self._chunk_nbytes_max:
             at = self._open[kind] = len(self.chunks)
-            self.chunks.append(_Draft(storage.element_width, storage.is_float, 0, []))
+            self.chunks.append(_ChunkDraft(storage.element_width, storage.is_float, 0, []))
         draft = self.chunks[at]
         self.pieces[index].append(Piece(at, draft.nbytes, storage.nbytes))
         draft.sources.append(Source(index, 0, storage.nbytes))
         draft.nbytes += storage.nbytes
 
 
-def _share(storage: StorageShape, nbytes: int) -> int:
-    """Return the part of a limit that holds for a storage: half for floats of two bytes.
+def _limit_for(storage: StorageShape, nbytes: int) -> int:
+    """Return the limit on a chunk's bytes for one kind of storage: half of it for floats of two bytes.
 
-    So the chunks of weights in bf16 hold the same elements as those of their masters in fp32, whose rounding they are.
+    So a chunk of bf16 weights holds the same elements as the chunk of their fp32 masters, whose rounding it may be.
     """
     return nbytes // 2 if storage.is_float and storage.element_width == 2 else nbytes

@@ -1,18 +1,15 @@
-"""One chunk through gather -> encode, and decoded again for the proof; decoder.py is the way back.
+"""The memory of a commit: what one thread needs to code a chunk, and the blocks that packs are written through.
 
-A ``ChunkWorker`` belongs to one thread and holds all memory that thread needs; nothing is allocated per
-chunk. What it does with bytes is a C call that releases the GIL.
+A ``ChunkWorker`` gathers a chunk, encodes it, and decodes it again for the check. It is used by one thread and owns
+all memory that the thread needs, so nothing is allocated per chunk. Copying, hashing and coding are C calls that
+release the GIL. A ``CodingThread`` adds a reader of bases.
 
-The blocks that packs are written through: of one commit, or kept by a process that commits again and again.
+``WriteBlocks`` lends blocks to one commit at a time. A saver process keeps them for its next commit: on a machine with
+fragmented memory the kernel must compact memory for each huge page of a new block, while the disk waits.
 
-Where a machine's memory is in pieces, the system has to make room for each huge page of new ones, and the disk waits
-meanwhile: the first commit of a saver that has them is durable sooner (``async_wall``).
-
-Invariants:
-- A block is kept only when nobody has it any more: none that is in flight, and none that was lost.
-- Never more are kept than one commit has; what the next one does not take gives its memory back.
-
-What one thread of a commit has of its own: memory to code in, and a reader of bases.
+Invariants of ``WriteBlocks``:
+- A block is reused only after everything else has released it. Blocks of writes that never finished are not reused.
+- At most as many blocks are kept as one commit uses. Blocks that the next commit does not take are freed.
 """
 
 from __future__ import annotations
@@ -38,44 +35,43 @@ from ckstore.io.syscalls import PAGE_NBYTES
 from ckstore.store.repository import Repository
 
 _PIECE_NBYTES = 512 << 10
-"""Fits into the second-level cache of most servers; measured between 64 and 512 KiB, where memory traffic does not
-differ, and shorter pieces cost more of the interpreter: threads of a commit wait for the GIL (``async_wall``)."""
+"""Fits into a second-level cache. Shorter pieces cause the same memory traffic but take the GIL more often."""
 
 BufferPurpose = Literal[
     "gathered",
     "base",
     "whole",
     "decoded",
-    # Of a task that stores chunks with a loss, plain and as they will be decoded: a weight or second moment is "one" of
-    # its chunks, a rounding or first moment the "other".
-    "one plain",
-    "one",
-    "other plain",
-    "other",
+    # Chunks of a quantization task, plain and as they will be decoded. The primary chunk is a weight or second moment,
+    # the secondary chunk a rounding or first moment.
+    "primary plain",
+    "primary",
+    "secondary plain",
+    "secondary",
 ]
-"""What a thread holds a chunk for."""
+"""What one of a thread's buffers contains."""
 
 
 class ByteSource(Protocol):
-    """Bytes of one storage, as they are in the trainer's memory."""
+    """The bytes of one storage, in the trainer's memory, an arena or a pack."""
 
     @property
     def is_host(self) -> bool:
-        """Whether they are read without a copy."""
+        """Return True if the bytes are in host memory and are read without a copy."""
         ...
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Return bytes ``[begin, end)``; without a copy where the memory allows it."""
+        """Return bytes ``[begin, end)``, without a copy if the memory allows it."""
         ...
 
 
 def worker_nbytes(chunk_nbytes_max: int) -> int:
-    """Return the memory one worker may use, in bytes."""
+    """Return the memory that one worker may use, in bytes."""
     return chunk_codec.scratch_nbytes(chunk_nbytes_max) + 4 * chunk_nbytes_max
 
 
 class ChunkWorker:
-    """What one thread needs to encode and decode chunks."""
+    """Gathers, encodes and decodes chunks. Used by one thread."""
 
     def __init__(self, chunk_nbytes_max: int) -> None:
         self._scratch = Scratch(chunk_nbytes_max)
@@ -84,25 +80,25 @@ class ChunkWorker:
 
     @property
     def scratch(self) -> Scratch:
-        """The coders' memory; what was encoded last lies in it."""
+        """The coders' memory. It contains the last encoded chunk."""
         return self._scratch
 
     def buffer(self, purpose: BufferPurpose) -> memoryview:
-        """Return this worker's memory for one purpose, as long as the longest chunk."""
+        """Return this worker's buffer for one purpose, as long as the longest chunk."""
         if purpose not in self._buffers:
-            # Not zeroed: a commit makes its workers anew.
             self._buffers[purpose] = np.empty(self._chunk_nbytes_max, np.uint8).data
         return self._buffers[purpose]
 
     def gather(
         self, chunk: ChunkPlan, storages: Sequence[ByteSource], *, private: memoryview | None = None
     ) -> memoryview:
-        """Return the plain bytes of a chunk: the tensor's own memory, or small tensors copied side by side.
+        """Return the plain bytes of a chunk: the storage's own memory, or small storages copied one after another.
 
         Args:
-            chunk: What to gather.
-            storages: Where from.
-            private: Always copy, and to here: nobody else can change what is hashed and then coded.
+            chunk: The chunk.
+            storages: The storages of the state.
+            private: Copy the bytes to this memory in any case, so that nothing can change them between hashing and
+                coding.
         """
         if len(chunk.sources) == 1 and private is None:
             source = chunk.sources[0]
@@ -116,7 +112,7 @@ class ChunkWorker:
         return gathered[:position]
 
     def encode(self, plain: memoryview, chunk: ChunkPlan, compression: Compression) -> Encoded:
-        """Choose a codec and encode; the result lives in this worker's scratch until its next call."""
+        """Choose a codec and encode. The result is valid until this worker's next call."""
         return chunk_codec.encode(
             plain,
             width=chunk.element_width,
@@ -128,7 +124,7 @@ class ChunkWorker:
     def encode_delta(
         self, plain: memoryview, base: memoryview, chunk: ChunkPlan, compression: Compression
     ) -> Encoded | None:
-        """Encode what is left when the base is subtracted; None where that does not pay."""
+        """Encode the difference from the base; None if that does not save enough."""
         return chunk_codec.encode_delta(
             plain,
             base,
@@ -139,7 +135,7 @@ class ChunkWorker:
         )
 
     def prefers_delta(self, plain: memoryview, base: memoryview, chunk: ChunkPlan) -> bool:
-        """Whether samples of a chunk and of its base say that the difference is smaller."""
+        """Return True if samples of a chunk and its base say that the difference is smaller than the chunk."""
         width, is_float = chunk.element_width, chunk.is_float
         nbytes = min(chunk_codec.SAMPLE_NBYTES, plain.nbytes)
         sample, base_sample = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
@@ -155,10 +151,10 @@ class ChunkWorker:
         chunk: ChunkPlan,
         base: memoryview | None = None,
     ) -> memoryview:
-        """Decode a coded payload as it lies in the write block; the result is valid until the next call.
+        """Decode a payload as it was copied to the write blocks. The result is valid until the next call.
 
         Raises:
-            CorruptError: It does not decode at all.
+            CorruptError: The payload does not decode.
         """
         decoded = self.buffer("decoded")[: chunk.nbytes]
         chunk_codec.decode(
@@ -172,7 +168,7 @@ class ChunkWorker:
         return decoded
 
     def _joined(self, parts: Sequence[memoryview]) -> memoryview:
-        """Put a frame that spans two write blocks into one piece, as decoders want it."""
+        """Copy a payload that spans write blocks into one piece, which decoders need."""
         whole = self.buffer("whole")
         position = 0
         for part in parts:
@@ -182,28 +178,28 @@ class ChunkWorker:
 
 
 def identity_and_checksum(plain: memoryview) -> tuple[ChunkId, int]:
-    """Return the BLAKE3-256 of a chunk and its xxh3-64, reading memory once; the GIL is released meanwhile.
+    """Return the BLAKE3-256 and the xxh3-64 of a chunk, reading its memory once. Releases the GIL.
 
-    A trainer at work empties the shared cache within a millisecond, and BLAKE3 takes about one for a chunk: what is
-    read again after it comes from memory again, which training then waits for.
+    BLAKE3 takes about a millisecond per chunk. In that time a training process replaces the contents of the shared
+    cache, so a second pass would read from memory again and slow training down.
     """
     hasher, checksum = new_hasher(), new_xxh3()
     for begin in range(0, plain.nbytes, _PIECE_NBYTES):
         piece = plain[begin : begin + _PIECE_NBYTES]
-        # In this order: a piece that changes in between is found when the checksum is compared.
+        # The checksum first: if a piece changes in between, comparing the checksum later finds it.
         checksum.update(piece)
         hasher.update(piece)
     return ChunkId(hasher.digest()), checksum.intdigest()
 
 
 def require_identity(found: bytes, chunk_id: ChunkId) -> None:
-    """Compare the identity of what a frame decodes to with that of its source.
+    """Check that a frame decodes to the chunk that it names.
 
-    Comparing identities, not bytes, also catches a state that was changed while it was committed: the frame
-    then decodes to bytes that were never hashed.
+    Comparing chunk ids instead of bytes also finds a state that changed while it was committed: the frame then decodes
+    to bytes that were never hashed.
 
     Raises:
-        CorruptError: They differ.
+        CorruptError: The chunk ids differ.
     """
     if found != chunk_id:
         raise CorruptError(
@@ -215,16 +211,16 @@ def require_identity(found: bytes, chunk_id: ChunkId) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CodingThread:
-    """What one thread has of its own."""
+    """The memory and the reader of bases of one thread of a commit."""
 
     worker: ChunkWorker
     reader: ChainReader
 
     @classmethod
     def of(cls, repository: Repository) -> CodingThread:
-        """Make it; memory is taken when it is first needed."""
+        """Create both. Memory is allocated when it is first needed."""
         worker = ChunkWorker(repository.limits.chunk_nbytes_max)
-        # Bases are read before their chunk is coded, so that both can use the same scratch.
+        # A base is read before its chunk is coded, so both can use the same scratch.
         decoder = FrameDecoder(repository.limits.chunk_nbytes_max, worker.scratch)
         return cls(worker, ChainReader(repository, decoder))
 
@@ -235,79 +231,79 @@ def thread_nbytes(limits: Limits, *, has_bases: bool) -> int:
 
 
 WRITE_BLOCK_NBYTES = 8 * MIB
-"""Measured: larger blocks gain nothing on the devices we have, smaller ones cost system calls."""
+"""Larger blocks were not faster; smaller ones cost more system calls."""
 
 WRITE_BLOCKS = 12
-"""Eight in flight, and some being filled; more gained nothing."""
+"""Eight that are being written and some that are being filled; more were not faster."""
 
 WRITE_BLOCKS_MIN = 3
-"""A frame may span two blocks while a third one is being written."""
+"""A frame may span two blocks while a third one is written."""
 
 
 class WriteBlocks:
-    """Hands out the blocks of one commit at a time.
+    """Lends write blocks to one commit at a time.
 
     Args:
-        is_kept: Whether blocks that came back are there for the next commit; else their memory is given back.
+        is_reused: Keep returned blocks for the next commit; else free them.
     """
 
-    def __init__(self, *, is_kept: bool = False) -> None:
-        self._is_kept = is_kept
-        self._kept: list[memoryview] = []
+    def __init__(self, *, is_reused: bool = False) -> None:
+        self._is_reused = is_reused
+        self._free: list[memoryview] = []
 
     def take(self, count: int) -> BufferPool:
-        """Return so many blocks, the kept ones first; commits that read bases have fewer than others.
+        """Return ``count`` blocks, kept ones first. Kept blocks that are not needed are freed.
 
         Raises:
             CapacityError: The address space is exhausted.
         """
-        blocks, self._kept = self._kept[:count], []
+        blocks, self._free = self._free[:count], []
         blocks += [map_block(WRITE_BLOCK_NBYTES) for _ in range(count - len(blocks))]
         return BufferPool(WRITE_BLOCK_NBYTES, count, blocks=blocks)
 
     def give_back(self, pool: BufferPool) -> None:
-        """Take back what was handed out; nothing of it is used any more, but blocks that were lost."""
+        """Return the blocks of a finished commit. Blocks of writes that never finished are dropped."""
         blocks = pool.close_and_take_blocks()
-        if self._is_kept:
-            self._kept = [*self._kept, *blocks][:WRITE_BLOCKS]
+        if self._is_reused:
+            self._free = [*self._free, *blocks][:WRITE_BLOCKS]
 
     def warm(self, count: int, nbytes: int) -> Iterator[None]:
-        """Take memory for as many blocks as a commit fills, before they are wanted; yields after each.
+        """Allocate and touch the blocks that the next commit will fill. Yields after each block.
 
         Args:
-            count: The most blocks that it will have.
-            nbytes: Of the state that will be committed.
+            count: Bound on the commit's blocks.
+            nbytes: Bytes of the state that will be committed.
 
         Raises:
             CapacityError: The address space is exhausted.
         """
-        assert self._is_kept, "nobody would find them"
-        # One more than it fills for frames' headers and a directory.
+        assert self._is_reused, "warm blocks would be freed"
+        # One block more for the headers of frames and the directory.
         for index in range(min(count, 2 + nbytes // WRITE_BLOCK_NBYTES)):
-            if index == len(self._kept):
-                self._kept.append(map_block(WRITE_BLOCK_NBYTES))
-            # A byte of each page: one that is written to has memory.
-            np.frombuffer(self._kept[index], np.uint8)[::PAGE_NBYTES] = 0
+            if index == len(self._free):
+                self._free.append(map_block(WRITE_BLOCK_NBYTES))
+            # Writing one byte of a page makes the kernel allocate the page.
+            np.frombuffer(self._free[index], np.uint8)[::PAGE_NBYTES] = 0
             yield
-            if index >= len(self._kept):
-                # A commit has taken them meanwhile.
+            if index >= len(self._free):
+                # A commit took the blocks in the meantime.
                 return
 
-    def let_go(self) -> None:
-        """Give back the memory of what is kept."""
-        self._kept = []
+    def release(self) -> None:
+        """Free the kept blocks."""
+        self._free = []
 
 
 def threads_and_blocks(
     policy: Policy, limits: Limits, *, spare_threads: int = 0, nbytes_a_thread: int | None = None
 ) -> tuple[int, int]:
-    """Return how many threads and write blocks a commit has within the memory that its policy allows.
+    """Return how many threads and write blocks fit into the memory that the policy allows.
 
     Args:
-        policy: How it is stored.
+        policy: How the state is stored.
         limits: Bounds of the store.
-        spare_threads: Threads that mostly wait, beside those that compute.
-        nbytes_a_thread: Memory that one thread may use; None: as much as one without bases.
+        spare_threads: Additional threads that mostly wait for the disk.
+        nbytes_a_thread: Memory that one thread may use; None for a thread that reads no bases.
     """
     return fit_memory(
         policy.thread_count + spare_threads,

@@ -1,3 +1,18 @@
-"""Chunks from other chunks: what is left when a base is subtracted, and what rounding a base gives."""
+"""Differences between checkpoints: which bases a commit may use, what they cost, and how a chain is read back.
+
+- ``base_cache.BaseCache`` keeps, from one commit for the next, the chunks of the last checkpoint (the *previous*
+  bases) and the roots of their delta chains (the *keyframe* bases), with their samples and perhaps their bytes:
+
+      bases.begin(nbytes_max)          # a commit starts
+      bases.previous_at(position, ...) # its possible bases
+      bases.hold(chunk_id, plain)      # bytes that the next commit will need
+      bases.follow(manifest)           # the commit was published: its chunks are the bases from now on
+
+- ``cost_model.decide`` chooses the kind of base for each part of a state from estimated costs. It reads no bytes.
+- ``chain_reader.ChainReader.read`` decodes a chunk through all its bases. Restores and commits use it.
+
+Not here: sampling a state and planning its chunks (``commit``), and the arithmetic of one difference
+(``codec.differences``).
+"""
 
 from __future__ import annotations

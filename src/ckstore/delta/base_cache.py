@@ -1,13 +1,13 @@
-"""What the next commit may be coded against: the chunks of the last acknowledged checkpoint, and their roots.
+"""The possible bases of the next commit: the chunks of the last acknowledged checkpoint, and the roots of their chains.
 
-Both views come from one manifest: at each place of the state stands the *previous* chunk, and at the root of its
-chain the *keyframe* chunk. So no other manifest is needed, and deleting checkpoints changes nothing here.
+Both kinds of base come from one manifest. At each position of the state it has the *previous* chunk, and at the root
+of that chunk's delta chain the *keyframe* chunk. No other manifest is needed, so deleting checkpoints changes nothing.
 
 Invariants:
-- Only what an acknowledged manifest locates in the local tier is ever a base.
-- Bytes held in memory were hashed as they lie here, and are compared with a checksum before they are used: a base
-  that changed in memory would make frames that decode to nothing.
-- Bytes that lie in an arena are held for one ticket at most when a commit has ended: the others get their slots back.
+- A base is always a chunk that an acknowledged manifest locates in the local tier.
+- Bytes held in memory were hashed in this memory, and their checksum is compared before each use. A base that changed
+  in memory would make frames that cannot be decoded.
+- When a commit has ended, bytes in an arena are held for at most one ticket, so that all other slots can be reused.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ckstore.format.wire import xxh3_64
 from ckstore.hashing import ChunkId, chunk_id_of
 from ckstore.store.chunk_index import ChunkIndex, LocatedFrame
 
-Place = tuple[Path, int]
-"""A storage, by the path of the first tensor that views it, and a byte offset in it."""
+ChunkPosition = tuple[Path, int]
+"""A storage, named by the path of the first tensor that views it, and a byte offset in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseChunk:
-    """A chunk that may serve as base; its length and elements are those of the chunk that it serves."""
+    """A chunk that may serve as base for a chunk of the same length with the same kind of elements."""
 
     chunk_id: ChunkId
     nbytes: int
@@ -43,23 +43,32 @@ class _Held:
     plain: memoryview
     xxh3: int
     ticket: int | None = None
-    """Whose slot of an arena they lie in; None: they lie on the heap, where the bound counts them."""
+    """The arena slot that contains the bytes; None for bytes on the heap, which count against the bound."""
 
     @property
     def heap_nbytes(self) -> int:
-        """Bytes of the heap."""
+        """Bytes on the heap."""
         return len(self.plain) if self.ticket is None else 0
 
 
 class BaseCache:
-    """What one handle remembers from one commit to the next; thread-safe where threads of one commit meet."""
+    """What one handle keeps from one commit for the next: chunks, samples, checksums and plain bytes.
+
+    Holding and reading plain bytes is thread-safe, for the threads of one commit. Everything else is called by one
+    thread, before or after these.
+
+    Attributes:
+        seq: The checkpoint that the bases belong to; None if there is none.
+        decisions: How that checkpoint was stored.
+        held_nbytes_peak: Most bytes that were held on the heap at one time since the last commit began.
+    """
 
     def __init__(self) -> None:
         self.seq: int | None = None
         self.decisions: Decisions | None = None
-        self._previous: dict[Place, BaseChunk] = {}
+        self._previous: dict[ChunkPosition, BaseChunk] = {}
         self._decision_at: dict[Path, StorageDecision] = {}
-        self._hops_at: dict[Path, int] = {}
+        self._lossy_depth_at: dict[Path, int] = {}
         self._samples: dict[ChunkId, bytes] = {}
         self._roots: dict[ChunkId, ChunkId] = {}
         self._checksums: dict[ChunkId, int] = {}
@@ -69,10 +78,9 @@ class BaseCache:
         self._nbytes_max: int | None = None
         self._drafts_nbytes = self._held_nbytes = 0
         self.held_nbytes_peak = 0
-        """Most bytes of bases that were held at once since the last commit began."""
 
     def begin(self, nbytes_max: int | None) -> None:
-        """Begin a commit while which, and after which, no more than these bytes of bases are held; None: no bound."""
+        """Begin a commit, and set the bound on bytes held on the heap; None for no bound."""
         with self._lock:
             self._nbytes_max = nbytes_max
             on_heap = [chunk_id for chunk_id, held in self._held.items() if held.heap_nbytes]
@@ -84,7 +92,7 @@ class BaseCache:
 
     @property
     def keyframe_seq(self) -> int | None:
-        """The keyframe that the last checkpoint goes back to, itself where it is one."""
+        """The seq of the keyframe that the last checkpoint is based on; its own seq if it is a keyframe."""
         is_keyframe = self.decisions is None or self.decisions.keyframe_seq is None
         return self.seq if is_keyframe or self.decisions is None else self.decisions.keyframe_seq
 
@@ -95,7 +103,7 @@ class BaseCache:
 
     @property
     def staged_nbytes(self) -> int:
-        """Bytes of bases of the next commit that lie in an arena."""
+        """Bytes of bases held in an arena."""
         return sum(len(held.plain) for held in self._held.values() if held.ticket is not None)
 
     @property
@@ -104,13 +112,13 @@ class BaseCache:
         return sum(len(sample) for sample in self._samples.values())
 
     def follow(self, manifest: Manifest) -> None:
-        """Take an acknowledged checkpoint as the one that the next commit follows."""
+        """Make an acknowledged checkpoint the source of bases, and drop what its chunks do not need."""
         self.seq, self.decisions = manifest.header.seq, manifest.decisions
         paths = first_paths(manifest.tree, [tensor.storage for tensor in manifest.tensors])
-        self._previous = dict(_places(manifest, paths))
+        self._previous = dict(_chunks_at(manifest, paths))
         storages = manifest.decisions.storages if manifest.decisions is not None else ()
         self._decision_at = {paths[index]: choice for index, choice in enumerate(storages) if index in paths}
-        self._hops_at = {paths[loss.storage]: loss.hops for loss in manifest.losses if loss.storage in paths}
+        self._lossy_depth_at = {paths[loss.storage]: loss.hops for loss in manifest.losses if loss.storage in paths}
         self._roots = dict(_roots(manifest))
         wanted = {chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values())
         self._samples = {chunk_id: sample for chunk_id, sample in self._samples.items() if chunk_id in wanted}
@@ -124,7 +132,7 @@ class BaseCache:
         self._checksums = {chunk_id: xxh3 for chunk_id, xxh3 in self._checksums.items() if chunk_id in wanted}
 
     def _held_from(self, wanted: set[ChunkId]) -> dict[ChunkId, _Held]:
-        """Return what to go on holding: one chunk for each place, the newer one where both are there."""
+        """Return the bytes to hold from now on: for each position the previous chunk's, else its keyframe's."""
         both = {**self._held, **self._drafts}
         chosen: dict[ChunkId, _Held] = {}
         for chunk in self._previous.values():
@@ -134,63 +142,63 @@ class BaseCache:
                     break
         return chosen
 
-    def previous_at(self, place: Place, nbytes: int, element_width: int, is_float: bool) -> ChunkId | None:
-        """Return the previous checkpoint's chunk at a place, if it has this length and these elements."""
-        chunk = self._previous.get(place)
+    def previous_at(self, position: ChunkPosition, nbytes: int, element_width: int, is_float: bool) -> ChunkId | None:
+        """Return the previous checkpoint's chunk at a position, if it has this length and these elements."""
+        chunk = self._previous.get(position)
         if chunk is None or (chunk.nbytes, chunk.element_width, chunk.is_float) != (nbytes, element_width, is_float):
             return None
         return chunk.chunk_id
 
     def root_of(self, chunk_id: ChunkId) -> ChunkId | None:
-        """Return the chunk at the root of a previous chunk's chain, itself where it has no base."""
+        """Return the chunk at the root of a previous chunk's chain; the chunk itself if it has no base."""
         return self._roots.get(chunk_id)
 
     def decision_at(self, path: Path) -> StorageDecision | None:
-        """Return what was chosen last time for the storage of a path."""
+        """Return how the storage at a path was stored last time."""
         return self._decision_at.get(path)
 
-    def hops_at(self, path: Path | None) -> int:
-        """Return how many commits with a loss lie between the storage of a path and when it was exact; 0: none."""
-        return 0 if path is None else self._hops_at.get(path, 0)
+    def lossy_depth_at(self, path: Path | None) -> int:
+        """Return how many lossy commits the storage at a path has been through since it was exact."""
+        return 0 if path is None else self._lossy_depth_at.get(path, 0)
 
     @property
-    def hops_max(self) -> int:
-        """How many commits with a loss lie between now and the last one that was exact as a whole; 0: none."""
-        return max(self._hops_at.values(), default=0)
+    def lossy_depth_max(self) -> int:
+        """The largest ``lossy_depth_at`` of all storages; 0 if the last checkpoint was exact."""
+        return max(self._lossy_depth_at.values(), default=0)
 
     def sample_of(self, chunk_id: ChunkId) -> bytes | None:
-        """Return the sample of a chunk, if it was taken."""
+        """Return the sample of a chunk, if it is in memory."""
         return self._samples.get(chunk_id)
 
     def keep_sample(self, chunk_id: ChunkId, sample: bytes) -> None:
-        """Remember the sample of a chunk that was just committed."""
+        """Keep the sample of a chunk that was just committed."""
         self._samples[chunk_id] = sample
 
     def checksum_of(self, chunk_id: ChunkId) -> int | None:
-        """Return the xxh3 of a chunk's plain bytes, if this handle took it together with their identity."""
+        """Return the xxh3 of a chunk's plain bytes, if this handle computed it together with the chunk id."""
         return self._checksums.get(chunk_id)
 
     def forget_checksum(self, chunk_id: ChunkId) -> None:
-        """Let BLAKE3 decide next time: what is stored has another checksum."""
+        """Drop a checksum that the stored bytes do not match, so that BLAKE3 decides next time."""
         self._checksums.pop(chunk_id, None)
 
     def keep_checksum(self, chunk_id: ChunkId, xxh3: int) -> None:
-        """Remember the xxh3 of bytes whose BLAKE3 was taken with it: as a base they are known again by it, cheaper."""
+        """Keep the xxh3 of a chunk, computed together with its id. It checks a base in less time than BLAKE3."""
         self._checksums[chunk_id] = xxh3
 
     def hold(
         self, chunk_id: ChunkId, plain: memoryview, *, checksum: int | None = None, ticket: int | None = None
     ) -> None:
-        """Keep plain bytes whose BLAKE3 was taken here, where nobody else can write to them.
+        """Hold the plain bytes of a chunk. They were hashed in this memory, and nothing else can write to it.
 
-        Until ``follow`` makes them what the next commit is coded against, ``discard_drafts`` lets go of them. What
-        would pass the bound is not kept: whoever wants it reads it back from the store.
+        They are a draft until ``follow`` makes them bases; ``discard_drafts`` drops them. Bytes that would exceed the
+        bound are not held and are read from the store when they are needed.
 
         Args:
-            chunk_id: What they are.
-            plain: The bytes.
-            checksum: Their xxh3, if it is known.
-            ticket: Whose slot of an arena they lie in; None: they take memory of their own.
+            chunk_id: The chunk.
+            plain: Its bytes.
+            checksum: Their xxh3, if it was computed.
+            ticket: The arena slot that contains the bytes; None for memory on the heap.
         """
         held = _Held(plain, xxh3_64(plain) if checksum is None else checksum, ticket)
         with self._lock:
@@ -202,7 +210,7 @@ class BaseCache:
                 self.held_nbytes_peak = max(self.held_nbytes_peak, self._held_nbytes + drafts_nbytes)
 
     def hold_read(self, chunk_id: ChunkId, plain: memoryview) -> None:
-        """Keep a copy of a base that was read back from the store, if the bound and the memory allow it."""
+        """Hold a copy of a base that was read from the store, if the bound and the memory allow it."""
         with self._lock:
             wanted = self._held_nbytes + self._drafts_nbytes + len(plain)
             if chunk_id in self._drafts or (self._nbytes_max is not None and wanted > self._nbytes_max):
@@ -212,41 +220,41 @@ class BaseCache:
             self.hold(chunk_id, copy)
 
     def is_staged(self, chunk_id: ChunkId) -> bool:
-        """Whether the bytes of a chunk of the last checkpoint are held in an arena."""
+        """Return True if a chunk of the last checkpoint is held in an arena."""
         held = self._held.get(chunk_id)
         return held is not None and held.ticket is not None
 
     @property
     def tickets(self) -> frozenset[int]:
-        """Whose slots of an arena hold bases of the next commit."""
+        """The arena slots that contain bases of the next commit."""
         return frozenset(held.ticket for held in self._held.values() if held.ticket is not None)
 
     def keep_only_slot(self, ticket: int | None) -> None:
-        """Let bases lie in the slot of no more than one ticket.
+        """Hold bases in at most one arena slot, so that part of a state does not occupy the memory of two.
 
-        What lies in an older slot stays there as long as the newer one holds nothing; else it is copied to the heap,
-        as far as the bound allows: a part of a state must not keep the memory of a whole one.
+        If the last commit's slot contains bases, those in older slots are copied to the heap, as far as the bound
+        allows. If it contains none, the older slot is kept.
 
         Args:
-            ticket: Of the last commit; None: its slot must not be kept, and so no other is.
+            ticket: The last commit's slot; None if it must not be kept. Then no slot is kept.
         """
         with self._lock:
             staged = {chunk_id: held for chunk_id, held in self._held.items() if held.ticket is not None}
             is_newer = ticket is not None and any(held.ticket == ticket for held in staged.values())
             for chunk_id, held in staged.items():
                 if ticket is None:
-                    # Memory was short, or is not wanted any more.
+                    # Memory was short, or the saver must not hold it any longer.
                     del self._held[chunk_id]
                 elif is_newer and held.ticket != ticket:
-                    self._move(chunk_id, held)
+                    self._move_to_heap(chunk_id, held)
 
-    def let_go(self) -> None:
-        """Hold none of the bytes any more: what is wanted is read back from the store."""
+    def release(self) -> None:
+        """Drop all held bytes. Bases are read from the store from now on."""
         with self._lock:
             self._held.clear()
             self._held_nbytes = 0
 
-    def _move(self, chunk_id: ChunkId, held: _Held) -> None:
+    def _move_to_heap(self, chunk_id: ChunkId, held: _Held) -> None:
         del self._held[chunk_id]
         nbytes = self._held_nbytes + len(held.plain)
         is_over = self._nbytes_max is not None and nbytes > self._nbytes_max
@@ -257,14 +265,14 @@ class BaseCache:
             self.held_nbytes_peak = max(self.held_nbytes_peak, nbytes + self._drafts_nbytes)
 
     def discard_drafts(self) -> None:
-        """Let go of what a commit that failed, or is tried again, has given to be held."""
+        """Drop what an unfinished commit has held."""
         self._keep_checksums({chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values()))
         with self._lock:
             self._drafts.clear()
             self._drafts_nbytes = 0
 
     def held(self, chunk_id: ChunkId) -> memoryview | None:
-        """Return plain bytes that are held and still what they were."""
+        """Return the held bytes of a chunk if their checksum still matches; else None."""
         with self._lock:
             held = self._held.get(chunk_id) or self._drafts.get(chunk_id)
         if held is None or xxh3_64(held.plain) != held.xxh3:
@@ -273,21 +281,21 @@ class BaseCache:
 
 
 def _copy_of(plain: memoryview) -> memoryview | None:
-    """Return a copy on the heap; None where there is no memory for it, and the store has to be read again."""
+    """Return a copy on the heap, or None if there is no memory for it."""
     try:
         return memoryview(bytes(plain))
     except MemoryError:
         return None
 
 
-def base_frame(known: ChunkIndex, bases: BaseCache, previous: ChunkId, view: BaseKind) -> LocatedFrame | None:
-    """Return the frame that a chunk is coded against in a view, if it is still in place."""
-    chunk_id = previous if view == "previous" else bases.root_of(previous)
+def base_frame(known: ChunkIndex, bases: BaseCache, previous: ChunkId, kind: BaseKind) -> LocatedFrame | None:
+    """Return the frame of one kind of base of a previous chunk, if the store still has it."""
+    chunk_id = previous if kind == "previous" else bases.root_of(previous)
     return None if chunk_id is None else known.find(chunk_id)
 
 
 def read_nbytes(known: LocatedFrame) -> int:
-    """Return the stored bytes of a frame and of all that it needs."""
+    """Return the stored bytes of a frame and of all its bases."""
     return sum(link.frame.frame_nbytes for link in known.closure())
 
 
@@ -300,8 +308,9 @@ def first_paths(tree: Node, storage_of: list[int]) -> dict[int, Path]:
     return found
 
 
-def _places(manifest: Manifest, paths: dict[int, Path]) -> Iterator[tuple[Place, BaseChunk]]:
-    # Nothing is gained from moments that were quantized: they are not told as differences, and exact ones are noise.
+def _chunks_at(manifest: Manifest, paths: dict[int, Path]) -> Iterator[tuple[ChunkPosition, BaseChunk]]:
+    """Yield each position of the state at which a chunk begins, with the chunk."""
+    # Quantized moments are left out: they are not coded as differences, and their exact differences are noise.
     moments = {loss.storage for loss in manifest.losses if loss.role in ("first", "second")}
     for index, storage in enumerate(manifest.storages):
         if index in moments:
@@ -309,7 +318,7 @@ def _places(manifest: Manifest, paths: dict[int, Path]) -> Iterator[tuple[Place,
         position = 0
         for piece in storage.pieces:
             spec = manifest.chunks[piece.chunk]
-            # A chunk is found by the storage that it begins with.
+            # The position of a shared chunk is that of its first storage.
             if piece.offset == 0 and index in paths:
                 chunk = BaseChunk(ChunkId(spec.chunk_id), spec.nbytes, spec.element_width, spec.is_float)
                 yield (paths[index], position), chunk
@@ -317,9 +326,9 @@ def _places(manifest: Manifest, paths: dict[int, Path]) -> Iterator[tuple[Place,
 
 
 def _roots(manifest: Manifest) -> Iterator[tuple[ChunkId, ChunkId]]:
-    """Yield the root of each chunk's chain; none where that has another length, as the master of a rounding has."""
+    """Yield each chunk with the root of its chain, if both are equally long. The master of a rounding is longer."""
     nbytes_of = {chunk.chunk_id: chunk.nbytes for chunk in manifest.chunks}
-    # Lengths go down the chains: a rounding has half of its base's, a difference as many.
+    # A base's length follows from the frame on top: a rounding is half as long as its base, a difference as long.
     nbytes = [nbytes_of.get(frame.chunk_id, 0) for frame in manifest.frames]
     for index in range(len(manifest.frames) - 1, -1, -1):
         frame = manifest.frames[index]

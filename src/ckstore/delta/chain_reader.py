@@ -1,9 +1,9 @@
-"""Read one chunk back through the chain of its bases, frame by frame, and say which of them is damaged.
+"""Read one chunk through the chain of its bases, frame by frame, and find the frame that is damaged.
 
 Invariants:
-- What is returned has the identity that the last frame of the chain names, or the checksum that its reader took
-  together with it, or an error is raised.
-- At most one frame is in memory beside the plain bytes; a pack that was opened stays open until ``close``.
+- The returned bytes have the chunk id of the last frame, or the checksum that this process computed with that chunk
+  id; otherwise an error is raised.
+- Besides the plain bytes, at most one frame is in memory. A pack stays open until ``close``.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame
 from ckstore.store.repository import Repository
 
 Chain = Sequence[tuple[PackRef, FrameRef]]
-"""A frame and the bases it needs, deepest base first, each with its pack."""
+"""A frame and all its bases, each with its pack; the deepest base comes first."""
 
 
 def chain_reader_nbytes(limits: Limits, *, has_pool: bool = False) -> int:
-    """Return the memory that one reader may use beyond its decoder's, in bytes."""
+    """Return the memory that one reader may use in addition to its decoder's, in bytes."""
     return limits.chunk_nbytes_max + (0 if has_pool else read_buffer_nbytes(limits))
 
 
 class ChainReader:
-    """Reads chunks whose frames need bases; belongs to one thread at a time, like its decoder.
+    """Reads chunks whose frames need bases. Used by one thread at a time, like its decoder.
 
     Args:
         repository: The store.
-        decoder: What decodes the frames; its memory aside is used for roundings of roundings.
-        pool: Read buffers to borrow one of at a time; None: it has its own.
-        files: Packs that are open and stay so; others are opened here when they are needed.
+        decoder: Decodes the frames. Its own buffer is used for roundings of roundings.
+        pool: Read buffers, of which one is used at a time; None for a buffer of its own.
+        files: Packs that the caller has opened and will close. Other packs are opened when they are needed.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ChainReader:
         self._repository = repository
         self._decoder = decoder
         self._pool = pool
-        self._lent = {} if files is None else files
+        self._open_files = {} if files is None else files
         self._has_own_pool = pool is None
         self._spare: memoryview | None = None
         self._files: dict[PackId, ReadFile] = {}
@@ -68,7 +68,7 @@ class ChainReader:
         self.close()
 
     def close(self) -> None:
-        """Let go of packs and memory; a later read opens and makes them again."""
+        """Close the packs that were opened here and free the memory. A later read opens them again."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -83,52 +83,52 @@ class ChainReader:
         """Write the chunk of the last frame into ``destination``, which is ``expected_nbytes`` long.
 
         Args:
-            chain: The frame and what it needs.
+            chain: The frame and its bases.
             expected_nbytes: Plain bytes of the last frame.
-            destination: Takes them.
-            plain_xxh3: Their xxh3, where this process took it together with the identity; compared in its place.
+            destination: Receives the plain bytes.
+            plain_xxh3: Their xxh3, if this process computed it together with the chunk id; compared instead of that.
 
         Raises:
-            CorruptError: A frame is damaged; it names pack and offset of that one, the chain, and the checkpoints
-                of the run that need it.
+            CorruptError: A frame is damaged. The error names its pack and offset, the chain, and the checkpoints of
+                the run that need it.
             MissingChunkError: A pack is missing.
             UnsupportedError: A frame needs a codec that this version does not have.
         """
-        assert len(destination) == expected_nbytes, "the destination takes exactly the chunk"
+        assert len(destination) == expected_nbytes, "the destination must be as long as the chunk"
         try:
-            for _ in self._links(chain, destination, base_check="none", plain_xxh3=plain_xxh3):
+            for _ in self._decode_chain(chain, destination, base_check="none", plain_xxh3=plain_xxh3):
                 pass
         except (ChecksumError, MalformedError, UnsupportedError) as error:
             raise self.blame(chain, expected_nbytes, error) from error
 
     def blame(self, chain: Chain, expected_nbytes: int, error: CkstoreError) -> CkstoreError:
-        """Read each frame of a chain again, judge it alone, and return the error of the one that is damaged.
+        """Read each frame of a chain again, check it by itself, and return the error of the damaged one.
 
-        Writes over the decoder's memory aside.
+        Overwrites the decoder's own buffer.
 
         Args:
-            chain: What could not be read.
+            chain: The chain that could not be read.
             expected_nbytes: Plain bytes of its last frame.
-            error: What was raised.
+            error: The error of the failed read.
         """
         index, fault = self._find_fault(chain, expected_nbytes)
         if fault is None:
             index, fault = len(chain) - 1, error
             if isinstance(error, CorruptError):
                 fault = type(error)(
-                    f"{error.what}, although each frame of its chain is right when it is read again",
+                    f"{error.what}, although every frame of its chain was intact when it was read again",
                     todo="test the memory and the disk of this machine",
                 )
-        return at_frame(fault, self._repository, chain, index)
+        return locate_error(fault, self._repository, chain, index)
 
     def _find_fault(self, chain: Chain, expected_nbytes: int) -> tuple[int, CkstoreError | None]:
         index = 0
         try:
-            # First as they are stored: what is damaged there need not be what fails to decode.
+            # First the stored bytes: the frame that fails to decode may be intact and only its base damaged.
             for index, (pack, frame) in enumerate(chain):
                 self._check_stored(pack, frame, base_of(chain, index))
             index = 0
-            for begun in self._links(chain, self._decoder.own_buffer(expected_nbytes), base_check="blake3"):
+            for begun in self._decode_chain(chain, self._decoder.own_buffer(expected_nbytes), base_check="blake3"):
                 index = begun
         except (CorruptError, UnsupportedError) as fault:
             return index, fault
@@ -144,10 +144,10 @@ class ChainReader:
         finally:
             result.release()
 
-    def _links(
+    def _decode_chain(
         self, chain: Chain, destination: memoryview, *, base_check: Check, plain_xxh3: int | None = None
     ) -> Iterator[int]:
-        """Decode frame upon frame; yield the index of each before it is decoded."""
+        """Decode the frames one after another. Yield the index of each frame before it is decoded."""
         plain: memoryview | None = None
         for index, (pack, frame) in enumerate(chain):
             yield index
@@ -156,7 +156,7 @@ class ChainReader:
                 header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=self._repository.limits)
                 target = self._target(header, plain, destination)
                 is_last = index == len(chain) - 1
-                # The last one ends in the destination, and has its length, or it is not what is expected.
+                # The last frame must have the length of the destination.
                 nbytes = len(destination) if is_last else len(target)
                 expected = Expected(frame.chunk_id, nbytes, base_of(chain, index), plain_xxh3 if is_last else None)
                 check: Check = "blake3" if is_last else base_check
@@ -166,7 +166,7 @@ class ChainReader:
             plain = target
 
     def _target(self, header: FrameHeader, base: memoryview | None, destination: memoryview) -> memoryview:
-        """Return where a frame of the chain is decoded to: onto its base if that is as long, else beside it."""
+        """Return the memory that a frame is decoded to: its base's if that is as long, else other memory."""
         nbytes = header.plain_nbytes
         if chunk_codec.base_nbytes(header.steps, nbytes) != (0 if base is None else len(base)):
             raise MalformedError("a frame's base is missing, superfluous or of another length")
@@ -178,12 +178,12 @@ class ChainReader:
         if self._spare is None:
             self._spare = map_zeros(chunk_nbytes_max)
         if base is not None and base.obj is self._spare.obj:
-            # A rounding that is rounded again: at most half a chunk, and the destination at most a quarter of one.
+            # A rounding of a rounding: its base has at most half a chunk, and the destination at most a quarter.
             return self._decoder.own_buffer(chunk_nbytes_max)[chunk_nbytes_max - nbytes :]
         return self._spare[:nbytes]
 
     def _fetch(self, pack: PackRef, frame: FrameRef) -> ReadResult:
-        file = self._lent.get(pack.pack_id) or self._files.get(pack.pack_id)
+        file = self._open_files.get(pack.pack_id) or self._files.get(pack.pack_id)
         if file is None:
             file = self._files[pack.pack_id] = open_pack(self._repository, pack)
         if self._pool is None:
@@ -192,12 +192,12 @@ class ChainReader:
 
 
 def base_of(chain: Chain, index: int) -> ChunkId:
-    """Return the chunk that a frame of a chain needs as its base."""
+    """Return the chunk id of the base of one frame of a chain."""
     return chain[index - 1][1].chunk_id if index else NO_BASE
 
 
-def at_frame(error: CkstoreError, repository: Repository, chain: Chain, index: int) -> CkstoreError:
-    """Return the error with the place of a frame in it, the chain it belongs to, and the checkpoints that need it."""
+def locate_error(error: CkstoreError, repository: Repository, chain: Chain, index: int) -> CkstoreError:
+    """Return the error with the frame's pack and offset, its chain, and the checkpoints that need it."""
     pack, frame = chain[index]
     names = [link.chunk_id.hex() for _, link in reversed(chain)]
     checkpoints = checkpoints_with(repository, pack.pack_id, frame)

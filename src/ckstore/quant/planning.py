@@ -336,7 +336,7 @@ def plan_lossy(
             exactly; moments have no chain: quantized they take almost nothing, and exact ones what they take.
     """
     residual = candidates.residual
-    if bases.hops_max + 1 >= residual.keyframe_every:
+    if bases.lossy_depth_max + 1 >= residual.keyframe_every:
         return LossyPlan(residual, reason=f"exact as a whole: one in {residual.keyframe_every} is")
     if bases.seq is None and candidates.is_first_exact:
         return LossyPlan(residual, reason=_BEGINS)
@@ -348,7 +348,7 @@ def plan_lossy(
     read_share_max = _EXACT_SHARE * (read_amplification_max * share - share_exact)
     for storage, tensor in sorted(candidates.tensors.items()):
         if tensor.role == "weight":
-            hops = bases.hops_at(paths.get(storage)) + 1
+            hops = bases.lossy_depth_at(paths.get(storage)) + 1
             frames = planner.bases_of(storage, paths[storage], known, bases)
             read = sum(map(read_nbytes, frames.values()))
             if not frames or read > read_share_max * plan.storages[storage].nbytes:
@@ -357,7 +357,7 @@ def plan_lossy(
             planner.add_weight(replace(tensor, hops=hops), frames)
     if due and not planner.tensors and candidates.is_first_exact:
         return LossyPlan(residual, reason=_BEGINS)
-    planner.add_moments({storage: bases.hops_at(paths.get(storage)) + 1 for storage in candidates.tensors})
+    planner.add_moments({storage: bases.lossy_depth_at(paths.get(storage)) + 1 for storage in candidates.tensors})
     reason = _reason(planner, due, bases.seq)
     found = LossyPlan(residual, planner.tensors, planner.tasks(), reason, candidates.weight_of)
     quantized = found.chunks

@@ -158,7 +158,7 @@ class TaskCoder:
         assert base is not None, "a weight is told as a change"
         tensor, settings = desk.tensor_of(index), desk.tensor_of(index).settings
         assert isinstance(settings, WeightSettings)
-        plain = desk.gather_for(index, "one plain", thread)
+        plain = desk.gather_for(index, "primary plain", thread)
         base_plain = desk.base_plain_of(base, len(plain), thread)
         if base_plain is None:
             desk.fail(index, "its base could not be read")
@@ -169,7 +169,7 @@ class TaskCoder:
             self._shape(index, tensor),
             settings,
             scratch=thread.worker.scratch,
-            reconstruction=desk.reconstruction_for(index, "one", thread),
+            reconstruction=desk.reconstruction_for(index, "primary", thread),
         )
         if made is None and not is_finite(floats_of(plain, tensor.dtype)):
             desk.fail(index, _NOT_FINITE)
@@ -187,13 +187,13 @@ class TaskCoder:
     def _rounded_drafts(self, index: int, plain: memoryview, became: memoryview) -> list[Draft]:
         """Return the rounding of what a weight became, where this chunk was the rounding of the weight."""
         desk, thread, tensor = self._desk, self._thread, self._desk.tensor_of(self._task.weight)
-        rounded = desk.gather_for(index, "other plain", thread)
+        rounded = desk.gather_for(index, "secondary plain", thread)
         encoded = chunk_codec.encode_rounded(rounded, plain, scratch=thread.worker.scratch)
         if encoded is None or tensor.dtype != "float32":
             desk.leave(index)
             return []
         kind = encoded.steps[0][1][0]
-        again = thread.worker.buffer("other")[: len(rounded)]
+        again = thread.worker.buffer("secondary")[: len(rounded)]
         kernels.round_floats(became, again, kind)
         name = "bfloat16" if kind == 1 else "float16"
         distance = distance_of(floats_of(rounded, name), floats_of(again, name))
@@ -206,8 +206,8 @@ class TaskCoder:
     def _moment_drafts(self) -> list[Draft]:
         task, desk, thread = self._task, self._desk, self._thread
         tensor = desk.tensor_of(task.second)
-        second = desk.gather_for(task.second, "one plain", thread)
-        first = desk.gather_for(task.first, "other plain", thread)
+        second = desk.gather_for(task.second, "primary plain", thread)
+        first = desk.gather_for(task.first, "secondary plain", thread)
         values = floats_of(second, tensor.dtype)
         if not is_finite(values):
             desk.fail(task.second, _NOT_FINITE)
@@ -225,7 +225,7 @@ class TaskCoder:
                 self._shape(task.second, tensor),
                 tensor.settings,
                 scratch=thread.worker.scratch,
-                reconstruction=desk.reconstruction_for(task.second, "one", thread),
+                reconstruction=desk.reconstruction_for(task.second, "primary", thread),
             )
         became = second if made is None else made.reconstruction
         draft = self._exact(task.second, second, tensor) if made is None else self._draft(task.second, made, None)
@@ -248,7 +248,7 @@ class TaskCoder:
                 self._shape(task.first, tensor),
                 _clipped(tensor.settings, tensor),
                 scratch=thread.worker.scratch,
-                reconstruction=desk.reconstruction_for(task.first, "other", thread),
+                reconstruction=desk.reconstruction_for(task.first, "secondary", thread),
             )
         if made is None:
             quotient = quotient_max(floats_of(first, tensor.dtype), floats_of(became, tensor.dtype))

@@ -212,7 +212,7 @@ class LossyChunkWriter(ChunkWriter):
                 fate.fail("its chain of bases is too long")
                 return None
             draft.coded.base = base
-        frame, is_first = self._take_place(draft.index, draft.chunk_id, draft.coded)
+        frame, is_first = self._reserve_frame(draft.index, draft.chunk_id, draft.coded)
         fate.stored_nbytes += frame.place.stored_nbytes
         return frame if is_first else None
 

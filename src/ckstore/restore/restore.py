@@ -13,7 +13,7 @@ from typing import Any
 from ckstore.codec import kernels
 from ckstore.codec.frame_decoder import Check, Expected
 from ckstore.config import MIB, Policy
-from ckstore.delta.chain_reader import ChainReader, at_frame
+from ckstore.delta.chain_reader import ChainReader, locate_error
 from ckstore.errors import ChecksumError, CkstoreError, CorruptError, MalformedError, UnsupportedError
 from ckstore.format.manifest import Manifest
 from ckstore.hashing import ChunkId
@@ -145,7 +145,7 @@ class _DestinationFiller:
         frame_of = {frame.chunk_id: index for index, frame in enumerate(self._manifest.frames)}
         chain = chain_of(self._manifest, frame_of[ChunkId(self._manifest.chunks[read.chunk].chunk_id)])
         if len(chain) == 1:
-            return self._with_tensor(at_frame(error, self._repository, chain, 0), read.chunk)
+            return self._with_tensor(locate_error(error, self._repository, chain, 0), read.chunk)
         # With its own buffer: all fetch buffers may be in use until this thread returns its buffer.
         with ChainReader(self._repository, tools.decoder) as reader:
             return self._with_tensor(reader.blame(chain, self._manifest.chunks[read.chunk].nbytes, error), read.chunk)

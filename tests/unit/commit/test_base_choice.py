@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ckstore.delta.cost_model import AgainstBase, Estimate, decide
+from ckstore.delta.cost_model import DeltaCost, Estimate, decide
 
 ELEMENTS = 8_000_000
 FULL_BITS = 26.0
@@ -17,8 +17,8 @@ def estimate(previous=None, keyframe=None, *, depth=0, read_previous=FULL_NBYTES
     return Estimate(
         ELEMENTS,
         FULL_BITS,
-        None if previous is None else AgainstBase(previous, read_previous, depth),
-        None if keyframe is None else AgainstBase(keyframe, read_keyframe, 0),
+        None if previous is None else DeltaCost(previous, read_previous, depth),
+        None if keyframe is None else DeltaCost(keyframe, read_keyframe, 0),
         **more,
     )
 
@@ -73,7 +73,7 @@ def test_a_saving_within_a_tie_is_not_worth_a_base():
 def test_one_unit_that_pays_carries_those_that_do_not():
     """Moments are stored whole beside weights that are stored as differences."""
     weights, moments = estimate(17.0, 17.0), estimate(27.0, 27.0)
-    assert not moments.pays("previous")
+    assert not moments.saves("previous")
     assert decision(weights, moments).newest_base is not None
     assert decision(weights, moments).kinds == ("previous", None)
 

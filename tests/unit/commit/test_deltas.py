@@ -191,7 +191,7 @@ def test_a_base_that_is_damaged_is_told_and_not_built_upon(backend):
         damage(backend, store, 0)
         receipt = store.commit(states[1], 1)
         assert modes_of(store)[:2] == [FULL, FULL]
-        assert any("stored whole" in warning for warning in receipt.warnings)
+        assert any("stored without one" in warning for warning in receipt.warnings)
         assert difference(store.restore(1), states[1]) is None
         with pytest.raises(ckstore.CorruptError):
             store.restore(0)

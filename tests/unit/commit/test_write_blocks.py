@@ -49,7 +49,7 @@ def addresses(pool):
 
 @pytest.fixture
 def kept():
-    return WriteBlocks(is_kept=True)
+    return WriteBlocks(is_reused=True)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_memory_of_blocks_that_are_not_kept_is_given_back(kept, mapped):
         blocks.give_back(pool)
         del pool
         assert len(alive(mapped)) == counts[1]
-        blocks.let_go()
+        blocks.release()
         assert alive(mapped) == []
 
 

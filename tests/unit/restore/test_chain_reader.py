@@ -198,7 +198,7 @@ def test_fault_that_is_gone_when_read_again_is_still_an_error(store, reader, mon
             destination[17] ^= 1
 
     monkeypatch.setattr(chunk_codec, "decode", decode)
-    with pytest.raises(ChecksumError, match="each frame of its chain is right when it is read again"):
+    with pytest.raises(ChecksumError, match="every frame of its chain was intact when it was read again"):
         read(reader, chain)
     assert read(reader, chain) == plain_at(DEPTH).tobytes()
 

@@ -82,7 +82,7 @@ class Committer:
         self._repository: Repository | None = None
         self._lease: GatedLease | None = None
         self._bases = BaseCache()
-        self._blocks = WriteBlocks(is_kept=True)
+        self._blocks = WriteBlocks(is_reused=True)
         self._fingerprint: Fingerprint | None = None
         self._is_disowned = False
         self._seq_of: dict[int, int | None] = {}
@@ -157,12 +157,12 @@ class Committer:
         self._repository.forget_run_state()
         self._bases, self._fingerprint = BaseCache(), None
         # The trainer commits by itself now, with blocks of its own.
-        self._blocks.let_go()
+        self._blocks.release()
 
     def release_retained(self) -> None:
         """Hold nothing for the next commit any more: neither bases, in a slot or on the heap, nor write blocks."""
-        self._bases.let_go()
-        self._blocks.let_go()
+        self._bases.release()
+        self._blocks.release()
 
     def warm(self, block_count: int, nbytes: int) -> Iterator[None]:
         """Take memory that a commit of so many bytes wants; yields often, and need not be carried on."""
