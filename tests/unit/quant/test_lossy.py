@@ -106,7 +106,7 @@ def test_a_checkpoint_says_that_it_is_not_exact(chain):
     assert store.info(5).fidelity == "near"
     store.restore(5)
     assert store.restored.fidelity == "near"
-    with pytest.raises(BoundError, match="stored with a loss"):
+    with pytest.raises(BoundError, match="is not exact"):
         store.restore(5, exact=True)
     with pytest.raises(BoundError):
         store.restore(exact=True)
