@@ -14,10 +14,10 @@ import numpy as np
 
 from ckstore.codec import kernels
 from ckstore.codec.byte_codecs import Scratch
-from ckstore.quant import geometry, grid_chunks
+from ckstore.quant import chunk_codec, geometry
+from ckstore.quant.chunk_codec import CODEBOOK, GRID, QuantizedChunk
 from ckstore.quant.geometry import ChunkShape, Grid
 from ckstore.quant.grid import NO_ESCAPES, SYMBOL_COUNT, Quantized, choose_contexts, squares_of
-from ckstore.quant.grid_chunks import CODEBOOK, GRID, Made
 
 _BIN_COUNT = 1 << 13
 _TURNS = 30
@@ -63,7 +63,7 @@ def encode_weights(
     scratch: Scratch,
     reconstruction: memoryview,
     second_mean: float | None = None,
-) -> Made | None:
+) -> QuantizedChunk | None:
     """Quantize what has changed since the base; None where that does not pay."""
     grid = Grid(plain.nbytes // shape.width, shape.row_nelements, shape.phase)
     values, symbols = scratch.values(4 * grid.count), scratch.planes(grid.count)
@@ -71,7 +71,9 @@ def encode_weights(
         return None
     threshold = pruning.threshold_of(np.frombuffer(values, np.float32), second_mean)
     found = _quantized(values, symbols, grid, threshold, pruning.bits)
-    return grid_chunks.encode(GRID, found, plain, base, shape, grid, scratch=scratch, reconstruction=reconstruction)
+    return chunk_codec.encode_grid(
+        GRID, found, plain, base, shape, grid, scratch=scratch, reconstruction=reconstruction
+    )
 
 
 def encode_moment(
@@ -82,7 +84,7 @@ def encode_moment(
     *,
     scratch: Scratch,
     reconstruction: memoryview,
-) -> Made | None:
+) -> QuantizedChunk | None:
     """Quantize the elements of a moment that are kept, the others becoming zero; None where that does not pay."""
     grid = Grid(plain.nbytes // shape.width, shape.row_nelements, shape.phase)
     values, symbols = scratch.values(4 * grid.count), scratch.planes(grid.count)
@@ -91,7 +93,7 @@ def encode_moment(
     np.frombuffer(values, np.float32)[~keep] = 0.0
     found = _quantized(values, symbols, grid, 0.0, pruning.bits)
     how = {"scratch": scratch, "reconstruction": reconstruction}
-    return grid_chunks.encode(CODEBOOK, found, plain, memoryview(b""), shape, grid, **how)
+    return chunk_codec.encode_grid(CODEBOOK, found, plain, memoryview(b""), shape, grid, **how)
 
 
 def _quantized(values: memoryview, symbols: memoryview, grid: Grid, threshold: float, bits: int) -> Quantized:

@@ -23,8 +23,8 @@ from bench import excp
 from bench.resume_training import ROLES
 from bench.training import Arrays
 from ckstore.codec.byte_codecs import Scratch
+from ckstore.quant.chunk_codec import QuantizedChunk
 from ckstore.quant.geometry import ChunkShape
-from ckstore.quant.grid_chunks import Made
 
 Bits = dict[str, float]
 """Role (``w``, ``m``, ``v``) or ``exact`` -> bits of a whole state."""
@@ -189,7 +189,7 @@ def _bytes_of(values: np.ndarray) -> memoryview:
     return memoryview(values.view(np.uint8))
 
 
-def _stored(made: Made | None, plain: memoryview, room: memoryview) -> int:
+def _stored(made: QuantizedChunk | None, plain: memoryview, room: memoryview) -> int:
     """Return the bytes of a frame; what does not pay is counted, and kept, as it is."""
     if made is not None:
         return made.encoded.nbytes

@@ -20,7 +20,7 @@ from ckstore.codec.kernels import reference
 from ckstore.config import FirstMomentSettings, SecondMomentSettings, WeightSettings
 from ckstore.errors import CorruptError, UnsupportedError
 from ckstore.quant import chunk_codec as lossy_forms
-from ckstore.quant.chunk_codec import ChunkShape, Made
+from ckstore.quant.chunk_codec import ChunkShape, QuantizedChunk
 
 GUARD = b"\x5a" * 64
 HEAD_NBYTES = 32
@@ -54,7 +54,7 @@ def seeds(scratch: chunk_codec.Scratch, rows: int) -> list[Seed]:
     how = {"scratch": scratch, "reconstruction": room}
     found = []
 
-    def add(name: str, made: Made | None, under: memoryview, nbytes: int) -> None:
+    def add(name: str, made: QuantizedChunk | None, under: memoryview, nbytes: int) -> None:
         assert made is not None, name
         payload = b"".join(made.encoded.parts)
         found.append(Seed(name, made.encoded.steps, made.encoded.width, payload, bytes(under), nbytes))

@@ -74,7 +74,7 @@ def test_large_moments_of_changed_weights_are_kept() -> None:
         found = values_of(decoded(moment, SCRATCH, None)).reshape(200, 200)
         assert not found[~expected].any()
         assert np.unique(found).size <= 16
-        assert moment.errors.kept_count == np.count_nonzero(found)
+        assert moment.errors.nonzero_count == np.count_nonzero(found)
         given = values_of(part).reshape(200, 200)
         assert np.corrcoef(found[expected], given[expected])[0, 1] > 0.95
 
@@ -91,7 +91,7 @@ def test_the_threshold_follows_the_second_moment() -> None:
             second_mean=mean,
         )
         assert made is not None
-        kept.append(made.errors.kept_fraction)
+        kept.append(made.errors.nonzero_share)
     assert kept[0] == kept[2] < kept[1]
 
 

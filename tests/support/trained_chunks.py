@@ -9,7 +9,7 @@ import numpy as np
 from ckstore.codec import chunk_codec
 from ckstore.codec.byte_codecs import Scratch
 from ckstore.quant import chunk_codec as lossy_forms
-from ckstore.quant.chunk_codec import ChunkShape, Made
+from ckstore.quant.chunk_codec import ChunkShape, QuantizedChunk
 
 DTYPES = ("float32", "bfloat16", "float16")
 STORED = {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
@@ -57,12 +57,12 @@ def room_for(plain: memoryview) -> memoryview:
     return memoryview(bytearray(b"\xa5" * plain.nbytes))
 
 
-def payload_of(made: Made) -> memoryview:
+def payload_of(made: QuantizedChunk) -> memoryview:
     """Return the payload in one piece, as it lies in a pack."""
     return memoryview(b"".join(made.encoded.parts))
 
 
-def decoded(made: Made, scratch: Scratch, base: memoryview | None) -> memoryview:
+def decoded(made: QuantizedChunk, scratch: Scratch, base: memoryview | None) -> memoryview:
     """Decode beside the base and, where there is one, onto it; both must give the reconstruction."""
     payload, plain = payload_of(made), room_for(made.reconstruction)
     how = {"width": made.encoded.width, "scratch": scratch}
@@ -79,7 +79,7 @@ def decoded(made: Made, scratch: Scratch, base: memoryview | None) -> memoryview
 
 def quantized_weight(
     state: Trained, settings: object, scratch: Scratch, dtype: str = "float32", phase: int = 0
-) -> Made:
+) -> QuantizedChunk:
     """Quantize the change of a weight, and prove that it comes back."""
     plain, base = stored(state.weight, dtype), stored(state.before, dtype)
     shape = ChunkShape(dtype, state.weight.shape[1], phase)

@@ -24,7 +24,7 @@ from ckstore.quant.chunk_codec import Errors
 from ckstore.quant.error_stats import Distance
 from ckstore.quant.lowrank import RANK_MAX
 from ckstore.quant.planning import LossyTensor, Task
-from ckstore.quant.quantize_task import Desk, TaskCoder
+from ckstore.quant.quantize_task import TaskCoder, TaskContext
 from ckstore.store.chunk_index import LocatedFrame
 
 FINEST, COARSEST = -3.0, 4.0
@@ -109,11 +109,11 @@ def sample_of(tasks: Sequence[Task], offset_of: Callable[[Task], int]) -> tuple[
     return list(tasks), True
 
 
-def seek(desk: Desk, tasks: Sequence[Task], target: float, thread: CodingThread, *, is_all: bool) -> float:
+def seek(context: TaskContext, tasks: Sequence[Task], target: float, thread: CodingThread, *, is_all: bool) -> float:
     """Return the powers of two by which the steps of one parameter are to be scaled.
 
     Args:
-        desk: What the trials read from.
+        context: What the trials read from.
         tasks: Some of the parameter.
         target: Bits that all its tensors may take for each of its elements.
         thread: Memory to work in.
@@ -121,7 +121,7 @@ def seek(desk: Desk, tasks: Sequence[Task], target: float, thread: CodingThread,
     """
 
     def bits_at(octaves: float) -> float:
-        trial = Trial(desk, octaves)
+        trial = Trial(context, octaves)
         nbytes = sum(_stored_nbytes(trial, task, thread) for task in tasks)
         return 8 * nbytes / max(1, max(trial.counts.values(), default=1))
 
@@ -140,44 +140,44 @@ def _stored_nbytes(trial: Trial, task: Task, thread: CodingThread) -> int:
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """A desk on which nothing is kept, with steps of another width."""
+    """A context on which nothing is kept, with steps of another width."""
 
-    desk: Desk
+    context: TaskContext
     octaves: float
     counts: dict[int, int]
 
-    def __init__(self, desk: Desk, octaves: float) -> None:
-        self.desk, self.octaves, self.counts = desk, octaves, {}
+    def __init__(self, context: TaskContext, octaves: float) -> None:
+        self.context, self.octaves, self.counts = context, octaves, {}
 
     @property
     def policy(self) -> Policy:
         """How much is checked and coded."""
-        return self.desk.policy
+        return self.context.policy
 
     @property
     def plan(self) -> CommitPlan:
         """What the indices of chunks count in."""
-        return self.desk.plan
+        return self.context.plan
 
     def gather_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
         """Return the plain bytes of a chunk."""
-        return self.desk.gather_for(index, purpose, thread)
+        return self.context.gather_for(index, purpose, thread)
 
     def base_plain_of(self, base: LocatedFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
         """Return the plain bytes of a base; None where they cannot be read."""
-        return self.desk.base_plain_of(base, nbytes, thread)
+        return self.context.base_plain_of(base, nbytes, thread)
 
     def reconstruction_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
         """Return memory for what a chunk becomes."""
-        return self.desk.reconstruction_for(index, purpose, thread)
+        return self.context.reconstruction_for(index, purpose, thread)
 
     def hold(self, index: int, chunk_id: ChunkId, plain: memoryview, *, is_own: bool) -> None:
         """Keep nothing."""
 
-    def note(self, index: int, errors: Errors | Distance, *, u_max: float = 0.0, method: str = "") -> None:
+    def note(self, index: int, errors: Errors | Distance, *, max_update_ratio: float = 0.0, method: str = "") -> None:
         """Add nothing."""
 
-    def note_raised(self, index: int, sum_sq_error: float) -> None:
+    def note_inflated(self, index: int, sum_sq_error: float) -> None:
         """Let it be judged when it is stored."""
 
     def fail(self, index: int, why: str) -> None:
@@ -188,4 +188,4 @@ class Trial:
 
     def tensor_of(self, index: int) -> LossyTensor:
         """Return what the tensor of a chunk is, with other steps."""
-        return scaled(self.desk.tensor_of(index), self.octaves)
+        return scaled(self.context.tensor_of(index), self.octaves)

@@ -20,17 +20,17 @@ from ckstore.quant.error_stats import Distance, Errors
 from ckstore.quant.planning import LossyTensor
 from ckstore.quant.roles import AdamConstants, Role
 
-SPIKE_MAX = 10.0
-SPIKE_SHARE_MAX = 1.5
+STEP_RATIO_MAX = 10.0
+STEP_RATIO_SHARE_MAX = 1.5
 """A virtual next step may be this large, or so many times the largest that an exact state can make."""
 
-_RAISED_SHARE_MAX = 0.01
+_INFLATED_SHARE_MAX = 0.01
 """More of a moment's energy than this may not be made up, or dropped, where the second one is too small to be told."""
 
 _CHANGE_MAX = 1.1
 """A weight whose change has more than so many times its own energy is not told by its base: it was made anew."""
 
-_RAISED: Mapping[Role, str] = {
+_INFLATED: Mapping[Role, str] = {
     "first": "much of the first moment stands where the second one is zero, or too small to be told",
     "second": "the second moment is below 1.2e-38, and would be told as many times what it is",
 }
@@ -46,11 +46,11 @@ class TensorOutcome:
     Args:
         tensor: What it is; None for the rounding of a weight.
         stored_nbytes: Payload bytes.
-        u_max: Greatest quotient of the first moment and the root of the second.
+        max_update_ratio: Greatest quotient of the first moment and the root of the second.
         sq_errors: Sum of the squares of each chunk's errors.
         sq_values: The same of its values.
         sq_changes: The same of a weight's changes, where they were quantized.
-        sq_raised: The part of the error that comes from second moments which are too small to be told.
+        sq_inflated: The part of the error that comes from second moments which are too small to be told.
         failure: Why it is stored exactly after all; empty: it is not.
         is_bound: The failure is a bound of the policy.
         methods: How its chunks came out.
@@ -62,10 +62,10 @@ class TensorOutcome:
     sq_errors: list[float] = field(default_factory=list)
     sq_values: list[float] = field(default_factory=list)
     sq_changes: list[float] = field(default_factory=list)
-    sq_raised: list[float] = field(default_factory=list)
-    kept_count: int = 0
+    sq_inflated: list[float] = field(default_factory=list)
+    nonzero_count: int = 0
     stored_nbytes: int = 0
-    u_max: float = 0.0
+    max_update_ratio: float = 0.0
     failure: str = ""
     is_bound: bool = False
     methods: set[str] = field(default_factory=set)
@@ -75,17 +75,17 @@ class TensorOutcome:
         if not self.failure:
             self.failure, self.is_bound = why, is_bound
 
-    def add(self, errors: Errors | Distance, *, u_max: float = 0.0, method: str = "") -> None:
+    def add(self, errors: Errors | Distance, *, max_update_ratio: float = 0.0, method: str = "") -> None:
         """Add the errors of one chunk, and how it was quantized."""
         self.methods.update([method] if method else [])
-        self.u_max = max(self.u_max, u_max)
+        self.max_update_ratio = max(self.max_update_ratio, max_update_ratio)
         if isinstance(errors, Distance):
             self.sq_errors.append(errors.sum_sq_difference)
-            self.kept_count += errors.changed_count
+            self.nonzero_count += errors.changed_count
         else:
             self.sq_errors.append(errors.sum_sq_error)
             self.sq_changes.append(errors.sum_sq_change)
-            self.kept_count += errors.kept_count
+            self.nonzero_count += errors.nonzero_count
         self.count += errors.count
         # What no number tells is off by more than any.
         self.max_abs = math.inf if math.isnan(errors.max_abs) else max(self.max_abs, errors.max_abs)
@@ -109,10 +109,10 @@ class TensorOutcome:
         return math.sqrt(self.sum_sq_error / self.sum_sq_value) if self.sum_sq_value else math.inf
 
     @property
-    def spike(self) -> float | None:
+    def max_step_ratio(self) -> float | None:
         """Largest |update| / lr of a virtual next step; None where that cannot be told."""
         constants = None if self.tensor is None else self.tensor.constants
-        return None if constants is None or self.tensor is None else spike_of(self.u_max, constants)
+        return None if constants is None or self.tensor is None else step_ratio_of(self.max_update_ratio, constants)
 
     def loss(self, storage: int, bits: float) -> Loss | None:
         """Return the record of it; None where nothing was lost."""
@@ -130,9 +130,9 @@ class TensorOutcome:
             # Sums of squares below the smallest float are zero, and the greatest error is not.
             rms_error=min(math.sqrt(self.sum_sq_error / self.count), self.max_abs),
             rms_value=math.sqrt(self.sum_sq_value / self.count),
-            kept=self.kept_count / self.count,
-            hops=1 if self.tensor is None else self.tensor.hops,
-            spike=self.spike,
+            kept=self.nonzero_count / self.count,
+            hops=1 if self.tensor is None else self.tensor.lossy_depth,
+            spike=self.max_step_ratio,
             numbers={} if settings is None else numbers_of(settings, self.methods),
         )
 
@@ -159,39 +159,39 @@ def _correction(constants: AdamConstants) -> float:
     return at(constants.step + 1)
 
 
-def spike_of(quotient: float, constants: AdamConstants) -> float:
+def step_ratio_of(quotient: float, constants: AdamConstants) -> float:
     """Return the largest |update| / lr of a next step from this |m| / sqrt(v), over every gradient."""
     beta1, beta2 = constants.beta1, constants.beta2
     worst = math.hypot(beta1 * quotient / math.sqrt(beta2), (1 - beta1) / math.sqrt(1 - beta2))
     return min(worst * _correction(constants), sys.float_info.max)
 
 
-def spike_max(constants: AdamConstants) -> float:
+def step_ratio_max(constants: AdamConstants) -> float:
     """Return the largest next step that may be let stand."""
-    return min(SPIKE_MAX, SPIKE_SHARE_MAX * natural_quotient(constants))
+    return min(STEP_RATIO_MAX, STEP_RATIO_SHARE_MAX * natural_quotient(constants))
 
 
 def clip_max(constants: AdamConstants) -> float:
-    """Return the greatest |m| / sqrt(v) from which the next step stays within ``spike_max``."""
+    """Return the greatest |m| / sqrt(v) from which the next step stays within ``step_ratio_max``."""
     beta1, beta2 = constants.beta1, constants.beta2
     if beta1 == 0:
         return math.inf
-    rest = (spike_max(constants) / _correction(constants)) ** 2 - (1 - beta1) ** 2 / (1 - beta2)
+    rest = (step_ratio_max(constants) / _correction(constants)) ** 2 - (1 - beta1) ** 2 / (1 - beta2)
     # Never below what an exact state has: where even that steps too far, the moment is stored exactly and not crushed.
     return max(natural_quotient(constants), math.sqrt(max(0.0, rest) * beta2) / beta1)
 
 
-def judge(
-    fates: Mapping[int, TensorOutcome],
+def apply_bounds(
+    outcomes: Mapping[int, TensorOutcome],
     pairs: Mapping[int, int],
     groups: Mapping[int, int],
     masters: Mapping[int, int],
     residual: Residual,
 ) -> None:
-    """Hold every fate against the bounds of the policy; those that cannot stand have a failure afterwards.
+    """Hold every outcome against the bounds of the policy; those that cannot stand have a failure afterwards.
 
     Args:
-        fates: By storage.
+        outcomes: By storage.
         pairs: The second moment of each first one, by storage.
         groups: The weight that a moment belongs to, by storage, where both are stored with a loss.
         masters: The weight that a storage is the rounding of, by storage.
@@ -200,28 +200,31 @@ def judge(
     Raises:
         BoundError: The policy wants no exact storage instead.
     """
-    for fate in fates.values():
-        if fate.tensor is not None:
-            _judge_one(fate, fate, residual)
-            if _sum_in_any_order(fate.sq_raised) > _RAISED_SHARE_MAX * fate.sum_sq_value:
-                fate.fail(_RAISED[fate.tensor.role])
-            is_anew = _sum_in_any_order(fate.sq_changes) > _CHANGE_MAX * fate.sum_sq_value
-            if is_anew and isinstance(fate.tensor.settings, WeightSettings):
-                fate.fail("it has changed by more than there is of it, so that its base tells nothing of it")
+    for outcome in outcomes.values():
+        if outcome.tensor is not None:
+            _check_errors(outcome, outcome, residual)
+            if _sum_in_any_order(outcome.sq_inflated) > _INFLATED_SHARE_MAX * outcome.sum_sq_value:
+                outcome.fail(_INFLATED[outcome.tensor.role])
+            is_anew = _sum_in_any_order(outcome.sq_changes) > _CHANGE_MAX * outcome.sum_sq_value
+            if is_anew and isinstance(outcome.tensor.settings, WeightSettings):
+                outcome.fail("it has changed by more than there is of it, so that its base tells nothing of it")
     for rounded, master in masters.items():
         # A rounding is never off without its master: what it exceeds makes both exact.
-        if rounded in fates and master in fates:
-            if not math.isfinite(fates[rounded].max_abs + fates[rounded].sum_sq_error):
-                fates[master].fail("its rounding would become infinite somewhere, or cease to be")
-            _judge_one(fates[rounded], fates[master], residual, "its rounding's ")
-    _judge_bits(fates, pairs, groups, residual)
+        if rounded in outcomes and master in outcomes:
+            if not math.isfinite(outcomes[rounded].max_abs + outcomes[rounded].sum_sq_error):
+                outcomes[master].fail("its rounding would become infinite somewhere, or cease to be")
+            _check_errors(outcomes[rounded], outcomes[master], residual, "its rounding's ")
+    _check_bits(outcomes, pairs, groups, residual)
     for first, second in pairs.items():
-        if first in fates and second in fates:
-            _judge_step(fates[first], fates[second])
-            for name, fate, other in (("second", fates[first], fates[second]), ("first", fates[second], fates[first])):
+        if first in outcomes and second in outcomes:
+            _check_next_step(outcomes[first], outcomes[second])
+            for name, outcome, other in (
+                ("second", outcomes[first], outcomes[second]),
+                ("first", outcomes[second], outcomes[first]),
+            ):
                 if other.failure:
-                    fate.fail(_told_of_partner(other.failure, name), is_bound=other.is_bound)
-    broken = [fate for fate in fates.values() if fate.failure and fate.is_bound]
+                    outcome.fail(_failure_of_partner(other.failure, name), is_bound=other.is_bound)
+    broken = [outcome for outcome in outcomes.values() if outcome.failure and outcome.is_bound]
     if broken and residual.on_bound == "raise":
         tensor = broken[0].tensor
         assert tensor is not None
@@ -233,7 +236,7 @@ def judge(
         )
 
 
-def _told_of_partner(failure: str, name: str) -> str:
+def _failure_of_partner(failure: str, name: str) -> str:
     """Return why a moment is exact as the other one of the pair has to tell it."""
     subject, _, rest = failure.partition(" ")
     if subject == "it":
@@ -241,38 +244,41 @@ def _told_of_partner(failure: str, name: str) -> str:
     return f"its {name} moment's {rest}" if subject == "its" else failure
 
 
-def _judge_one(fate: TensorOutcome, blamed: TensorOutcome, residual: Residual, whose: str = "its ") -> None:
+def _check_errors(outcome: TensorOutcome, blamed: TensorOutcome, residual: Residual, whose: str = "its ") -> None:
     tensor = blamed.tensor
     assert tensor is not None
     relative, greatest = residual.max_rel_rms, residual.max_abs
-    if relative is not None and not fate.rel_rms <= relative:
-        blamed.fail(f"{whose}RMS error is {fate.rel_rms:.3g} of its RMS, more than {relative:g}", is_bound=True)
-    if greatest is not None and tensor.role == "weight" and not fate.max_abs <= greatest:
-        blamed.fail(f"{whose}greatest error is {fate.max_abs:.3g}, more than {greatest:g}", is_bound=True)
+    if relative is not None and not outcome.rel_rms <= relative:
+        blamed.fail(f"{whose}RMS error is {outcome.rel_rms:.3g} of its RMS, more than {relative:g}", is_bound=True)
+    if greatest is not None and tensor.role == "weight" and not outcome.max_abs <= greatest:
+        blamed.fail(f"{whose}greatest error is {outcome.max_abs:.3g}, more than {greatest:g}", is_bound=True)
 
 
-def _judge_bits(
-    fates: Mapping[int, TensorOutcome], pairs: Mapping[int, int], groups: Mapping[int, int], residual: Residual
+def _check_bits(
+    outcomes: Mapping[int, TensorOutcome], pairs: Mapping[int, int], groups: Mapping[int, int], residual: Residual
 ) -> None:
     if residual.bits_per_parameter is None:
         return
     members: dict[int, list[TensorOutcome]] = {}
-    for storage, fate in fates.items():
-        if fate.tensor is not None:
-            members.setdefault(groups.get(storage, pairs.get(storage, storage)), []).append(fate)
+    for storage, outcome in outcomes.items():
+        if outcome.tensor is not None:
+            members.setdefault(groups.get(storage, pairs.get(storage, storage)), []).append(outcome)
     for group in members.values():
-        bits = 8 * sum(fate.stored_nbytes for fate in group) / max(1, *(fate.count for fate in group))
-        for fate in group if bits > residual.bits_per_parameter else ():
+        bits = 8 * sum(outcome.stored_nbytes for outcome in group) / max(1, *(outcome.count for outcome in group))
+        for outcome in group if bits > residual.bits_per_parameter else ():
             why = f"it takes {bits:.2f} bits a parameter, more than {residual.bits_per_parameter:g}"
-            fate.fail(why, is_bound=True)
+            outcome.fail(why, is_bound=True)
 
 
-def _judge_step(first: TensorOutcome, second: TensorOutcome) -> None:
+def _check_next_step(first: TensorOutcome, second: TensorOutcome) -> None:
     assert first.tensor is not None
     constants = first.tensor.constants
     if first.max_abs == second.max_abs == 0:
         return
-    if not math.isfinite(first.u_max):
+    if not math.isfinite(first.max_update_ratio):
         first.fail("a first moment would stay where the second one vanishes")
-    elif constants is not None and (spike := spike_of(first.u_max, constants)) > spike_max(constants) * _SLACK:
-        first.fail(f"the next step could be {spike:.3g} times the learning rate")
+    elif (
+        constants is not None
+        and (ratio := step_ratio_of(first.max_update_ratio, constants)) > step_ratio_max(constants) * _SLACK
+    ):
+        first.fail(f"the next step could be {ratio:.3g} times the learning rate")

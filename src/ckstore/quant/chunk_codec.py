@@ -13,28 +13,44 @@ What was done to a chunk, in a word and in numbers: as it came out, not as it wa
 
 A chunk that few directions do not describe falls back to a grid, factors of too few rows to logarithms, and some
 chunks of a tensor may be exact. Of a tensor whose chunks differ, every word is recorded.
+
+Chunks as symbols: from what a quantizer has found to the payload, the reconstruction and the errors, and back.
+
+Four steps: ``grid`` adds codes to a base (weights), ``moment2`` multiplies factors of rows and columns, ``moment1``
+multiplies codes by the roots of its base, the second moment, and ``codebook`` is values by themselves.
+
+Invariants:
+- The reconstruction that is written is what the payload decodes to, on every machine.
+- None says that nothing was stored: it does not pay, or no number would tell what is lost.
+
+Chunks as a few outer products: the forms that are tried before grids, with their payloads and errors.
+
+Invariants:
+- The reconstruction that is written is what the payload decodes to, on every machine.
+- None says that nothing was stored; the caller's values may have been used up by then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckstore.codec import chunk_codec as chain
 from ckstore.codec import kernels
-from ckstore.codec.base import CodecStep
+from ckstore.codec.base import CodecStep, Encoded
 from ckstore.codec.byte_codecs import Scratch, quantizing_nbytes
 from ckstore.codec.chunk_codec import QUANTIZED_STEPS
-from ckstore.config import FirstMomentSettings, SecondMomentSettings, WeightSettings
+from ckstore.config import FirstMomentSettings, LowRank, SecondMomentSettings, WeightSettings
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
-from ckstore.quant import grid_chunks, lowrank_chunks
-from ckstore.quant.error_stats import Errors, measure
+from ckstore.quant import lowrank_payload
+from ckstore.quant.error_stats import Errors, greatest_quotient, measure
 from ckstore.quant.geometry import WIDTHS, ChunkShape, FloatName, Grid
 from ckstore.quant.grid import Quantized, Steps, has_factors, quantize_first, quantize_grid, quantize_second
-from ckstore.quant.grid_chunks import CODEBOOK, GRID, MOMENT1, MOMENT2, Made
-from ckstore.quant.payload import read_codes
+from ckstore.quant.lowrank_payload import CHANGE, QUOTIENT, ROOT, Approximated
+from ckstore.quant.payload import Codes, read_codes, write_codes
 
 __all__ = [
     "CODEBOOK",
@@ -45,7 +61,7 @@ __all__ = [
     "ChunkShape",
     "Errors",
     "FloatName",
-    "Made",
+    "QuantizedChunk",
     "base_nbytes_of",
     "decode",
     "encode_first_moment",
@@ -54,9 +70,186 @@ __all__ = [
     "quantizing_nbytes",
 ]
 
+GRID, MOMENT2, MOMENT1, CODEBOOK = GRID_STEPS = (7, 8, 9, 10)
+
+_RULES = {GRID: 0, MOMENT2: 1, MOMENT1: 2, CODEBOOK: 3}
+# Coding that saves less than one part in so many is not worth the loss.
+SAVING_PART = 64
+# More of them cost more than exact bytes.
+_ESCAPES_PART = 64
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedChunk:
+    """A chunk that was quantized.
+
+    Args:
+        encoded: Steps and payload; the parts lie in the scratch and last until it is used again.
+        reconstruction: What it decodes to: the caller's buffer, whose bytes are what is committed.
+        errors: How that differs from what was given.
+    """
+
+    encoded: Encoded
+    reconstruction: memoryview
+    errors: Errors
+
+
+def encode_grid(
+    step: int,
+    found: Quantized,
+    plain: memoryview,
+    base: memoryview,
+    shape: ChunkShape,
+    grid: Grid,
+    *,
+    scratch: Scratch,
+    reconstruction: memoryview,
+) -> QuantizedChunk | None:
+    """Write the payload and its reconstruction, and measure that; None where it does not pay.
+
+    Args:
+        step: One of ``GRID_STEPS``.
+        found: What the symbols mean; these lie in the first half of ``scratch.planes``.
+        plain: The bytes of the chunk.
+        base: As many bytes as the chunk has, that decoding will be given; none where the step has none.
+        shape: What the chunk is of its tensor.
+        grid: Where it lies.
+        scratch: Memory of this thread.
+        reconstruction: As many bytes, which receive what the payload decodes to.
+    """
+    if found.escapes.size > grid.count // _ESCAPES_PART:
+        return None
+    words = _words_at(plain, found.escapes, shape.width)
+    symbols = scratch.planes(grid.count)
+    codes = Codes(grid, found.rows, found.cols, symbols, found.table, found.floor, found.escapes, words)
+    reconstruct_grid(codes, step, shape.kind, base, reconstruction)
+    off = measure(plain, reconstruction, shape.kind)
+    if not off.is_measured:
+        return None
+    parts = write_codes(codes, found.contexts, found.counts, scratch)
+    encoded = Encoded(((step, bytes([shape.kind])),), parts, shape.width)
+    nbytes = reconstruction.nbytes
+    if encoded.nbytes > nbytes - max(1, nbytes // SAVING_PART):
+        return None
+    errors = Errors(
+        *(grid.count, off.max_abs, off.sum_sq_error, off.sum_sq_value),
+        found.sum_sq if step == GRID else off.sum_sq_value,
+        grid.count - (0 if found.zero is None else int(found.counts[found.zero]) - found.escapes.size),
+        found.escapes.size,
+        _max_update_ratio(found, words, base, shape) if step == MOMENT1 else 0.0,
+    )
+    return QuantizedChunk(encoded, reconstruction, errors)
+
+
+def reconstruct_grid(codes: Codes, step: int, kind: int, base: memoryview, destination: memoryview) -> None:
+    """Write the elements that codes stand for; the base may be the very memory of the destination."""
+    grid = codes.grid
+    kernels.finish_values(
+        *(codes.symbols, codes.rows.values().data, codes.cols.values().data, codes.table.data, base, destination),
+        *(grid.row, grid.phase, kind, _RULES[step], codes.floor),
+    )
+    if codes.escapes.size:
+        words = np.frombuffer(codes.words, f"<u{WIDTHS[kind]}")
+        np.frombuffer(destination, words.dtype)[codes.escapes] = words
+
+
+def _words_at(plain: memoryview, places: NDArray[np.int64], width: int) -> bytes:
+    """Return the bytes of some elements of a chunk, one after another."""
+    return np.frombuffer(plain, f"<u{width}")[places].tobytes()
+
+
+def _max_update_ratio(found: Quantized, words: bytes, base: memoryview, shape: ChunkShape) -> float:
+    second = _words_at(base, found.escapes, shape.width)
+    return greatest_quotient(found.table, found.counts, _numbers(words, shape), _numbers(second, shape))
+
+
+def _numbers(words: bytes, shape: ChunkShape) -> NDArray[np.float64]:
+    values = np.empty(len(words) // shape.width, np.float32)
+    kernels.float_values(words, values.data, shape.kind)
+    return values.astype(np.float64)
+
+
+CHANGE_STEP, QUOTIENT_STEP, ROOT_STEP = LOWRANK_STEPS = (11, 12, 13)
+LOWRANK_WITH_BASE = (CHANGE_STEP, QUOTIENT_STEP)
+
+_FORMS = {CHANGE_STEP: CHANGE, QUOTIENT_STEP: QUOTIENT, ROOT_STEP: ROOT}
+
+
+def encode_lowrank(
+    step: int,
+    values: memoryview,
+    plain: memoryview,
+    base: memoryview,
+    shape: ChunkShape,
+    grid: Grid,
+    settings: LowRank,
+    *,
+    limit: float = 0.0,
+    reconstruction: memoryview,
+) -> tuple[Encoded, Errors] | None:
+    """Approximate the values of a chunk and write what it becomes; None where that is not near enough or too long.
+
+    Args:
+        step: One of ``LOWRANK_STEPS``.
+        values: Changes, quotients or second moments, as finite fp32 values; those of second moments are overwritten.
+        plain: The bytes of the chunk.
+        base: As many bytes that decoding will be given; none for ``ROOT_STEP``.
+        shape: What the chunk is of its tensor.
+        grid: Where it lies.
+        settings: How near.
+        limit: Greatest quotient.
+        reconstruction: As many bytes, which receive what the payload decodes to.
+    """
+    change: float | None = None
+    if step == CHANGE_STEP:
+        changes = np.frombuffer(values, np.float32)
+        change = float(np.einsum("i,i->", changes, changes))
+        found = lowrank_payload.make_change(values, grid, settings)
+    elif step == QUOTIENT_STEP:
+        found = lowrank_payload.make_quotient(values, grid, settings, limit)
+    else:
+        found = lowrank_payload.make_second(values, grid, settings)
+    if found is None or len(found.payload) > plain.nbytes - plain.nbytes // SAVING_PART:
+        return None
+    max_update_ratio = lowrank_payload.write(found, _FORMS[step], shape.kind, base, reconstruction)
+    off = measure(plain, reconstruction, shape.kind)
+    if not off.is_measured or _vanishes(step, found, shape, reconstruction):
+        return None
+    encoded = Encoded(((step, bytes([shape.kind])),), [memoryview(found.payload)], shape.width)
+    kept = grid.count if found.product.rank or step == ROOT_STEP else 0
+    change = off.sum_sq_value if change is None else change
+    return encoded, Errors(
+        grid.count, off.max_abs, off.sum_sq_error, off.sum_sq_value, change, kept, 0, max_update_ratio
+    )
+
+
+def _vanishes(step: int, found: Approximated, shape: ChunkShape, reconstruction: memoryview) -> bool:
+    """Whether a second moment became zero where its row and its column have some.
+
+    The least that this form knows, 2 ** -126, is zero in fp16; a grid has the least moment of the chunk instead.
+    """
+    if step != ROOT_STEP or shape.dtype != "float16" or found.factors is None:
+        return False
+    is_zero = np.frombuffer(reconstruction, np.uint16) == 0
+    rows, cols = (side.codes != 0 for side in found.factors)
+    return bool((is_zero & (rows[:, None] & cols).reshape(-1)[found.grid.phase :][: is_zero.size]).any())
+
+
+def decode_lowrank(
+    step: int, payload: memoryview, kind: int, width: int, base: memoryview, destination: memoryview
+) -> None:
+    """Write the reconstruction of a chunk; the base may be the very memory of the destination.
+
+    Raises:
+        MalformedError: No writer makes such a payload for so many elements.
+    """
+    found: Approximated = lowrank_payload.read(payload, _FORMS[step], destination.nbytes // width)
+    lowrank_payload.write(found, _FORMS[step], kind, base, destination)
+
+
 Settings = WeightSettings | FirstMomentSettings | SecondMomentSettings
 
-STEPS_WITH_BASE = (GRID, MOMENT1, *lowrank_chunks.WITH_BASE)
+STEPS_WITH_BASE = (GRID, MOMENT1, *LOWRANK_WITH_BASE)
 _NO_BYTES = memoryview(b"")
 
 
@@ -68,7 +261,7 @@ def encode_weights(
     *,
     scratch: Scratch,
     reconstruction: memoryview,
-) -> Made | None:
+) -> QuantizedChunk | None:
     """Quantize what has changed since the base; None where that cannot be done or does not pay.
 
     Args:
@@ -88,11 +281,9 @@ def encode_weights(
         return None
     if settings.low_rank is not None:
         where = plain, base, shape, grid
-        near = lowrank_chunks.encode(
-            lowrank_chunks.CHANGE_STEP, values, *where, settings.low_rank, reconstruction=reconstruction
-        )
+        near = encode_lowrank(CHANGE_STEP, values, *where, settings.low_rank, reconstruction=reconstruction)
         if near is not None:
-            return Made(near[0], reconstruction, near[1])
+            return QuantizedChunk(near[0], reconstruction, near[1])
     steps = Steps(settings.step, settings.dead_zone, settings.levels_max, settings.scale)
     found = quantize_grid(values, symbols, grid, steps)
     return _made(GRID, found, plain, base, shape, grid, scratch, reconstruction)
@@ -105,7 +296,7 @@ def encode_second_moment(
     *,
     scratch: Scratch,
     reconstruction: memoryview,
-) -> Made | None:
+) -> QuantizedChunk | None:
     """Quantize a second moment; None where that cannot be done or does not pay. See ``encode_weights``."""
     grid = _grid_of(shape, scratch, plain, reconstruction)
     values, symbols = _buffers(grid, scratch)
@@ -113,11 +304,9 @@ def encode_second_moment(
         return None
     if settings.low_rank is not None:
         where = plain, _NO_BYTES, shape, grid
-        near = lowrank_chunks.encode(
-            lowrank_chunks.ROOT_STEP, values, *where, settings.low_rank, reconstruction=reconstruction
-        )
+        near = encode_lowrank(ROOT_STEP, values, *where, settings.low_rank, reconstruction=reconstruction)
         if near is not None:
-            return Made(near[0], reconstruction, near[1])
+            return QuantizedChunk(near[0], reconstruction, near[1])
         kernels.float_values(plain, values, shape.kind)
     found = quantize_second(values, symbols, grid, settings)
     return _made(MOMENT2, found, plain, _NO_BYTES, shape, grid, scratch, reconstruction)
@@ -132,7 +321,7 @@ def encode_first_moment(
     *,
     scratch: Scratch,
     reconstruction: memoryview,
-) -> Made | None:
+) -> QuantizedChunk | None:
     """Quantize a first moment over the root of the second; None where that cannot be done or does not pay.
 
     The frame's base is the chunk of ``second_reconstruction``; but a moment that is dropped is stored as zeros, without
@@ -159,13 +348,13 @@ def encode_first_moment(
     _clear_without_direction(values, second_plain, shape)
     if settings.low_rank is not None:
         where = plain, second_reconstruction, shape, grid
-        near = lowrank_chunks.encode(
-            *(lowrank_chunks.QUOTIENT_STEP, values, *where, settings.low_rank),
+        near = encode_lowrank(
+            *(QUOTIENT_STEP, values, *where, settings.low_rank),
             limit=settings.clip,
             reconstruction=reconstruction,
         )
         if near is not None:
-            return Made(near[0], reconstruction, near[1])
+            return QuantizedChunk(near[0], reconstruction, near[1])
     found = quantize_first(values, symbols, grid, settings)
     return _made(MOMENT1, found, plain, second_reconstruction, shape, grid, scratch, reconstruction)
 
@@ -201,12 +390,12 @@ def decode(
     base = _NO_BYTES if base is None else base
     if base.nbytes != base_nbytes_of(steps, destination.nbytes):
         raise MalformedError(f"the base of a chunk of {destination.nbytes} bytes has {base.nbytes}")
-    if codec_id in lowrank_chunks.STEPS:
-        lowrank_chunks.decode(codec_id, payload, kind, width, base, destination)
+    if codec_id in LOWRANK_STEPS:
+        decode_lowrank(codec_id, payload, kind, width, base, destination)
         return
     is_second = codec_id == MOMENT2
     codes = read_codes(payload, destination.nbytes // width, width=width, is_second=is_second, scratch=scratch)
-    grid_chunks.reconstruct(codes, codec_id, kind, base, destination)
+    reconstruct_grid(codes, codec_id, kind, base, destination)
 
 
 def _only_step(steps: Sequence[CodecStep]) -> tuple[int, int]:
@@ -229,11 +418,11 @@ def _made(
     grid: Grid,
     scratch: Scratch,
     reconstruction: memoryview,
-) -> Made | None:
+) -> QuantizedChunk | None:
     """Write the payload and its reconstruction, and measure that; None where it does not pay."""
     if found is None:
         return None
-    return grid_chunks.encode(step, found, plain, base, shape, grid, scratch=scratch, reconstruction=reconstruction)
+    return encode_grid(step, found, plain, base, shape, grid, scratch=scratch, reconstruction=reconstruction)
 
 
 def _clear_without_direction(values: memoryview, second: memoryview, shape: ChunkShape) -> None:
@@ -246,13 +435,13 @@ def _clear_without_direction(values: memoryview, second: memoryview, shape: Chun
 
 def _zeros(
     plain: memoryview, shape: ChunkShape, grid: Grid, scratch: Scratch, reconstruction: memoryview
-) -> Made | None:
+) -> QuantizedChunk | None:
     np.frombuffer(reconstruction, np.uint8).fill(0)
     off = measure(plain, reconstruction, shape.kind)
-    if not off.is_told:
+    if not off.is_measured:
         return None
     encoded = chain.encode(reconstruction, width=shape.width, is_float=True, compression="fast", scratch=scratch)
-    return Made(
+    return QuantizedChunk(
         encoded, reconstruction, Errors(grid.count, off.max_abs, off.sum_sq_error, off.sum_sq_value, off.sum_sq_value)
     )
 
@@ -284,7 +473,7 @@ def method_of(steps: Sequence[CodecStep], settings: Settings, shape: ChunkShape,
         plain_nbytes: Its length.
     """
     taken = {step for step, _ in steps}
-    if taken.intersection(lowrank_chunks.STEPS):
+    if taken.intersection(LOWRANK_STEPS):
         return "outer"
     if not taken.intersection(QUANTIZED_STEPS):
         return "dropped"

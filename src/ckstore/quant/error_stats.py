@@ -29,9 +29,9 @@ class Errors:
         sum_sq_error: Sum of the differences' squares.
         sum_sq_value: Of the values' squares.
         sum_sq_change: Of the squares of the changes since the base, where there is one; of the values elsewhere.
-        kept_count: Elements that are not quantized to zero.
+        nonzero_count: Elements that are not quantized to zero.
         escape_count: Elements that are stored as they are.
-        u_max: Of first moments the greatest quotient by the root of the second that a resume will see; else 0.
+        max_update_ratio: Of first moments, the greatest |m| / sqrt(v) after a restore; else 0.
     """
 
     count: int = 0
@@ -39,9 +39,9 @@ class Errors:
     sum_sq_error: float = 0.0
     sum_sq_value: float = 0.0
     sum_sq_change: float = 0.0
-    kept_count: int = 0
+    nonzero_count: int = 0
     escape_count: int = 0
-    u_max: float = 0.0
+    max_update_ratio: float = 0.0
 
     def __add__(self, other: Errors) -> Errors:
         return Errors(
@@ -50,9 +50,9 @@ class Errors:
             self.sum_sq_error + other.sum_sq_error,
             self.sum_sq_value + other.sum_sq_value,
             self.sum_sq_change + other.sum_sq_change,
-            self.kept_count + other.kept_count,
+            self.nonzero_count + other.nonzero_count,
             self.escape_count + other.escape_count,
-            max(self.u_max, other.u_max),
+            max(self.max_update_ratio, other.max_update_ratio),
         )
 
     @property
@@ -66,9 +66,9 @@ class Errors:
         return _root_of_ratio(self.sum_sq_error, self.sum_sq_change)
 
     @property
-    def kept_fraction(self) -> float:
+    def nonzero_share(self) -> float:
         """Share of the elements that are not quantized to zero."""
-        return self.kept_count / self.count if self.count else 0.0
+        return self.nonzero_count / self.count if self.count else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Measured:
     is_same: bool
 
     @property
-    def is_told(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether these numbers tell what is lost: where only signs of zeros differ they do not, so it must not be."""
         is_finite = math.isfinite(self.max_abs) and math.isfinite(self.sum_sq_error)
         return is_finite and (self.max_abs > 0 or self.is_same)

@@ -64,7 +64,7 @@ class LossyTensor:
         dtype: Of its elements.
         memory_shape: Its dimensions in the order in which they lie in memory.
         settings: How it is quantized; ``"exact"`` for a moment that stays so beside one that does not.
-        hops: Commits with a loss since it was exact, this one included.
+        lossy_depth: Commits with a loss since it was exact, this one included.
         constants: What the optimizer says, of moments.
     """
 
@@ -74,7 +74,7 @@ class LossyTensor:
     dtype: FloatName
     memory_shape: tuple[int, ...]
     settings: Settings | Literal["exact"]
-    hops: int = 1
+    lossy_depth: int = 1
     constants: AdamConstants | None = None
 
 
@@ -348,13 +348,13 @@ def plan_lossy(
     read_share_max = _EXACT_SHARE * (read_amplification_max * share - share_exact)
     for storage, tensor in sorted(candidates.tensors.items()):
         if tensor.role == "weight":
-            hops = bases.lossy_depth_at(paths.get(storage)) + 1
+            lossy_depth = bases.lossy_depth_at(paths.get(storage)) + 1
             frames = planner.bases_of(storage, paths[storage], known, bases)
             read = sum(map(read_nbytes, frames.values()))
             if not frames or read > read_share_max * plan.storages[storage].nbytes:
                 due.append(tensor.path)
                 continue
-            planner.add_weight(replace(tensor, hops=hops), frames)
+            planner.add_weight(replace(tensor, lossy_depth=lossy_depth), frames)
     if due and not planner.tensors and candidates.is_first_exact:
         return LossyPlan(residual, reason=_BEGINS)
     planner.add_moments({storage: bases.lossy_depth_at(paths.get(storage)) + 1 for storage in candidates.tensors})
@@ -435,7 +435,7 @@ class _Planner:
             self._tasks[key] = Task(index, frames[index], tuple(rounded.get(index, ())))
         self.tensors[tensor.storage] = tensor
 
-    def add_moments(self, hops: Mapping[int, int]) -> None:
+    def add_moments(self, lossy_depths: Mapping[int, int]) -> None:
         """Add every second moment with the first one of the same elements."""
         tensors = self._candidates.tensors
         for first, second in sorted(self._candidates.second_of.items()):
@@ -447,7 +447,7 @@ class _Planner:
             for offset, two, one in pairs:
                 self._tasks[second, offset] = Task(second=two, first=one)
             for storage in (second, first):
-                self.tensors[storage] = replace(tensors[storage], hops=hops[storage])
+                self.tensors[storage] = replace(tensors[storage], lossy_depth=lossy_depths[storage])
 
     def _aligned(self, second: int, first: int) -> Iterator[tuple[int, int, int]]:
         for two, one in zip(self._chunks.get(second, ()), self._chunks.get(first, ()), strict=False):

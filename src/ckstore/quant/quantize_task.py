@@ -28,7 +28,7 @@ from ckstore.config import FirstMomentSettings, Policy, SecondMomentSettings, We
 from ckstore.hashing import ChunkId, chunk_id_of
 from ckstore.quant import chunk_codec as lossy_forms
 from ckstore.quant.bounds import clip_max
-from ckstore.quant.chunk_codec import EXACT_METHOD, ROUNDED_METHOD, ChunkShape, Errors, Made, method_of
+from ckstore.quant.chunk_codec import EXACT_METHOD, ROUNDED_METHOD, ChunkShape, Errors, QuantizedChunk, method_of
 from ckstore.quant.error_stats import Distance, distance_of, floats_of, is_finite
 from ckstore.quant.planning import LossyTensor, Task
 from ckstore.store.chunk_index import LocatedFrame
@@ -72,7 +72,7 @@ _NOT_SECOND = "it is negative somewhere, so it is no second moment"
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
+class ChunkDraft:
     """A chunk that waits for its place.
 
     Args:
@@ -88,7 +88,7 @@ class Draft:
     beside: int = -1
 
 
-class Desk(Protocol):
+class TaskContext(Protocol):
     """What a task needs of the writer it works for; all of it may be called from any thread."""
 
     @property
@@ -117,11 +117,11 @@ class Desk(Protocol):
         """Keep a chunk for the next commit, if its form says so; a copy of it where the memory is the trainer's."""
         ...
 
-    def note(self, index: int, errors: Errors | Distance, *, u_max: float = 0.0, method: str = "") -> None:
+    def note(self, index: int, errors: Errors | Distance, *, max_update_ratio: float = 0.0, method: str = "") -> None:
         """Add the errors of one chunk to those of its tensor, and how it was quantized."""
         ...
 
-    def note_raised(self, index: int, sum_sq_error: float) -> None:
+    def note_inflated(self, index: int, sum_sq_error: float) -> None:
         """Add the error of what goes with second moments that are too small to be told."""
         ...
 
@@ -141,27 +141,27 @@ class Desk(Protocol):
 class TaskCoder:
     """Quantizes and codes the chunks of one task."""
 
-    def __init__(self, desk: Desk, task: Task, thread: CodingThread) -> None:
-        self._desk = desk
+    def __init__(self, context: TaskContext, task: Task, thread: CodingThread) -> None:
+        self._context = context
         self._task = task
         self._thread = thread
 
-    def drafts(self) -> list[Draft]:
+    def drafts(self) -> list[ChunkDraft]:
         """Return what is to be placed, each chunk after what it needs."""
         return self._weight_drafts() if self._task.weight >= 0 else self._moment_drafts()
 
     # Weights
 
-    def _weight_drafts(self) -> list[Draft]:
-        task, desk, thread = self._task, self._desk, self._thread
+    def _weight_drafts(self) -> list[ChunkDraft]:
+        task, context, thread = self._task, self._context, self._thread
         index, base = task.weight, task.base
         assert base is not None, "a weight is told as a change"
-        tensor, settings = desk.tensor_of(index), desk.tensor_of(index).settings
+        tensor, settings = context.tensor_of(index), context.tensor_of(index).settings
         assert isinstance(settings, WeightSettings)
-        plain = desk.gather_for(index, "primary plain", thread)
-        base_plain = desk.base_plain_of(base, len(plain), thread)
+        plain = context.gather_for(index, "primary plain", thread)
+        base_plain = context.base_plain_of(base, len(plain), thread)
         if base_plain is None:
-            desk.fail(index, "its base could not be read")
+            context.fail(index, "its base could not be read")
             return []
         made = lossy_forms.encode_weights(
             plain,
@@ -169,10 +169,10 @@ class TaskCoder:
             self._shape(index, tensor),
             settings,
             scratch=thread.worker.scratch,
-            reconstruction=desk.reconstruction_for(index, "primary", thread),
+            reconstruction=context.reconstruction_for(index, "primary", thread),
         )
         if made is None and not is_finite(floats_of(plain, tensor.dtype)):
-            desk.fail(index, _NOT_FINITE)
+            context.fail(index, _NOT_FINITE)
             return []
         if made is not None and _turns_negative(plain, made.reconstruction, tensor):
             made = None
@@ -180,66 +180,66 @@ class TaskCoder:
             draft, became = self._exact(index, plain, tensor, base, base_plain), plain
         else:
             became = made.reconstruction
-            draft = self._draft(index, made, base if _needs_base(made) else None, base_plain)
-        desk.hold(index, draft.chunk_id, became, is_own=made is not None)
+            draft = self._build_chunk(index, made, base if _needs_base(made) else None, base_plain)
+        context.hold(index, draft.chunk_id, became, is_own=made is not None)
         return [draft, *(each for other in task.rounded for each in self._rounded_drafts(other, plain, became))]
 
-    def _rounded_drafts(self, index: int, plain: memoryview, became: memoryview) -> list[Draft]:
+    def _rounded_drafts(self, index: int, plain: memoryview, became: memoryview) -> list[ChunkDraft]:
         """Return the rounding of what a weight became, where this chunk was the rounding of the weight."""
-        desk, thread, tensor = self._desk, self._thread, self._desk.tensor_of(self._task.weight)
-        rounded = desk.gather_for(index, "secondary plain", thread)
+        context, thread, tensor = self._context, self._thread, self._context.tensor_of(self._task.weight)
+        rounded = context.gather_for(index, "secondary plain", thread)
         encoded = chunk_codec.encode_rounded(rounded, plain, scratch=thread.worker.scratch)
         if encoded is None or tensor.dtype != "float32":
-            desk.leave(index)
+            context.leave(index)
             return []
         kind = encoded.steps[0][1][0]
         again = thread.worker.buffer("secondary")[: len(rounded)]
         kernels.round_floats(became, again, kind)
         name = "bfloat16" if kind == 1 else "float16"
         distance = distance_of(floats_of(rounded, name), floats_of(again, name))
-        desk.note(index, distance, method=ROUNDED_METHOD)
+        context.note(index, distance, method=ROUNDED_METHOD)
         coded = EncodedChunk(_kept(encoded), None, became, is_rounding=True)
-        return [Draft(index, chunk_id_of(again), coded, beside=self._task.weight)]
+        return [ChunkDraft(index, chunk_id_of(again), coded, beside=self._task.weight)]
 
     # Moments
 
-    def _moment_drafts(self) -> list[Draft]:
-        task, desk, thread = self._task, self._desk, self._thread
-        tensor = desk.tensor_of(task.second)
-        second = desk.gather_for(task.second, "primary plain", thread)
-        first = desk.gather_for(task.first, "secondary plain", thread)
+    def _moment_drafts(self) -> list[ChunkDraft]:
+        task, context, thread = self._task, self._context, self._thread
+        tensor = context.tensor_of(task.second)
+        second = context.gather_for(task.second, "primary plain", thread)
+        first = context.gather_for(task.first, "secondary plain", thread)
         values = floats_of(second, tensor.dtype)
         if not is_finite(values):
-            desk.fail(task.second, _NOT_FINITE)
+            context.fail(task.second, _NOT_FINITE)
             return []
         if float(values.min(initial=0.0)) < 0:
-            desk.fail(task.second, _NOT_SECOND)
+            context.fail(task.second, _NOT_SECOND)
             return []
         if not is_finite(floats_of(first, tensor.dtype)):
-            desk.fail(task.first, _NOT_FINITE)
+            context.fail(task.first, _NOT_FINITE)
             return []
-        made: Made | None = None
+        made: QuantizedChunk | None = None
         if isinstance(tensor.settings, SecondMomentSettings):
             made = lossy_forms.encode_second_moment(
                 second,
                 self._shape(task.second, tensor),
                 tensor.settings,
                 scratch=thread.worker.scratch,
-                reconstruction=desk.reconstruction_for(task.second, "primary", thread),
+                reconstruction=context.reconstruction_for(task.second, "primary", thread),
             )
         became = second if made is None else made.reconstruction
-        draft = self._exact(task.second, second, tensor) if made is None else self._draft(task.second, made, None)
-        raised = None if made is None else inflated_mask(values, floats_of(became, tensor.dtype))
-        if raised is not None:
-            desk.note_raised(task.second, sum_sq(values[raised], floats_of(became, tensor.dtype)[raised]))
-        return [draft, self._first_draft(first, second, became, raised)]
+        draft = self._exact(task.second, second, tensor) if made is None else self._build_chunk(task.second, made, None)
+        inflated = None if made is None else inflated_mask(values, floats_of(became, tensor.dtype))
+        if inflated is not None:
+            context.note_inflated(task.second, sum_sq(values[inflated], floats_of(became, tensor.dtype)[inflated]))
+        return [draft, self._first_draft(first, second, became, inflated)]
 
     def _first_draft(
-        self, first: memoryview, second: memoryview, became: memoryview, raised: NDArray[np.bool_] | None
-    ) -> Draft:
-        task, desk, thread = self._task, self._desk, self._thread
-        tensor = desk.tensor_of(task.first)
-        made: Made | None = None
+        self, first: memoryview, second: memoryview, became: memoryview, inflated: NDArray[np.bool_] | None
+    ) -> ChunkDraft:
+        task, context, thread = self._task, self._context, self._thread
+        tensor = context.tensor_of(task.first)
+        made: QuantizedChunk | None = None
         if isinstance(tensor.settings, FirstMomentSettings):
             made = lossy_forms.encode_first_moment(
                 first,
@@ -248,16 +248,16 @@ class TaskCoder:
                 self._shape(task.first, tensor),
                 _clipped(tensor.settings, tensor),
                 scratch=thread.worker.scratch,
-                reconstruction=desk.reconstruction_for(task.first, "secondary", thread),
+                reconstruction=context.reconstruction_for(task.first, "secondary", thread),
             )
         if made is None:
             quotient = quotient_max(floats_of(first, tensor.dtype), floats_of(became, tensor.dtype))
-            return self._exact(task.first, first, tensor, u_max=quotient)
-        lost = unrepresentable_mask(floats_of(second, tensor.dtype), raised)
+            return self._exact(task.first, first, tensor, max_update_ratio=quotient)
+        lost = unrepresentable_mask(floats_of(second, tensor.dtype), inflated)
         if lost is not None and not _is_dropped(tensor):
             again = floats_of(made.reconstruction, tensor.dtype)
-            desk.note_raised(task.first, sum_sq(floats_of(first, tensor.dtype)[lost], again[lost]))
-        draft = self._draft(task.first, made, None, became)
+            context.note_inflated(task.first, sum_sq(floats_of(first, tensor.dtype)[lost], again[lost]))
+        draft = self._build_chunk(task.first, made, None, became)
         # It stands on the second one, unless it is stored by itself.
         if _needs_base(made):
             draft.beside = task.second
@@ -268,17 +268,19 @@ class TaskCoder:
     # What both do
 
     def _shape(self, index: int, tensor: LossyTensor) -> ChunkShape:
-        offset = self._desk.plan.chunks[index].sources[0].offset // thread_width(tensor)
+        offset = self._context.plan.chunks[index].sources[0].offset // thread_width(tensor)
         return ChunkShape.of(tensor.memory_shape, tensor.dtype, offset)
 
-    def _draft(self, index: int, made: Made, base: LocatedFrame | None, base_plain: memoryview | None = None) -> Draft:
-        tensor = self._desk.tensor_of(index)
+    def _build_chunk(
+        self, index: int, made: QuantizedChunk, base: LocatedFrame | None, base_plain: memoryview | None = None
+    ) -> ChunkDraft:
+        tensor = self._context.tensor_of(index)
         assert not isinstance(tensor.settings, str), "what is exact is not quantized"
         nbytes, shape = len(made.reconstruction), self._shape(index, tensor)
         method = method_of(made.encoded.steps, tensor.settings, shape, nbytes)
-        self._desk.note(index, made.errors, u_max=made.errors.u_max, method=method)
+        self._context.note(index, made.errors, max_update_ratio=made.errors.max_update_ratio, method=method)
         coded = EncodedChunk(_kept(made.encoded), base, base_plain, is_lossy=True)
-        return Draft(index, chunk_id_of(made.reconstruction), coded)
+        return ChunkDraft(index, chunk_id_of(made.reconstruction), coded)
 
     def _exact(
         self,
@@ -288,19 +290,19 @@ class TaskCoder:
         base: LocatedFrame | None = None,
         base_plain: memoryview | None = None,
         *,
-        u_max: float = 0.0,
-    ) -> Draft:
+        max_update_ratio: float = 0.0,
+    ) -> ChunkDraft:
         """Code a chunk as it is, although others of its tensor are not."""
-        worker, compression = self._thread.worker, self._desk.policy.compression
-        chunk: ChunkPlan = self._desk.plan.chunks[index]
+        worker, compression = self._thread.worker, self._context.policy.compression
+        chunk: ChunkPlan = self._context.plan.chunks[index]
         values = floats_of(plain, tensor.dtype)
         distance = replace(distance_of(values, values), changed_count=len(values))
-        self._desk.note(index, distance, u_max=u_max, method=EXACT_METHOD)
+        self._context.note(index, distance, max_update_ratio=max_update_ratio, method=EXACT_METHOD)
         if base_plain is not None:
             encoded = worker.encode_delta(plain, base_plain, chunk, compression)
             if encoded is not None:
-                return Draft(index, chunk_id_of(plain), EncodedChunk(_kept(encoded), base, base_plain))
-        return Draft(index, chunk_id_of(plain), EncodedChunk(_kept(worker.encode(plain, chunk, compression))))
+                return ChunkDraft(index, chunk_id_of(plain), EncodedChunk(_kept(encoded), base, base_plain))
+        return ChunkDraft(index, chunk_id_of(plain), EncodedChunk(_kept(worker.encode(plain, chunk, compression))))
 
 
 def thread_width(tensor: LossyTensor) -> int:
@@ -329,7 +331,7 @@ def _turns_negative(plain: memoryview, became: memoryview, tensor: LossyTensor) 
     return float(floats_of(became, tensor.dtype).min(initial=0.0)) < 0
 
 
-def _needs_base(made: Made) -> bool:
+def _needs_base(made: QuantizedChunk) -> bool:
     """Whether a chunk cannot be decoded by itself."""
     return chunk_codec.base_nbytes(made.encoded.steps, len(made.reconstruction)) > 0
 

@@ -27,11 +27,11 @@ from ckstore.config import Limits, Residual
 from ckstore.format.manifest import Loss, Manifest
 from ckstore.hashing import ChunkId, chunk_id_of
 from ckstore.quant.bitrate import sample_of, scaled, seek
-from ckstore.quant.bounds import TensorOutcome, judge
+from ckstore.quant.bounds import TensorOutcome, apply_bounds
 from ckstore.quant.chunk_codec import Errors, quantizing_nbytes
 from ckstore.quant.error_stats import Distance
 from ckstore.quant.planning import Candidates, LossyPlan, LossyTensor, Task
-from ckstore.quant.quantize_task import Draft, TaskCoder
+from ckstore.quant.quantize_task import ChunkDraft, TaskCoder
 from ckstore.quant.warnings import diverged_warnings, rules_warnings, vain_warnings
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import LocatedFrame
@@ -61,8 +61,8 @@ class LossyChunkWriter(ChunkWriter):
     """A writer of chunks of which some are stored with a loss."""
 
     lossy: LossyPlan = field(kw_only=True)
-    _fates: dict[int, TensorOutcome] = field(init=False, default_factory=dict)
-    _leftover: list[int] = field(init=False, default_factory=list)
+    _outcomes: dict[int, TensorOutcome] = field(init=False, default_factory=dict)
+    _without_master: list[int] = field(init=False, default_factory=list)
     _pairs: dict[int, int] = field(init=False, default_factory=dict)
     _groups: dict[int, int] = field(init=False, default_factory=dict)
     _masters: dict[int, int] = field(init=False, default_factory=dict)
@@ -70,15 +70,15 @@ class LossyChunkWriter(ChunkWriter):
 
     def __post_init__(self) -> None:
         super(LossyChunkWriter, self).__post_init__()
-        self._fates = {storage: TensorOutcome(tensor) for storage, tensor in self.lossy.tensors.items()}
+        self._outcomes = {storage: TensorOutcome(tensor) for storage, tensor in self.lossy.tensors.items()}
         for task in self.lossy.tasks:
             for index in task.rounded:
-                self._fates.setdefault(self._storage_of(index), TensorOutcome(None))
+                self._outcomes.setdefault(self._storage_of(index), TensorOutcome(None))
                 self._masters[self._storage_of(index)] = self._storage_of(task.weight)
             if task.second >= 0:
                 second, first = self._storage_of(task.second), self._storage_of(task.first)
                 self._pairs[first] = second
-        self._groups = {one: weight for one, weight in self.lossy.weight_of.items() if weight in self._fates}
+        self._groups = {one: weight for one, weight in self.lossy.weight_of.items() if weight in self._outcomes}
 
     def _thread_nbytes(self, *, has_bases: bool) -> int:
         return lossy_thread_nbytes(self.repository.limits, is_private=not self.policy.verify_encoded)
@@ -90,7 +90,7 @@ class LossyChunkWriter(ChunkWriter):
         if self.lossy.residual.bits_per_parameter is not None:
             self._scale_steps(self.lossy.residual.bits_per_parameter)
         self._run_tasks()
-        self._judge()
+        self._apply_bounds()
         again = self._to_be_stored_exactly()
         self._run([index for index in again if self.plans[index].master is None])
         self._run([index for index in sorted((*rest, *again)) if self.plans[index].master is not None])
@@ -101,11 +101,11 @@ class LossyChunkWriter(ChunkWriter):
         payload_of = [frame.frame.stored_nbytes for frame in stored.frames]
         losses: list[Loss] = []
         for first, second in self._pairs.items():
-            self._fates[second].u_max = self._fates[first].u_max
-        for storage, fate in sorted(self._fates.items()):
+            self._outcomes[second].max_update_ratio = self._outcomes[first].max_update_ratio
+        for storage, outcome in sorted(self._outcomes.items()):
             spec = self.plan.storages[storage]
             nbytes = sum(payload_of[piece.chunk] for piece in spec.pieces if stored.is_new[piece.chunk])
-            loss = fate.loss(storage, 8 * nbytes * spec.element_width / spec.nbytes)
+            loss = outcome.loss(storage, 8 * nbytes * spec.element_width / spec.nbytes)
             losses += [] if loss is None else [loss]
         stored.losses = tuple(losses)
         return stored
@@ -128,7 +128,7 @@ class LossyChunkWriter(ChunkWriter):
         for (_, tasks), each in zip(parameters, octaves, strict=True):
             storages = {self._storage_of(index) for task in tasks for index in task.chunks} & tensors.keys()
             for storage in storages:
-                tensors[storage] = self._fates[storage].tensor = scaled(tensors[storage], each)
+                tensors[storage] = self._outcomes[storage].tensor = scaled(tensors[storage], each)
         self.lossy = replace(self.lossy, tensors=tensors)
 
     def _offset_of(self, task: Task) -> int:
@@ -142,9 +142,13 @@ class LossyChunkWriter(ChunkWriter):
 
         self._run_in_turns(len(self.lossy.tasks), step, turns)
 
-    def _judge(self) -> None:
-        judge(self._fates, self._pairs, self._groups, self._masters, self.lossy.residual)
-        failed = [(fate.tensor.path, fate.failure) for fate in self._fates.values() if fate.failure and fate.tensor]
+    def _apply_bounds(self) -> None:
+        apply_bounds(self._outcomes, self._pairs, self._groups, self._masters, self.lossy.residual)
+        failed = [
+            (outcome.tensor.path, outcome.failure)
+            for outcome in self._outcomes.values()
+            if outcome.failure and outcome.tensor
+        ]
         self._warnings += [f"{path} was stored exactly: {failure}" for path, failure in failed[:_NAMED_COUNT]]
         if len(failed) > _NAMED_COUNT:
             # A bound that is too tight is so for hundreds: nobody reads as many lines after every commit.
@@ -154,18 +158,18 @@ class LossyChunkWriter(ChunkWriter):
 
     def _to_be_stored_exactly(self) -> list[int]:
         """Return the chunks of tensors that cannot be stored with a loss, with the roundings of them, and others."""
-        failed = {storage for storage, fate in self._fates.items() if fate.failure}
-        again = set(self._leftover)
+        failed = {storage for storage, outcome in self._outcomes.items() if outcome.failure}
+        again = set(self._without_master)
         own = list(self.plans)
         for task in self.lossy.tasks:
             if task.weight >= 0 and self._storage_of(task.weight) in failed:
                 again.update((task.weight, *task.rounded))
                 for index in task.rounded:
-                    self._fates[self._storage_of(index)].fail("its master is exact")
+                    self._outcomes[self._storage_of(index)].fail("its master is exact")
             for index in (task.second, task.first):
                 if index >= 0 and self._storage_of(index) in failed:
                     again.add(index)
-        for index in self._leftover:
+        for index in self._without_master:
             # What is not the rounding of the weight's reconstruction goes its own way.
             own[index] = WHOLE if own[index].master is None or not self._is_failed_master(index, failed) else own[index]
         self.plans = own
@@ -197,10 +201,10 @@ class LossyChunkWriter(ChunkWriter):
                     waiting_nbytes += draft.coded.encoded.nbytes
         self._fill_all(waiting, thread)
 
-    def _put(self, draft: Draft) -> PendingFrame | None:
+    def _put(self, draft: ChunkDraft) -> PendingFrame | None:
         """Give a chunk its place; None where it needs none."""
         known = self.repository.chunk_index.find(draft.chunk_id)
-        fate = self._fates[self._storage_of(draft.index)]
+        outcome = self._outcomes[self._storage_of(draft.index)]
         if draft.chunk_id not in self._placed and known is not None:
             # What a chunk that is there took then, this commit does not take again.
             self._results[draft.index] = known
@@ -209,11 +213,11 @@ class LossyChunkWriter(ChunkWriter):
             base = self._results[draft.beside]
             assert base is not None, "what a chunk is told in stands before it"
             if depth_of(base) >= self.repository.limits.depth_max:
-                fate.fail("its chain of bases is too long")
+                outcome.fail("its chain of bases is too long")
                 return None
             draft.coded.base = base
         frame, is_first = self._reserve_frame(draft.index, draft.chunk_id, draft.coded)
-        fate.stored_nbytes += frame.place.stored_nbytes
+        outcome.stored_nbytes += frame.place.stored_nbytes
         return frame if is_first else None
 
     def _fill_all(self, waiting: Sequence[tuple[PendingFrame, EncodedChunk, ChunkPlan]], thread: CodingThread) -> None:
@@ -245,26 +249,26 @@ class LossyChunkWriter(ChunkWriter):
         if is_own or chunk_id_of(held) == chunk_id:
             self.bases.hold(chunk_id, held)
 
-    def note(self, index: int, errors: Errors | Distance, *, u_max: float = 0.0, method: str = "") -> None:
+    def note(self, index: int, errors: Errors | Distance, *, max_update_ratio: float = 0.0, method: str = "") -> None:
         """Add the errors of one chunk to those of its tensor, and how it was quantized."""
-        fate = self._fates[self._storage_of(index)]
+        outcome = self._outcomes[self._storage_of(index)]
         with self._guard:
-            fate.add(errors, u_max=u_max, method=method)
+            outcome.add(errors, max_update_ratio=max_update_ratio, method=method)
 
-    def note_raised(self, index: int, sum_sq_error: float) -> None:
+    def note_inflated(self, index: int, sum_sq_error: float) -> None:
         """Add the error of what goes with second moments that are too small to be told."""
         with self._guard:
-            self._fates[self._storage_of(index)].sq_raised.append(sum_sq_error)
+            self._outcomes[self._storage_of(index)].sq_inflated.append(sum_sq_error)
 
     def fail(self, index: int, why: str) -> None:
         """Let the tensor of a chunk be stored exactly."""
         with self._guard:
-            self._fates[self._storage_of(index)].fail(why)
+            self._outcomes[self._storage_of(index)].fail(why)
 
     def leave(self, index: int) -> None:
         """Let a chunk be stored without its master."""
         with self._guard:
-            self._leftover.append(index)
+            self._without_master.append(index)
 
     def tensor_of(self, index: int) -> LossyTensor:
         """Return what the tensor of a chunk is."""

@@ -21,14 +21,14 @@ from ckstore.codec.byte_codecs import Scratch
 from ckstore.config import FirstMomentSettings, SecondMomentSettings, WeightSettings
 from ckstore.hashing import digest_of
 from ckstore.quant import chunk_codec
-from ckstore.quant.chunk_codec import ChunkShape, Made
+from ckstore.quant.chunk_codec import ChunkShape, QuantizedChunk
 
 FOLDER = Path(__file__).parent
 HEAD = struct.Struct("<BBHIII")
 ROWS, COLS, PHASE = 180, 100, 37
 
 SCRATCH = Scratch(1 << 20)
-Case = tuple[Made, memoryview]
+Case = tuple[QuantizedChunk, memoryview]
 
 
 def noise(seed: int, count: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from ckstore.codec.byte_codecs import Scratch  # noqa: E402
 from ckstore.config import FirstMomentSettings, LowRank, SecondMomentSettings, WeightSettings  # noqa: E402
 from ckstore.hashing import digest_of  # noqa: E402
 from ckstore.quant import chunk_codec  # noqa: E402
-from ckstore.quant.chunk_codec import ChunkShape, Made  # noqa: E402
+from ckstore.quant.chunk_codec import ChunkShape, QuantizedChunk  # noqa: E402
 from support.trained_chunks import DTYPES, payload_of, room_for, stored  # noqa: E402
 
 HEAD = struct.Struct("<BBHIII")
@@ -36,7 +36,7 @@ def directed(seed: int, rank: int = 6) -> np.ndarray:
     return (found / found.std() + 0.02 * rng.normal(size=(ROWS, COLS))).astype(np.float32)
 
 
-def write(name: str, made: Made, base: memoryview) -> str:
+def write(name: str, made: QuantizedChunk, base: memoryview) -> str:
     payload, steps = bytes(payload_of(made)), made.encoded.steps
     head = HEAD.pack(made.encoded.width, len(steps), 0, made.reconstruction.nbytes, base.nbytes, len(payload))
     listed = b"".join(bytes([codec_id, len(config)]) + config for codec_id, config in steps)

@@ -15,7 +15,7 @@ def test_a_loss_does_not_depend_on_which_chunk_was_ready_first():
     for order in itertools.permutations([*chunks, Distance(5, 4, 0.2, sum_sq_difference=0.13, sum_sq_value=0.9)]):
         fate = TensorOutcome(None)
         for errors in order:
-            fate.add(errors, u_max=errors.max_abs, method="grid")
+            fate.add(errors, max_update_ratio=errors.max_abs, method="grid")
         loss = fate.loss(0, bits=1.0)
         losses.add((fate.rel_rms, loss.rms_error, loss.rms_value, loss.max_abs, loss.kept))
     assert len(losses) == 1

@@ -10,14 +10,16 @@ from ckstore.codec.byte_codecs import Scratch
 from ckstore.codec.kernels import reference
 from ckstore.config import FirstMomentSettings, SecondMomentSettings
 from ckstore.quant import chunk_codec as lossy_forms
-from ckstore.quant.chunk_codec import ChunkShape, Made
+from ckstore.quant.chunk_codec import ChunkShape, QuantizedChunk
 from support.trained_chunks import DTYPES, decoded, payload_of, room_for, stored, trained, values_of
 
 SCRATCH = Scratch(1 << 20)
 RANK1, LOG = SecondMomentSettings(), SecondMomentSettings(form="log", log_step=0.25)
 
 
-def second(values: np.ndarray, settings: SecondMomentSettings, dtype: str = "float32", phase: int = 0) -> Made | None:
+def second(
+    values: np.ndarray, settings: SecondMomentSettings, dtype: str = "float32", phase: int = 0
+) -> QuantizedChunk | None:
     plain = stored(values, dtype)
     shape, room = ChunkShape(dtype, values.shape[-1], phase), room_for(plain)
     return lossy_forms.encode_second_moment(plain, shape, settings, scratch=SCRATCH, reconstruction=room)
@@ -25,7 +27,7 @@ def second(values: np.ndarray, settings: SecondMomentSettings, dtype: str = "flo
 
 def first(
     m: np.ndarray, v: np.ndarray, made_v: memoryview, settings: FirstMomentSettings, dtype: str = "float32"
-) -> Made | None:
+) -> QuantizedChunk | None:
     plain, given = stored(m, dtype), stored(v, dtype)
     shape, how = ChunkShape(dtype, m.shape[-1]), {"scratch": SCRATCH, "reconstruction": room_for(plain)}
     return lossy_forms.encode_first_moment(plain, given, made_v, shape, settings, **how)
@@ -45,7 +47,7 @@ def test_second_moments_stay_positive_and_near(settings: SecondMomentSettings, d
     assert 8 * made.encoded.nbytes / v.size < (0.6 if settings is RANK1 else 4.5)
     if settings is LOG and dtype == "float32":
         assert np.abs(octaves).max() < 0.26
-    assert made.errors.u_max == 0.0
+    assert made.errors.max_update_ratio == 0.0
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1.0, 1e20])
@@ -127,7 +129,7 @@ def test_first_moments_keep_their_direction_whatever_the_second_became(step: flo
     before, after = m_given / np.sqrt(v_given), became / np.sqrt(v_became)
     tolerance = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-2}[dtype]
     assert (np.abs(after - before) <= step * 1.01 + tolerance * np.abs(before)).all()
-    assert made.errors.u_max == pytest.approx(np.abs(after).max(), rel=tolerance + 1e-5)
+    assert made.errors.max_update_ratio == pytest.approx(np.abs(after).max(), rel=tolerance + 1e-5)
 
 
 def test_ternary_first_moments_take_three_values_and_less_than_a_bit_and_a_half() -> None:
@@ -139,7 +141,7 @@ def test_ternary_first_moments_take_three_values_and_less_than_a_bit_and_a_half(
     assert np.unique(np.round(quotients, 4)).size == 3
     assert 8 * made.encoded.nbytes / v.nbytes * 4 < 1.6
     kept = np.abs(state.first / np.sqrt(state.second)) > 0.18
-    assert made.errors.kept_count == pytest.approx(np.count_nonzero(kept), abs=5)
+    assert made.errors.nonzero_count == pytest.approx(np.count_nonzero(kept), abs=5)
 
 
 def test_a_dropped_first_moment_is_zeros_without_a_base() -> None:
@@ -150,7 +152,7 @@ def test_a_dropped_first_moment_is_zeros_without_a_base() -> None:
     assert chunk_codec.base_nbytes(made.encoded.steps, made.reconstruction.nbytes) == 0
     decoded(made, SCRATCH, None)
     assert made.errors.max_abs == np.abs(state.first).max()
-    assert made.errors.kept_count == 0
+    assert made.errors.nonzero_count == 0
     state.first[0, 0] = np.nan
     assert first(state.first, state.second, stored(state.second), FirstMomentSettings(form="dropped")) is None
 
@@ -167,7 +169,7 @@ def test_quotients_are_clipped_and_dropped_where_the_second_moment_vanishes() ->
     assert made is not None
     quotients = values_of(made.reconstruction) / np.sqrt(values_of(made_v.reconstruction))
     assert np.abs(quotients).max() <= 3.0 * 1.001
-    assert made.errors.u_max <= 3.0 * 1.001
+    assert made.errors.max_update_ratio <= 3.0 * 1.001
     # Where there is no second moment there is no direction either.
     assert not quotients[:8].any()
 

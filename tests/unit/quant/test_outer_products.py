@@ -17,7 +17,7 @@ from ckstore.errors import CorruptError
 from ckstore.hashing import digest_of
 from ckstore.quant import chunk_codec as lossy_forms
 from ckstore.quant import lowrank, lowrank_payload
-from ckstore.quant.chunk_codec import ChunkShape, Made
+from ckstore.quant.chunk_codec import ChunkShape, QuantizedChunk
 from support.trained_chunks import DTYPES, payload_of, room_for, stored, values_of
 
 SCRATCH = Scratch(1 << 20)
@@ -40,7 +40,9 @@ def shape(dtype: str = "float32", phase: int = 0) -> ChunkShape:
     return ChunkShape(dtype, COLS, phase)
 
 
-def weight(change: np.ndarray, settings=WEIGHTS, dtype="float32", cut: slice = slice(None)) -> tuple[Made, bytes]:
+def weight(
+    change: np.ndarray, settings=WEIGHTS, dtype="float32", cut: slice = slice(None)
+) -> tuple[QuantizedChunk, bytes]:
     base = np.random.default_rng(3).normal(size=change.shape).astype(np.float32)
     plain, given = stored((base + change).reshape(-1)[cut], dtype), stored(base.reshape(-1)[cut], dtype)
     where = shape(dtype, (cut.start or 0) % COLS)
@@ -49,13 +51,13 @@ def weight(change: np.ndarray, settings=WEIGHTS, dtype="float32", cut: slice = s
     return made, bytes(given)
 
 
-def moments(first: np.ndarray, second: np.ndarray, clip: float = 8.0) -> tuple[Made, Made]:
+def moments(first: np.ndarray, second: np.ndarray, clip: float = 8.0) -> tuple[QuantizedChunk, QuantizedChunk]:
     one, two = stored(first), stored(second)
     made2 = lossy_forms.encode_second_moment(two, shape(), SECOND, scratch=SCRATCH, reconstruction=room_for(two))
     assert made2 is not None
     settings = FirstMomentSettings(step=0.5, clip=clip, low_rank=FIRST.low_rank)
     near = made2.reconstruction
-    made2 = Made(_kept(made2), near, made2.errors)
+    made2 = QuantizedChunk(_kept(made2), near, made2.errors)
     made1 = lossy_forms.encode_first_moment(
         one, two, near, shape(), settings, scratch=SCRATCH, reconstruction=room_for(one)
     )
@@ -63,12 +65,12 @@ def moments(first: np.ndarray, second: np.ndarray, clip: float = 8.0) -> tuple[M
     return made1, made2
 
 
-def _kept(made: Made):
+def _kept(made: QuantizedChunk):
     steps, width = made.encoded.steps, made.encoded.width
     return chunk_codec.Encoded(steps, [memoryview(bytes(payload_of(made)))], width)
 
 
-def decoded(made: Made, base: bytes | memoryview | None) -> bytes:
+def decoded(made: QuantizedChunk, base: bytes | memoryview | None) -> bytes:
     out = room_for(made.reconstruction)
     needed = lossy_forms.base_nbytes_of(made.encoded.steps, out.nbytes)
     given = memoryview(bytes(base)) if needed and base is not None else None
@@ -125,7 +127,7 @@ def test_no_change_is_no_direction() -> None:
     made, base = weight(np.zeros((ROWS, COLS), np.float32))
     assert bytes(made.reconstruction) == base == decoded(made, base)
     assert payload_of(made).nbytes < 32
-    assert made.errors.kept_count == 0
+    assert made.errors.nonzero_count == 0
 
 
 def test_changes_whose_squares_vanish_are_left_to_the_grid() -> None:
@@ -193,7 +195,7 @@ def test_quotients_stay_within_the_limit_and_are_told() -> None:
     made, _ = moments(first, second, clip=0.5)
     near = values_of(made.reconstruction) / np.sqrt(values_of(moments(first, second)[1].reconstruction))
     assert float(np.abs(near).max()) <= 0.5 * (1 + 1e-6)
-    assert made.errors.u_max == pytest.approx(0.5)
+    assert made.errors.max_update_ratio == pytest.approx(0.5)
 
 
 def test_errors_do_not_add_up_along_a_chain() -> None:

@@ -43,8 +43,8 @@ def test_errors_are_those_of_the_reconstruction() -> None:
     assert made.errors.sum_sq_value == pytest.approx((state.weight.astype(float) ** 2).sum())
     assert made.errors.sum_sq_change == pytest.approx((change**2).sum())
     changed = values_of(made.reconstruction) != state.before.reshape(-1)
-    assert made.errors.kept_count >= np.count_nonzero(changed)
-    assert made.errors.kept_fraction == pytest.approx(np.count_nonzero(changed) / changed.size, abs=0.02)
+    assert made.errors.nonzero_count >= np.count_nonzero(changed)
+    assert made.errors.nonzero_share == pytest.approx(np.count_nonzero(changed) / changed.size, abs=0.02)
     assert made.errors.rel_rms == pytest.approx(np.sqrt((error**2).sum() / (state.weight.astype(float) ** 2).sum()))
     double = made.errors + made.errors
     assert double.count == 2 * made.errors.count
@@ -129,7 +129,7 @@ def test_outliers_are_stored_as_they_are() -> None:
     assert made.errors.escape_count >= 50
     exact = values_of(made.reconstruction) == state.weight.reshape(-1)
     assert exact[places].all()
-    assert made.errors.kept_count >= made.errors.escape_count
+    assert made.errors.nonzero_count >= made.errors.escape_count
 
 
 def test_a_chunk_of_outliers_alone_is_left_exact() -> None:
