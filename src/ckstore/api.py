@@ -393,10 +393,10 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
 
     def _fall_back(self, damaged: int | None, error: CkstoreError, wanted: _Wanted) -> Any:
         """Restore the newest other checkpoint that can be read; raise where none can."""
-        from ckstore.ops.verify import candidates, is_damage
+        from ckstore.ops.verify import fallback_candidates, is_damage
 
         first, passed_over = error, [f"seq {damaged} was passed over: {error}"]
-        for manifest in candidates(self._repository, damaged, first):
+        for manifest in fallback_candidates(self._repository, damaged, first):
             _log.warning("%s", passed_over[-1])
             if wanted.exact:
                 require_exact(manifest.header, self._repository.backend.root)

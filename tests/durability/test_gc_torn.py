@@ -219,7 +219,7 @@ LOOKS = {
 
 
 def test_repair_finds_a_pack_that_is_brought_back_before_it_is_opened(trashed, monkeypatch):
-    once(monkeypatch, PackCopies, "look_into", before=lambda: bring_back(trashed))
+    once(monkeypatch, PackCopies, "read_contents", before=lambda: bring_back(trashed))
     assert trashed.repair().is_clean
 
 

@@ -112,7 +112,7 @@ def test_folders_of_which_all_files_are_gone_are_no_store_and_may_become_one(pat
 def test_files_where_a_store_has_its_reserve_are_somebodys(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
-    with pytest.raises(UsageError, match="it holds 'reserve'"):
+    with pytest.raises(UsageError, match="contains 'reserve'"):
         ckstore.open(tmp_path)
     assert (tmp_path / name).read_text() == "mine"
 

@@ -65,7 +65,6 @@ from ckstore.store.repository import Repository, finish_interrupted_replacements
 
 _log = logging.getLogger("ckstore")
 
-
 DemoteAction = Literal["demote", "keep"]
 
 
@@ -128,7 +127,7 @@ class DemoteReport:
 
 def demote(
     repository: Repository,
-    wanted: DemotePolicy,
+    demote_policy: DemotePolicy,
     policy: Policy,
     *,
     refs: Sequence[Reference] = (),
@@ -140,7 +139,7 @@ def demote(
 
     Args:
         repository: The store.
-        wanted: Which checkpoints stay exact, and how the others are stored.
+        demote_policy: Which checkpoints stay exact, and how the others are stored.
         policy: Threads and memory.
         refs: Demote exactly these checkpoints.
         passed_over: Seqs to skip, because they could not be demoted before.
@@ -155,21 +154,20 @@ def demote(
     """
     report_progress = on_progress or (lambda done, total: None)
     if dry_run:
-        return _dry_run(
-            repository, wanted, policy, plan_demotion(repository, wanted, refs, passed_over), report_progress
-        )
+        entries = plan_demotion(repository, demote_policy, refs, passed_over)
+        return _dry_run(repository, demote_policy, policy, entries, report_progress)
     repository.prepare_run()
     if isinstance(repository.backend, Distant) or names_newest(repository, refs):
         # In a bucket, a writer may withdraw a checkpoint that was seen complete. And a trainer that demotes its newest
         # checkpoint resumes from the lossy state.
         repository.lease.take()
     finish_interrupted_replacements(repository)
-    entries = plan_demotion(repository, wanted, refs, passed_over)
-    rule_warnings = plan_warnings(repository, wanted.fidelity, entries)
+    entries = plan_demotion(repository, demote_policy, refs, passed_over)
+    rule_warnings = plan_warnings(repository, demote_policy.fidelity, entries)
     for warning in rule_warnings:
         _log.warning("%s", warning)
-    previous = packs_nbytes(repository)
-    demoter = _Demoter(repository, wanted, policy, is_named=bool(refs))
+    packs_before = packs_nbytes(repository)
+    demoter = _Demoter(repository, demote_policy, policy, is_named=bool(refs))
     try:
         done = demoter.run(entries, report_progress)
     finally:
@@ -179,17 +177,17 @@ def demote(
         run=repository.run,
         is_dry_run=False,
         entries=tuple(done),
-        packs_before=previous,
+        packs_before=packs_before,
         packs_after=packs_nbytes(repository),
         bytes_written=demoter.written_nbytes,
         warnings=(*rule_warnings, *demoter.warnings),
-        fidelity=wanted.fidelity.name,
+        fidelity=demote_policy.fidelity.name,
     )
 
 
 def _dry_run(
     repository: Repository,
-    wanted: DemotePolicy,
+    demote_policy: DemotePolicy,
     policy: Policy,
     entries: Sequence[DemoteEntry],
     report_progress: Callable[[int, int], None],
@@ -199,10 +197,10 @@ def _dry_run(
     nowhere = Repository(
         cast(Backend, DiscardingBackend(repository.backend)), repository.record, repository.run, clock=repository.clock
     )
-    estimator = _Demoter(nowhere, wanted, policy, is_named=False)
+    estimator = _Demoter(nowhere, demote_policy, policy, is_named=False)
     expected = tuple(estimator.estimate(entries, report_progress))
-    warnings = (*plan_warnings(repository, wanted.fidelity, entries), *estimator.warnings)
-    return DemoteReport(repository.run, True, expected, packs, packs, 0, warnings, wanted.fidelity.name)
+    warnings = (*plan_warnings(repository, demote_policy.fidelity, entries), *estimator.warnings)
+    return DemoteReport(repository.run, True, expected, packs, packs, 0, warnings, demote_policy.fidelity.name)
 
 
 def names_newest(repository: Repository, refs: Sequence[Reference]) -> bool:
@@ -217,13 +215,16 @@ def names_newest(repository: Repository, refs: Sequence[Reference]) -> bool:
 
 
 def plan_demotion(
-    repository: Repository, wanted: DemotePolicy, refs: Sequence[Reference] = (), passed_over: Collection[int] = ()
+    repository: Repository,
+    demote_policy: DemotePolicy,
+    refs: Sequence[Reference] = (),
+    passed_over: Collection[int] = (),
 ) -> list[DemoteEntry]:
     """Choose the checkpoints to demote. The result lists every checkpoint, newest first.
 
     Args:
         repository: The store.
-        wanted: Which checkpoints stay exact.
+        demote_policy: Which checkpoints stay exact.
         refs: Demote exactly these, whatever the rules say, even the newest one.
         passed_over: Seqs to skip, because they could not be demoted before.
 
@@ -243,7 +244,7 @@ def plan_demotion(
     newest = [header.seq for header in reversed(headers) if not header.is_archival]
     entries = []
     for header in reversed(headers):
-        reason = _reason_to_keep(header, wanted, newest, tags.get(header.seq, []), named)
+        reason = _reason_to_keep(header, demote_policy, newest, tags.get(header.seq, []), named)
         if not reason and header.seq in passed_over:
             reason = "it could not be demoted before"
         if header.seq in named and header.seq in tags:
@@ -260,7 +261,7 @@ def plan_demotion(
 
 
 def _reason_to_keep(
-    header: ManifestHeader, wanted: DemotePolicy, newest: Sequence[int], tags: Sequence[str], named: set[int]
+    header: ManifestHeader, demote_policy: DemotePolicy, newest: Sequence[int], tags: Sequence[str], named: set[int]
 ) -> str:
     """Return why a checkpoint is not demoted; empty if it is."""
     if header.fidelity != EXACT_FIDELITY:
@@ -271,10 +272,10 @@ def _reason_to_keep(
         return f"it has the tag {tags[0]!r}"
     if header.is_archival:
         return "it was restored from the trash"
-    if header.seq in newest[: wanted.keep_newest]:
-        return f"it is one of the newest {wanted.keep_newest}"
-    if wanted.keep_every and header.seq % wanted.keep_every == 0:
-        return f"every {wanted.keep_every}th stays exact"
+    if header.seq in newest[: demote_policy.keep_newest]:
+        return f"it is one of the newest {demote_policy.keep_newest}"
+    if demote_policy.keep_every and header.seq % demote_policy.keep_every == 0:
+        return f"every {demote_policy.keep_every}th stays exact"
     return ""
 
 
@@ -319,13 +320,10 @@ def packs_nbytes(repository: Repository) -> int:
 
 _NEWEST = "it is now the newest checkpoint"
 
-
 _ESTIMATE_NBYTES = 4 * GIB
-
 
 _ESTIMATES_MIN = 2
 """A dry run codes checkpoints until both this many, and ``_ESTIMATE_NBYTES`` of state, are coded."""
-
 
 _READ_AMPLIFICATION_MAX = 4.0
 """Restoring an old checkpoint may read this multiple of a weight's plain bytes: it is rarely restored."""
@@ -347,18 +345,18 @@ class _OutrunError(Exception):
 class _Demoter:
     """Demote one checkpoint after the other."""
 
-    def __init__(self, repository: Repository, wanted: DemotePolicy, policy: Policy, *, is_named: bool) -> None:
+    def __init__(self, repository: Repository, demote_policy: DemotePolicy, policy: Policy, *, is_named: bool) -> None:
         self.written_nbytes = 0
         self.warnings: list[str] = []
         self._is_named = is_named
         self._repository = repository
-        self._wanted = wanted
+        self._demote_policy = demote_policy
         self._policy = rewrite_policy(
             policy,
             repository.limits,
             lossy_thread_nbytes(repository.limits, is_private=False),
-            compression=wanted.compression,
-            fidelity=wanted.fidelity,
+            compression=demote_policy.compression,
+            fidelity=demote_policy.fidelity,
             base_cache="none",
             read_amplification_max=max(policy.read_amplification_max, _READ_AMPLIFICATION_MAX),
         )
@@ -410,8 +408,8 @@ class _Demoter:
     def _estimated(
         self, entry: DemoteEntry, name: ManifestName, previous: ManifestName | None, hops: int
     ) -> DemoteEntry:
-        if previous is not None and 1 + hops >= self._wanted.fidelity.keyframe_every:
-            return replace(entry, action="keep", reason=_end_of_chain(self._wanted.fidelity.keyframe_every))
+        if previous is not None and 1 + hops >= self._demote_policy.fidelity.keyframe_every:
+            return replace(entry, action="keep", reason=_end_of_chain(self._demote_policy.fidelity.keyframe_every))
         manifest = load_whole(self._repository, name)
         try:
             stored = self._code(manifest, None if previous is None else load_whole(self._repository, previous)).stored
@@ -422,7 +420,7 @@ class _Demoter:
             return replace(entry, action="keep", reason=reason)
         return replace(
             entry,
-            fidelity=fidelity_of(self._wanted.fidelity, stored.losses),
+            fidelity=fidelity_of(self._demote_policy.fidelity, stored.losses),
             stored_after=after,
             worst_rel_rms=max(loss.rel_rms for loss in stored.losses),
         )
@@ -431,7 +429,8 @@ class _Demoter:
         """Return why a demotion is not worth publishing; empty if it is."""
         if not stored.losses:
             return "none of its tensors can be stored with a loss"
-        return "it would not become smaller" if after > (1 - self._wanted.saving_min) * entry.stored_before else ""
+        nbytes_max = (1 - self._demote_policy.saving_min) * entry.stored_before
+        return "it would not become smaller" if after > nbytes_max else ""
 
     def _demote(self, entry: DemoteEntry, previous: ManifestName | None) -> DemoteEntry:
         repository = self._repository
@@ -461,7 +460,7 @@ class _Demoter:
             if manifest.losses:
                 return replace(entry, action="keep", reason="another process has already demoted it")
             base = None if previous is None else load_whole(repository, previous)
-            every = self._wanted.fidelity.keyframe_every
+            every = self._demote_policy.fidelity.keyframe_every
             if base is not None and 1 + _hops_of(base) >= every:
                 return replace(entry, action="keep", reason=_end_of_chain(every))
             try:
@@ -532,7 +531,7 @@ class _Demoter:
 
     def _code(self, manifest: Manifest, base: Manifest | None) -> _NewForm:
         """Quantize the state, and make the packs durable."""
-        repository, residual = self._repository, self._wanted.fidelity
+        repository, residual = self._repository, self._demote_policy.fidelity
         chunk_index, bases = ChunkIndex(1), BaseCache()
         if base is not None:
             # Share frames with the base only. A shared frame of the exact form would keep its whole pack alive.
@@ -576,7 +575,7 @@ class _Demoter:
         try:
             if repository.lease.is_held:
                 repository.lease.check()
-            replacement = _replacement(manifest, new_form, self._wanted)
+            replacement = _replacement(manifest, new_form, self._demote_policy)
         except BaseException:
             remove_unpublished(repository, manifest, new_form.stored.pack_names)
             raise
@@ -617,7 +616,7 @@ def _estimate_from(entry: DemoteEntry, coded: Sequence[DemoteEntry]) -> DemoteEn
     )
 
 
-def _replacement(manifest: Manifest, new_form: _NewForm, wanted: DemotePolicy) -> Manifest:
+def _replacement(manifest: Manifest, new_form: _NewForm, demote_policy: DemotePolicy) -> Manifest:
     """Return the manifest of the next generation: the same entry of the run, with its losses."""
     header, stored, plan = manifest.header, new_form.stored, new_form.plan
     packs, frames = locate(stored.frames)
@@ -634,7 +633,7 @@ def _replacement(manifest: Manifest, new_form: _NewForm, wanted: DemotePolicy) -
         parent=header.parent,
         origin_id=header.checkpoint_id,
         is_archival=header.is_archival,
-        fidelity=fidelity_of(wanted.fidelity, stored.losses),
+        fidelity=fidelity_of(demote_policy.fidelity, stored.losses),
         metrics=header.metrics,
         generation=header.generation + 1,
         tree=manifest.tree,

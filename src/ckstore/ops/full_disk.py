@@ -22,7 +22,6 @@ from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
 
-
 COLLECTOR_SECONDS = 60.0
 """How long to wait for a collection that is already running: it may be about to fill the trash."""
 

@@ -54,7 +54,7 @@ class PackCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class PackLook:
+class PackContents:
     """What is readable in one copy of a pack.
 
     Attributes:
@@ -88,7 +88,7 @@ class PackCopies:
     def __init__(self, repository: Repository, sources: Sequence[Backend] = ()) -> None:
         self._repository = repository
         self._sources = sources
-        self._broken: dict[str, PackLook] = {}
+        self._broken: dict[str, PackContents] = {}
 
     def copies_of(self, pack_id: PackId) -> Iterator[PackCopy]:
         """Yield the files that may be copies of a pack, the one in place first."""
@@ -122,7 +122,7 @@ class PackCopies:
         for pack_id in sorted(named):
             yield from (copy for copy in self.copies_of(pack_id) if copy.kind == "elsewhere")
 
-    def look_into(self, copy: PackCopy) -> PackLook:
+    def read_contents(self, copy: PackCopy) -> PackContents:
         """Read the ends of a pack. If they are damaged, scan for its frames.
 
         Raises:
@@ -135,14 +135,14 @@ class PackCopies:
             try:
                 return self._by_directory(file, copy.pack_id)
             except (CorruptError, UnsupportedError, BackendError) as error:
-                found = PackLook(None, tuple(self._by_scan(file)), error.what)
+                found = PackContents(None, tuple(self._by_scan(file)), error.what)
         finally:
             file.close()
         if copy.kind != "elsewhere":
             self._broken[copy.path] = found
         return found
 
-    def _by_directory(self, file: ReadFile, pack_id: PackId) -> PackLook:
+    def _by_directory(self, file: ReadFile, pack_id: PackId) -> PackContents:
         store_id, limits = self._repository.store_id, self._repository.limits
         decode_superheader(file.read_at(0, SUPERHEADER_NBYTES), store_id=store_id, pack_id=pack_id)
         tail = decode_tail(
@@ -155,8 +155,8 @@ class PackCopies:
         stored = file.read_at(tail.directory_offset, file.nbytes - TAIL_NBYTES - tail.directory_offset)
         directory = decode_directory(stored[: tail.directory_nbytes], tail, limits=limits)
         if not is_zero(memoryview(stored)[tail.directory_nbytes :]):
-            raise MalformedError("the padding behind the directory is not zero")
-        return PackLook(PackRef(pack_id, file.nbytes, tail.directory_digest), directory.entries)
+            raise MalformedError("the padding after the directory is not zero")
+        return PackContents(PackRef(pack_id, file.nbytes, tail.directory_digest), directory.entries)
 
     def _by_scan(self, file: ReadFile) -> Iterator[DirectoryEntry]:
         try:
@@ -199,30 +199,32 @@ class PackCopies:
                 try:
                     for result in copy.backend.read_ranges(requests, pool):
                         try:
-                            found[ordered[result.tag]] = _sound(result.view, ordered[result.tag], limits)
+                            found[ordered[result.tag]] = _sound_header(result.view, ordered[result.tag], limits)
                             done.add(result.tag)
                         finally:
                             result.release()
                 except BackendError:
                     # Some bytes cannot be read at all. Read frame by frame to find out which.
                     for index in sorted(set(range(len(ordered))) - done):
-                        found[ordered[index]] = self._alone(copy.backend, file, ordered[index], pool)
+                        found[ordered[index]] = self._check_frame(copy.backend, file, ordered[index], pool)
         finally:
             file.close()
         return found
 
-    def _alone(self, backend: Backend, file: ReadFile, place: FramePosition, pool: BufferPool) -> FrameHeader | None:
+    def _check_frame(
+        self, backend: Backend, file: ReadFile, place: FramePosition, pool: BufferPool
+    ) -> FrameHeader | None:
         try:
             result = read_frame(backend, file, place[1], FRAME_HEADER_NBYTES + place[2], pool)
         except CkstoreError:
             return None
         try:
-            return _sound(result.view, place, self._repository.limits)
+            return _sound_header(result.view, place, self._repository.limits)
         finally:
             result.release()
 
 
-def _sound(view: memoryview, place: FramePosition, limits: Limits) -> FrameHeader | None:
+def _sound_header(view: memoryview, place: FramePosition, limits: Limits) -> FrameHeader | None:
     """Return the header of a frame if it is the frame that the manifest names, and its payload is intact."""
     chunk_id, _, stored_nbytes = place
     try:
@@ -262,11 +264,11 @@ def quarantine_damaged(repository: Repository, *, dry_run: bool) -> QuarantineRe
     named: set[PackId] = set()
     left: list[str] = []
     for run in repository.runs():
-        there = repository.manifests_of(run)
-        listing = there.listing()
+        manifests_of_run = repository.manifests_of(run)
+        listing = manifests_of_run.listing()
         for name in (*listing.names, *listing.lower):
             try:
-                named |= {pack.pack_id for pack in there.load(name).packs}
+                named |= {pack.pack_id for pack in manifests_of_run.load(name).packs}
             except FileNotFoundError:
                 continue
             except (UnsupportedError, BackendError) as error:
@@ -289,7 +291,7 @@ def quarantine_damaged(repository: Repository, *, dry_run: bool) -> QuarantineRe
 
 
 def _torn_packs(repository: Repository, named: set[PackId]) -> dict[PackId, str]:
-    shelf, now_ns = PackCopies(repository), repository.clock.now_ns()
+    copies, now_ns = PackCopies(repository), repository.clock.now_ns()
     found: dict[PackId, str] = {}
     for folder in paths.pack_folders():
         for file in repository.backend.list_names(folder):
@@ -298,9 +300,9 @@ def _torn_packs(repository: Repository, named: set[PackId]) -> dict[PackId, str]
             if pack_id is None or info is None or pack_id in named or now_ns - info.modified_ns < AGE_NS_MIN:
                 continue
             try:
-                look = shelf.look_into(PackCopy(pack_id, repository.backend, f"{folder}/{file}", "place"))
+                contents = copies.read_contents(PackCopy(pack_id, repository.backend, f"{folder}/{file}", "place"))
             except FileNotFoundError:
                 continue
-            if look.problem:
-                found[pack_id] = look.problem
+            if contents.problem:
+                found[pack_id] = contents.problem
     return found

@@ -95,7 +95,7 @@ class RepackReport:
 
 def repack(
     repository: Repository,
-    wanted: RepackPolicy,
+    repack_policy: RepackPolicy,
     policy: Policy,
     *,
     dry_run: bool,
@@ -105,7 +105,7 @@ def repack(
 
     Args:
         repository: The store.
-        wanted: Which checkpoints become keyframes, and how the others are coded.
+        repack_policy: Which checkpoints become keyframes, and how the others are coded.
         policy: Threads and memory.
         dry_run: Only plan.
         on_progress: Called with the number of checkpoints done and the total, first for the plan, then for the rewrite.
@@ -117,14 +117,14 @@ def repack(
     """
     if dry_run:
         return _report(
-            repository, plan_repack(repository, wanted, policy, on_progress=on_progress), {}, is_dry_run=True
+            repository, plan_repack(repository, repack_policy, policy, on_progress=on_progress), {}, is_dry_run=True
         )
     repository.prepare_run()
     repository.lease.take()
     superseded_count = finish_interrupted_replacements(repository)
-    plan = plan_repack(repository, wanted, policy, on_progress=on_progress)
+    plan = plan_repack(repository, repack_policy, policy, on_progress=on_progress)
     try:
-        done = _Repacker(repository, wanted, policy, plan).run(on_progress or (lambda done, total: None))
+        done = _Repacker(repository, repack_policy, policy, plan).run(on_progress or (lambda done, total: None))
     finally:
         # Even a failed call may have replaced the checkpoint that the next commit would follow.
         repository.forget_run_state()
@@ -132,7 +132,7 @@ def repack(
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class _Rewritten:
     """Bytes after one checkpoint was rewritten."""
 
     written: int
@@ -140,7 +140,7 @@ class _Done:
     read: int
 
 
-def _report(repository: Repository, plan: RepackPlan, done: dict[int, _Done], *, is_dry_run: bool) -> RepackReport:
+def _report(repository: Repository, plan: RepackPlan, done: dict[int, _Rewritten], *, is_dry_run: bool) -> RepackReport:
     entries = tuple(
         RepackEntry(
             seq=member.name.seq,
@@ -166,17 +166,17 @@ def _report(repository: Repository, plan: RepackPlan, done: dict[int, _Done], *,
 class _Repacker:
     """Carry out a plan."""
 
-    def __init__(self, repository: Repository, wanted: RepackPolicy, policy: Policy, plan: RepackPlan) -> None:
+    def __init__(self, repository: Repository, repack_policy: RepackPolicy, policy: Policy, plan: RepackPlan) -> None:
         self._repository = repository
         self._plan = plan
         self._index = PlannedIndex()
         self._isolated = IsolatedRepository(repository, self._index)
         coding_nbytes = thread_nbytes(repository.limits, has_bases=True)
-        self._policy = rewrite_policy(policy, repository.limits, coding_nbytes, compression=wanted.compression)
+        self._policy = rewrite_policy(policy, repository.limits, coding_nbytes, compression=repack_policy.compression)
 
-    def run(self, tell: Callable[[int, int], None]) -> dict[int, _Done]:
+    def run(self, on_progress: Callable[[int, int], None]) -> dict[int, _Rewritten]:
         """Rewrite checkpoints, and return the result for each rewritten seq."""
-        done: dict[int, _Done] = {}
+        done: dict[int, _Rewritten] = {}
         total = sum(member.rewrite is not None for member in self._plan.members)
         for member in self._plan.members:
             try:
@@ -190,13 +190,13 @@ class _Repacker:
             if member.rewrite is None:
                 self._index.put(roots_of(manifest))
                 continue
-            came_to = self._rewrite(manifest, member, member.rewrite)
-            if came_to is not None:
-                done[member.name.seq] = came_to
-            tell(len(done), total)
+            result = self._rewrite(manifest, member, member.rewrite)
+            if result is not None:
+                done[member.name.seq] = result
+            on_progress(len(done), total)
         return done
 
-    def _rewrite(self, manifest: Manifest, member: Member, rewrite: Rewrite) -> _Done | None:
+    def _rewrite(self, manifest: Manifest, member: Member, rewrite: Rewrite) -> _Rewritten | None:
         mark = self._index.mark()
         self._index.put(known for known in roots_of(manifest) if known.frame.chunk_id in rewrite.in_place)
         stored = self._store_chunks(manifest, member, rewrite)
@@ -204,13 +204,15 @@ class _Repacker:
         try:
             finish_replacement(self._repository, replacement, name)
         except DroppedError as error:
-            _log.warning("%s; its drop stands", error.what)
+            _log.warning("%s; it stays deleted", error.what)
             self._index.back_to(mark)
             return None
         self._index.put(stored.frames)
         in_place = sum(known.frame.frame_nbytes for known in stored.frames if known.frame.chunk_id in rewrite.in_place)
         new = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
-        return _Done(stored.nbytes_written, new + in_place, sum(frame.frame_nbytes for frame in replacement.frames))
+        return _Rewritten(
+            stored.nbytes_written, new + in_place, sum(frame.frame_nbytes for frame in replacement.frames)
+        )
 
     def _publish(self, manifest: Manifest, rewrite: Rewrite, stored: WriteResult) -> tuple[Manifest, ManifestName]:
         try:
@@ -254,7 +256,7 @@ def _replacement(manifest: Manifest, rewrite: Rewrite, stored: WriteResult) -> M
 
 def _replaced_meanwhile(repository: Repository, member: Member) -> ConflictError:
     return ConflictError(
-        f"seq {member.name.seq} was replaced by another process after it was planned",
+        f"seq {member.name.seq} was replaced by another process after the repack was planned",
         where=repository.backend.root,
-        todo="repack again",
+        todo="run `ckstore repack` again",
     )

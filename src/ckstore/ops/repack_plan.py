@@ -112,7 +112,7 @@ class RepackPlan:
 
 def plan_repack(
     repository: Repository,
-    wanted: RepackPolicy,
+    repack_policy: RepackPolicy,
     policy: Policy,
     *,
     on_progress: Callable[[int, int], None] | None = None,
@@ -121,7 +121,7 @@ def plan_repack(
 
     Args:
         repository: The store.
-        wanted: How many keyframes to make, and when a rewrite is worth it.
+        repack_policy: How many keyframes to make, and when a rewrite is worth it.
         policy: Threads and memory.
         on_progress: Called with the number of checkpoints read and the total.
 
@@ -131,7 +131,7 @@ def plan_repack(
     """
     names = list(reversed(repository.manifests.listing().names))
     ledger = Ledger.of(repository, names)
-    planner = _Planner(repository, wanted, policy, ledger, on_progress or (lambda done, total: None), len(names))
+    planner = _Planner(repository, repack_policy, policy, ledger, on_progress or (lambda done, total: None), len(names))
     members: list[Member] = []
     for first, last in ledger.groups():
         members += planner.group(names[first : last + 1], first)
@@ -164,7 +164,7 @@ class _Outcome:
         return 0 if self.sketch is None else self.sketch.packed_nbytes
 
 
-class _Live:
+class _GroupBytes:
     """Bytes of the packs of a group, without packs that are needed outside the group anyway."""
 
     def __init__(self, ledger: Ledger, first: int, last: int) -> None:
@@ -191,7 +191,7 @@ class _Planner:
     def __init__(
         self,
         repository: Repository,
-        wanted: RepackPolicy,
+        repack_policy: RepackPolicy,
         policy: Policy,
         ledger: Ledger,
         tell: Callable[[int, int], None],
@@ -199,12 +199,12 @@ class _Planner:
     ) -> None:
         self.packs_in_place: set[PackId] = set()
         self._repository = repository
-        self._wanted = wanted
+        self._repack_policy = repack_policy
         self._policy = replace(
             policy,
-            compression=wanted.compression,
+            compression=repack_policy.compression,
             delta=True,
-            read_amplification_max=wanted.read_amplification_max,
+            read_amplification_max=repack_policy.read_amplification_max,
             base_cache="none",
         )
         self._ledger = ledger
@@ -213,26 +213,29 @@ class _Planner:
         self._placed = PlannedIndex()
         self._bases = BaseCache()
         self._last: Sketch | None = None
-        self._keyframes_left = wanted.keyframes
+        self._keyframes_left = repack_policy.keyframes
 
     def group(self, names: Sequence[ManifestName], first: int) -> list[Member]:
         """Plan a group whose newest checkpoint has rank ``first``."""
         mark, last = self._placed.mark(), first + len(names) - 1
         # Compare two outcomes: rewrite everything that gains by it, or only the requested keyframes.
-        live, live_otherwise = _Live(self._ledger, first, last), _Live(self._ledger, first, last)
+        bytes_if_rewritten, bytes_if_kept = (
+            _GroupBytes(self._ledger, first, last),
+            _GroupBytes(self._ledger, first, last),
+        )
         outcomes, otherwise = [], []
         for rank, name in enumerate(names, first):
             manifest = self._load(name)
-            outcome, other = self._draft(manifest, rank, live)
-            live.add(outcome, manifest)
-            live_otherwise.add(other, manifest)
+            outcome, other = self._draft(manifest, rank, bytes_if_rewritten)
+            bytes_if_rewritten.add(outcome, manifest)
+            bytes_if_kept.add(other, manifest)
             outcomes.append(outcome)
             otherwise.append(other)
-        is_worth_it = live.nbytes <= (1 - self._wanted.saving_min) * live_otherwise.nbytes
+        is_worth_it = bytes_if_rewritten.nbytes <= (1 - self._repack_policy.saving_min) * bytes_if_kept.nbytes
         if any(outcome.sketch for outcome in outcomes) and not is_worth_it:
-            self._take_back(otherwise, mark)
-            what = "rewriting it with all that share its bases" if len(names) > 1 else "rewriting"
-            reason = _told(what, live.nbytes, live_otherwise.nbytes)
+            self._revert_group(otherwise, mark)
+            what = "rewriting it and all checkpoints that share its bases" if len(names) > 1 else "rewriting"
+            reason = _saving_sentence(what, bytes_if_rewritten.nbytes, bytes_if_kept.nbytes)
             outcomes = [_with_reason(outcome, reason) for outcome in otherwise]
         self.packs_in_place.update(*(outcome.packs_in_place for outcome in outcomes))
         return [outcome.member for outcome in outcomes]
@@ -240,33 +243,33 @@ class _Planner:
     def _load(self, name: ManifestName) -> Manifest:
         manifest = load_whole(self._repository, name)
         if manifest.header.generation != name.generation:
-            raise ConflictError(f"seq {name.seq} was replaced while it was looked at", todo="plan again")
+            raise ConflictError(f"seq {name.seq} was replaced by another process meanwhile", todo="repack again")
         return manifest
 
-    def _draft(self, manifest: Manifest, rank: int, live: _Live) -> tuple[_Outcome, _Outcome]:
+    def _draft(self, manifest: Manifest, rank: int, bytes_if_rewritten: _GroupBytes) -> tuple[_Outcome, _Outcome]:
         """Return the outcome for a checkpoint if its group is rewritten, and if it is not."""
         is_forced = self._keyframes_left > 0 and not manifest.header.is_archival
         self._keyframes_left -= is_forced
-        found = self._sketch(manifest, live, is_forced=is_forced)
+        found = self._sketch(manifest, bytes_if_rewritten, is_forced=is_forced)
         self._tell(rank + 1, self._count)
         self._last = found
         refusal = self._refusal(found, is_forced=is_forced)
         if refusal is not None:
             self._placed.put(roots_of(manifest))
             found.follow(self._bases, found.unchanged())
-            stays = _Outcome(_kept(found, refusal))
+            stays = _Outcome(_keep_member(found, refusal))
             return stays, stays
-        otherwise = _Outcome(_kept(found, ""))
+        otherwise = _Outcome(_keep_member(found, ""))
         if is_forced:
-            in_place = self._in_place(manifest, 0, self._wanted.keyframes - 1)
-            alone = found.leaving(in_place, self._placed)
-            otherwise = _Outcome(_rewritten(alone), alone)
+            in_place = self._in_place(manifest, 0, self._repack_policy.keyframes - 1)
+            alone = found.with_frames_in_place(in_place, self._placed)
+            otherwise = _Outcome(_rewrite_member(alone), alone)
         self._placed.put(found.frames)
         found.follow(self._bases, found.planned())
-        return _Outcome(_rewritten(found), found), otherwise
+        return _Outcome(_rewrite_member(found), found), otherwise
 
-    def _sketch(self, manifest: Manifest, live: _Live, *, is_forced: bool) -> Sketch:
-        in_place = self._in_place(manifest, live.first, live.last)
+    def _sketch(self, manifest: Manifest, bytes_if_rewritten: _GroupBytes, *, is_forced: bool) -> Sketch:
+        in_place = self._in_place(manifest, bytes_if_rewritten.first, bytes_if_rewritten.last)
         return sketch(
             self._repository,
             manifest,
@@ -292,16 +295,20 @@ class _Planner:
         """Return why a checkpoint stays whatever happens to its group; None if it need not stay."""
         if found.manifest.losses:
             # Coded again without loss, a reconstruction takes as many bytes as the exact state.
-            return "it was stored with a loss, and stays as it is"
-        least = 1 - self._wanted.saving_min
+            return "it is stored with a loss, and such checkpoints are not repacked"
+        share_max = 1 - self._repack_policy.saving_min
         if needs_others(found.manifest):
-            is_faster = found.read_after <= least * found.read_before
-            return None if is_faster or not is_forced else _told("a keyframe", found.read_after, found.read_before)
-        if found.written_nbytes <= least * found.moved_nbytes:
+            is_faster = found.read_after <= share_max * found.read_before
+            return (
+                None
+                if is_faster or not is_forced
+                else _saving_sentence("a keyframe", found.read_after, found.read_before)
+            )
+        if found.written_nbytes <= share_max * found.moved_nbytes:
             return None
-        return _told("rewriting", found.written_nbytes, found.moved_nbytes)
+        return _saving_sentence("rewriting", found.written_nbytes, found.moved_nbytes)
 
-    def _take_back(self, outcomes: Sequence[_Outcome], mark: int) -> None:
+    def _revert_group(self, outcomes: Sequence[_Outcome], mark: int) -> None:
         """Plan a group again in which only the requested keyframes are rewritten."""
         assert self._last is not None, "a group has a checkpoint"
         self._placed.back_to(mark)
@@ -319,15 +326,15 @@ def _with_reason(outcome: _Outcome, reason: str) -> _Outcome:
     return _Outcome(replace(outcome.member, reason=reason))
 
 
-def _told(what: str, after: int, before: int) -> str:
+def _saving_sentence(what: str, after: int, before: int) -> str:
     """Say what a change would save."""
     if not before:
-        return f"{what} would free nothing: others need its packs"
+        return f"{what} would free nothing: other checkpoints need its packs"
     saved = 1 - after / before
     return f"{what} would save {saved:.1%}" if saved >= 0 else f"{what} would cost {-saved:.1%} more"
 
 
-def _rewritten(found: Sketch) -> Member:
+def _rewrite_member(found: Sketch) -> Member:
     decision, decisions = found.selection.decision, found.decisions
     return Member(
         name=_name_of(found.manifest),
@@ -344,7 +351,7 @@ def _rewritten(found: Sketch) -> Member:
     )
 
 
-def _kept(found: Sketch, reason: str) -> Member:
+def _keep_member(found: Sketch, reason: str) -> Member:
     stored, read = found.stored_before, found.read_before
     state_nbytes = found.manifest.header.bytes_state
     return Member(_name_of(found.manifest), "keep", reason, None, stored, stored, read, read, state_nbytes)
@@ -430,7 +437,7 @@ class Sketch:
     def __post_init__(self) -> None:
         self._frame_of = {frame.chunk_id: frame for frame in self.manifest.frames}
 
-    def leaving(self, in_place: dict[ChunkId, LocatedFrame], placed: ChunkIndex) -> Sketch:
+    def with_frames_in_place(self, in_place: dict[ChunkId, LocatedFrame], placed: ChunkIndex) -> Sketch:
         """Return the same form with other frames that stay in place."""
         other = Sketch(self.manifest, self.plan, self.selection, in_place)
         other.place(placed)
@@ -451,19 +458,19 @@ class Sketch:
                 base = form.base if form.master is None else found[form.master]
                 estimate = chunk.nbytes * bits.get(index, 8.0 * chunk.element_width) / (8 * chunk.element_width)
                 stored_nbytes = 1 if form.master is not None else max(1, min(chunk.nbytes, round(estimate)))
-                stored_nbytes = self._stored_so(chunk_id, base, chunk.nbytes) or stored_nbytes
+                stored_nbytes = self._known_stored_nbytes(chunk_id, base, chunk.nbytes) or stored_nbytes
                 depth = 0 if base is None else base.frame.depth + 1
                 known = LocatedFrame(FrameRef(chunk_id, 0, 0, stored_nbytes, -1, depth), _PLANNED_PACK, base)
             found[index] = known
         self.frames = [found[index] for index in range(len(forms))]
         self.is_new = [index in new for index in range(len(forms))]
 
-    def _stored_so(self, chunk_id: ChunkId, base: LocatedFrame | None, nbytes: int) -> int | None:
+    def _known_stored_nbytes(self, chunk_id: ChunkId, base: LocatedFrame | None, nbytes: int) -> int | None:
         """Return the stored bytes of a chunk that is already coded against this base: better than an estimate."""
         frame = self._frame_of[chunk_id]
         base_id = self.manifest.frames[frame.base].chunk_id if frame.base >= 0 else None
-        is_so = base_id == (None if base is None else base.frame.chunk_id) and frame.stored_nbytes < nbytes
-        return frame.stored_nbytes if is_so else None
+        has_this_base = base_id == (None if base is None else base.frame.chunk_id) and frame.stored_nbytes < nbytes
+        return frame.stored_nbytes if has_this_base else None
 
     def _bits(self) -> dict[int, float]:
         """Return the estimated bits per element of each sampled chunk."""

@@ -50,9 +50,7 @@ from ckstore.store.store_config import read_store_record
 
 _log = logging.getLogger("ckstore")
 
-
 BLOCK_NBYTES = 8 << 20
-
 
 BLOCKS = 3
 
@@ -170,7 +168,7 @@ def _report(plan: RepairPlan, copies: Copies, *, dry_run: bool) -> RepairReport:
             )
             for mend in sorted(plan.mends, key=lambda mend: (mend.name.run, -mend.name.seq))
         ),
-        packs={pack_id.hex(): problem for pack_id, problem in plan.spoiled.items()},
+        packs={pack_id.hex(): problem for pack_id, problem in plan.damaged_packs.items()},
         packs_rescued=tuple(pack_id.hex() for pack_id in plan.in_trash),
         claims_made=tuple(f"{run}/{seq}" for run, seq in plan.claims),
         bytes_copied=copies.nbytes,
@@ -190,9 +188,9 @@ def _act(repository: Repository, plan: RepairPlan, copies: Copies) -> None:
         repository.trash.rescue_pack(pack_id)
     copies.write()
     for run in sorted({mend.name.run for mend in plan.mends}):
-        with _writing(repository, run) as there:
-            _mend_run(there, [mend for mend in plan.mends if mend.name.run == run], plan, copies)
-    _put_packs_aside(repository, plan)
+        with _writing(repository, run) as run_repository:
+            _mend_run(run_repository, [mend for mend in plan.mends if mend.name.run == run], plan, copies)
+    _quarantine_packs(repository, plan)
 
 
 @contextlib.contextmanager
@@ -239,20 +237,22 @@ def _replace(repository: Repository, mend: Mend, plan: RepairPlan, copies: Copie
         other.seq == name.seq and other.generation > name.generation for other in repository.manifests.listing().names
     ):
         raise ConflictError(
-            f"seq {name.seq} was replaced by another process after it was planned",
+            f"seq {name.seq} was replaced by another process after the repair was planned",
             where=repository.backend.root,
-            todo="repair again",
+            todo="run `ckstore repair` again",
         )
     repository.lease.check()
     # Never reuse the generation of a quarantined manifest.
-    aside = [other.generation for other in quarantined_names(repository.backend, name.run) if other.seq == name.seq]
+    quarantined_generations = [
+        other.generation for other in quarantined_names(repository.backend, name.run) if other.seq == name.seq
+    ]
     frames = [*copies.located(manifest, mend.picks), *lost_frames(mend.lost)]
-    replacement = _next_generation(manifest, frames, max(name.generation, *aside, 0) + 1)
+    replacement = _next_generation(manifest, frames, max(name.generation, *quarantined_generations, 0) + 1)
     published = repository.manifests.publish(replacement)
     try:
         finish_replacement(repository, replacement, published)
     except DroppedError as error:
-        _log.warning("%s; its drop stands", error.what)
+        _log.warning("%s; it stays deleted", error.what)
         return False
     return True
 
@@ -289,7 +289,7 @@ def _bring_back(repository: Repository, name: ManifestName, source: Backend, pat
     return is_back
 
 
-def _put_packs_aside(repository: Repository, plan: RepairPlan) -> None:
+def _quarantine_packs(repository: Repository, plan: RepairPlan) -> None:
     """Move damaged packs that no manifest in place names to quarantine."""
     named: set[PackId] = set()
     for run in repository.runs():
@@ -301,9 +301,9 @@ def _put_packs_aside(repository: Repository, plan: RepairPlan) -> None:
             except FileNotFoundError:
                 continue
             except (CorruptError, UnsupportedError) as error:
-                plan.left.append(f"packs stay in place, since {name.file} may name them: {error.what}")
+                plan.left.append(f"no packs were moved to quarantine, because {name.file} may name them: {error.what}")
                 return
-    for pack_id in sorted(set(plan.spoiled) - named):
+    for pack_id in sorted(set(plan.damaged_packs) - named):
         # A commit that reuses a frame of this pack now checks for it after publishing, and withdraws.
         quarantine_pack(repository.backend, paths.pack_name(pack_id), pack_id)
         for path in list(repository.trash.find_pack(pack_id)):
@@ -355,9 +355,9 @@ class Copies:
             return _Source(found.copy, found.offset, pick.chunk_id, pick.is_plain)
         frame = manifest.frames[pick.index]
         state = self._search.states.get(manifest.packs[frame.pack].pack_id)
-        if state is None or not state.is_spoiled:
+        if state is None or not state.is_damaged:
             return None
-        assert state.copy is not None, "a sound frame lies somewhere"
+        assert state.copy is not None, "a sound frame has a copy"
         return _Source(state.copy, frame.offset, pick.chunk_id, False)
 
     def _header_of(self, manifest: Manifest, pick: Pick) -> FrameHeader:
@@ -375,13 +375,13 @@ class Copies:
         waiting = list(self._headers.items())
         while waiting:
             # A pack contains a chunk only once. A second form of a chunk goes to another pack.
-            taken: set[ChunkId] = set()
-            now: list[tuple[_Source, FrameHeader]] = []
+            chunk_ids: set[ChunkId] = set()
+            this_pass: list[tuple[_Source, FrameHeader]] = []
             later: list[tuple[_Source, FrameHeader]] = []
             for row in waiting:
-                (later if row[0].chunk_id in taken else now).append(row)
-                taken.add(row[0].chunk_id)
-            self._write_packs(now)
+                (later if row[0].chunk_id in chunk_ids else this_pass).append(row)
+                chunk_ids.add(row[0].chunk_id)
+            self._write_packs(this_pass)
             waiting = later
 
     def _write_packs(self, rows: Sequence[tuple[_Source, FrameHeader]]) -> None:
@@ -418,13 +418,13 @@ class Copies:
             assert chunk_id_of(memoryview(plain)) == source.chunk_id, "what was decoded was checked"
             return plain
         with contextlib.suppress(CorruptError, FileNotFoundError):
-            found, payload = self._search.shelf.read(source.copy, source.offset, header.stored_nbytes)
+            found, payload = self._search.pack_copies.read(source.copy, source.offset, header.stored_nbytes)
             if found == header:
                 return payload
         raise ConflictError(
-            "a frame that was sound when the repair was planned is not there any more",
+            "a frame that was sound when the repair was planned is now missing or damaged",
             where=f"{source.copy.path}, offset {source.offset}",
-            todo="repair again",
+            todo="run `ckstore repair` again",
         )
 
     def located(self, manifest: Manifest, picks: Iterable[Pick]) -> list[LocatedFrame]:
@@ -441,10 +441,10 @@ class Copies:
             below = below.base
         for each in reversed(chain):
             base = None if each.base is None else made[each.base.chunk_id]
-            made[each.chunk_id] = self._known(manifest, each, base)
+            made[each.chunk_id] = self._locate(manifest, each, base)
         return made[pick.chunk_id]
 
-    def _known(self, manifest: Manifest, pick: Pick, base: LocatedFrame | None) -> LocatedFrame:
+    def _locate(self, manifest: Manifest, pick: Pick, base: LocatedFrame | None) -> LocatedFrame:
         source = self._source_of(manifest, pick)
         if source is None:
             frame = manifest.frames[pick.index]
@@ -479,7 +479,7 @@ def record_or_remade(backend: Backend, clock: Clock, sources: Sequence[Backend] 
         raise ConflictError(
             f"store.json is missing, and there are files of several stores: {counted}",
             where=backend.root,
-            todo="move the files of the other stores out of manifests/ and packs/, then repair again",
+            todo="move the files of the other stores out of manifests/ and packs/, then run `ckstore repair` again",
         )
     (store_id,) = ids
     for source in sources:

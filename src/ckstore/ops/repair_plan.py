@@ -24,7 +24,7 @@ from ckstore.format.manifest import Manifest, decode_manifest
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import NO_BASE, ChunkId, PackId
 from ckstore.io.backend import Backend
-from ckstore.ops.pack_copies import FoundFrame, PackCopies, PackCopy, PackLook
+from ckstore.ops.pack_copies import FoundFrame, PackContents, PackCopies, PackCopy
 from ckstore.ops.verify_packs import FrameCheck
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.damage import FramePosition, Uses, lost_chunks, tensor_paths
@@ -97,7 +97,7 @@ class RepairPlan:
 
     search: Search
     mends: list[Mend] = field(default_factory=list)
-    spoiled: dict[PackId, str] = field(default_factory=dict)
+    damaged_packs: dict[PackId, str] = field(default_factory=dict)
     in_trash: list[PackId] = field(default_factory=list)
     claims: list[tuple[str, int]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ class RepairPlan:
     @property
     def is_clean(self) -> bool:
         """Whether there is nothing to repair."""
-        return not (self.mends or self.spoiled or self.in_trash or self.claims or self.left)
+        return not (self.mends or self.damaged_packs or self.in_trash or self.claims or self.left)
 
 
 def plan_repair(
@@ -126,21 +126,21 @@ def plan_repair(
     plan = RepairPlan(Search(repository, make_check, sources, on_progress))
     readable: list[ManifestName] = []
     for run in repository.runs():
-        readable += _look_at_run(repository, run, plan, sources)
-    plan.search.look(readable)
+        readable += _check_run(repository, run, plan, sources)
+    plan.search.check_all(readable)
     for name in readable:
-        mend = _mend_of(plan.search, name, repository.limits.depth_max)
+        mend = _plan_mend(plan.search, name, repository.limits.depth_max)
         if mend is not None:
             plan.mends.append(mend)
     for pack_id, state in sorted(plan.search.states.items()):
-        if state.is_spoiled:
-            plan.spoiled[pack_id] = state.problem
+        if state.is_damaged:
+            plan.damaged_packs[pack_id] = state.problem
         elif state.copy is not None and state.copy.kind == "trash":
             plan.in_trash.append(pack_id)
     return plan
 
 
-def _look_at_run(
+def _check_run(
     repository: Repository, run: str, plan: RepairPlan, sources: Sequence[Backend]
 ) -> Iterator[ManifestName]:
     """Yield the readable manifests of a run. Plan what to do for the others."""
@@ -173,17 +173,17 @@ def _look_at_run(
         for name, problem in rows:
             plan.mends.append(Mend(name, "quarantine", problem))
         if seq not in whole:
-            plan.mends += _revived(repository, rows[0][0], sources)
+            plan.mends += _find_other_manifest(repository, rows[0][0], sources)
     # Manifests quarantined earlier, by an interrupted repair or an operator: search for an earlier generation, too.
-    aside = {name.seq for name in quarantined_names(repository.backend, run)}
-    for seq in sorted(aside - set(whole) - set(torn) - listing.dropped):
-        plan.mends += _revived(repository, ManifestName(run, seq, 0), sources)
+    quarantined_seqs = {name.seq for name in quarantined_names(repository.backend, run)}
+    for seq in sorted(quarantined_seqs - set(whole) - set(torn) - listing.dropped):
+        plan.mends += _find_other_manifest(repository, ManifestName(run, seq, 0), sources)
     yield from sorted(whole.values(), reverse=True)
 
 
-def _revived(repository: Repository, name: ManifestName, sources: Sequence[Backend]) -> list[Mend]:
+def _find_other_manifest(repository: Repository, name: ManifestName, sources: Sequence[Backend]) -> list[Mend]:
     """Return how another manifest of this seq can take its place; empty if there is none."""
-    homes: list[tuple[Backend, str, ManifestName]] = [
+    locations: list[tuple[Backend, str, ManifestName]] = [
         (repository.backend, trashed.path, trashed.name)
         for folder in repository.trash.contents()
         for trashed in folder.manifests
@@ -193,8 +193,8 @@ def _revived(repository: Repository, name: ManifestName, sources: Sequence[Backe
         for file in source.list_names(paths.manifests_folder(name.run)):
             found = paths.parse_manifest_file(name.run, file)
             if found is not None and found.seq == name.seq:
-                homes.append((source, found.path, found))
-    for backend, path, found in sorted(homes, key=lambda home: -home[2].generation):
+                locations.append((source, found.path, found))
+    for backend, path, found in sorted(locations, key=lambda location: -location[2].generation):
         try:
             content = backend.read_bytes(path, nbytes_max=repository.limits.manifest_nbytes_max)
             manifest = decode_manifest(content, limits=repository.limits, expect=found, where=path)
@@ -203,19 +203,19 @@ def _revived(repository: Repository, name: ManifestName, sources: Sequence[Backe
         if manifest.header.store_id != repository.store_id:
             continue
         is_trash = backend is repository.backend
-        reason = f"generation {found.generation} lies in {'the trash' if is_trash else backend.root}"
+        reason = f"generation {found.generation} is in {'the trash' if is_trash else backend.root}"
         return [Mend(found, "revive" if is_trash else "bring back", reason, source=(backend, path, found))]
     return []
 
 
-def _mend_of(search: Search, name: ManifestName, depth_max: int) -> Mend | None:
+def _plan_mend(search: Search, name: ManifestName, depth_max: int) -> Mend | None:
     """Return what to do for one checkpoint; None if it can stay."""
     manifest = search.load(name)
     sound = search.sound_chains(manifest)
-    spoiled = [
-        pack.pack_id for pack in manifest.packs if pack.tier == LOCAL_TIER and search.states[pack.pack_id].is_spoiled
+    damaged_packs = [
+        pack.pack_id for pack in manifest.packs if pack.tier == LOCAL_TIER and search.states[pack.pack_id].is_damaged
     ]
-    if all(sound) and not spoiled:
+    if all(sound) and not damaged_packs:
         return None
     picker = _Picker(search, manifest, sound, depth_max)
     picks, lost = [], []
@@ -226,7 +226,7 @@ def _mend_of(search: Search, name: ManifestName, depth_max: int) -> Mend | None:
         else:
             picks.append(pick)
     before = {bytes(manifest.chunks[index].chunk_id) for index in lost_chunks(manifest)}
-    if not spoiled and before == set(lost):
+    if not damaged_packs and before == set(lost):
         # It is already partial, and nothing more was found.
         return None
     numbers = {index for index, chunk in enumerate(manifest.chunks) if chunk.chunk_id in set(lost)}
@@ -297,7 +297,7 @@ class PackState:
     frames: dict[FramePosition, FrameHeader] = field(default_factory=dict)
 
     @property
-    def is_spoiled(self) -> bool:
+    def is_damaged(self) -> bool:
         """Whether the pack is damaged, so that no manifest should name it."""
         return bool(self.problem)
 
@@ -320,7 +320,7 @@ class Search:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._repository = repository
-        self.shelf = PackCopies(repository, sources)
+        self.pack_copies = PackCopies(repository, sources)
         self._check = make_check()
         self._tell = on_progress or (lambda done, total: None)
         self.states: dict[PackId, PackState] = {}
@@ -329,7 +329,7 @@ class Search:
         self.packs_elsewhere = 0
         """Number of packs in other tiers, which are not read."""
 
-    def look(self, names: Iterable[ManifestName]) -> None:
+    def check_all(self, names: Iterable[ManifestName]) -> None:
         """Check every pack and frame that these manifests name, and search for lost chunks."""
         names = list(names)
         uses = Uses()
@@ -378,20 +378,20 @@ class Search:
 
     def _best_of(self, pack_id: PackId, places: Iterable[FramePosition], sizes: set[int]) -> PackState | None:
         best: PackState | None = None
-        for copy in self.shelf.copies_of(pack_id):
+        for copy in self.pack_copies.copies_of(pack_id):
             if copy.kind not in ("place", "trash"):
                 # Frames in quarantine and in other stores are searched like all others, and copied.
                 continue
             try:
-                look = self.shelf.look_into(copy)
-                frames = self._sound_frames(copy, look, places)
+                contents = self.pack_copies.read_contents(copy)
+                frames = self._sound_frames(copy, contents, places)
             except FileNotFoundError:
                 continue
-            problem = look.problem
-            if not problem and look.ref is not None and {look.ref.nbytes} != sizes:
-                problem = "its size is not what manifests say"
+            problem = contents.problem
+            if not problem and contents.ref is not None and {contents.ref.nbytes} != sizes:
+                problem = "its size differs from what manifests say"
             if not problem and len(frames) < len(set(places)):
-                problem = "frames of it are damaged"
+                problem = "some of its frames are damaged"
             if not problem and best is not None:
                 problem = "a damaged file has its name"
             if best is None or len(frames) > len(best.frames):
@@ -401,10 +401,10 @@ class Search:
         return best
 
     def _sound_frames(
-        self, copy: PackCopy, look: PackLook, places: Iterable[FramePosition]
+        self, copy: PackCopy, contents: PackContents, places: Iterable[FramePosition]
     ) -> dict[FramePosition, FrameHeader]:
-        there = {(entry.chunk_id, entry.offset, entry.stored_nbytes) for entry in look.entries}
-        checked = self.shelf.check(copy, [place for place in places if place in there])
+        present = {(entry.chunk_id, entry.offset, entry.stored_nbytes) for entry in contents.entries}
+        checked = self.pack_copies.check(copy, [place for place in places if place in present])
         return {place: header for place, header in checked.items() if header is not None}
 
     def _wanted(self, manifest: Manifest) -> set[ChunkId]:
@@ -417,14 +417,14 @@ class Search:
     def _find(self, wanted: set[ChunkId], named: Iterable[PackId]) -> None:
         """Search all reachable packs for chunks, then for the bases of the frames found, and so on."""
         candidates: dict[ChunkId, list[tuple[PackCopy, int, int, ChunkId]]] = {}
-        copies = list(self.shelf.all_copies(named))
-        looked_for: set[ChunkId] = set()
+        copies = list(self.pack_copies.all_copies(named))
+        searched: set[ChunkId] = set()
         missing = set(wanted)
         while missing:
-            looked_for |= missing
+            searched |= missing
             for copy in copies:
                 try:
-                    entries = self.shelf.look_into(copy).entries
+                    entries = self.pack_copies.read_contents(copy).entries
                 except (FileNotFoundError, CkstoreError):
                     continue
                 for entry in entries:
@@ -432,28 +432,28 @@ class Search:
                         found = (copy, entry.offset, entry.stored_nbytes, entry.base_id)
                         candidates.setdefault(entry.chunk_id, []).append(found)
             bases = {base for rows in candidates.values() for *_, base in rows if base != NO_BASE}
-            missing = bases - looked_for
-        self._settle(candidates)
+            missing = bases - searched
+        self._accept(candidates)
 
-    def _settle(self, candidates: dict[ChunkId, list[tuple[PackCopy, int, int, ChunkId]]]) -> None:
+    def _accept(self, candidates: dict[ChunkId, list[tuple[PackCopy, int, int, ChunkId]]]) -> None:
         """Accept frames whose bases were accepted, until no more are found."""
         open_rows = {chunk_id: list(rows) for chunk_id, rows in candidates.items()}
-        is_moving = True
-        while is_moving and open_rows:
-            is_moving = False
+        has_progress = True
+        while has_progress and open_rows:
+            has_progress = False
             for chunk_id in sorted(open_rows):
                 rows = open_rows[chunk_id]
                 for row in [row for row in rows if row[3] == NO_BASE or row[3] in self.found]:
                     rows.remove(row)
                     if self._is_sound(chunk_id, row):
-                        is_moving = True
+                        has_progress = True
                         del open_rows[chunk_id]
                         break
 
     def _is_sound(self, chunk_id: ChunkId, row: tuple[PackCopy, int, int, ChunkId]) -> bool:
         copy, offset, stored_nbytes, base_id = row
         try:
-            header, payload = self.shelf.read(copy, offset, stored_nbytes)
+            header, payload = self.pack_copies.read(copy, offset, stored_nbytes)
             if (header.chunk_id, header.base_id) != (chunk_id, base_id):
                 return False
             frame = FoundFrame(copy, offset, header)
@@ -467,7 +467,7 @@ class Search:
         return self._decode_payload(frame, self._payload_of(frame))
 
     def _payload_of(self, frame: FoundFrame) -> bytes:
-        header, payload = self.shelf.read(frame.copy, frame.offset, frame.header.stored_nbytes)
+        header, payload = self.pack_copies.read(frame.copy, frame.offset, frame.header.stored_nbytes)
         if header != frame.header:
             raise CorruptError("a frame has changed since it was found", where=frame.copy.path)
         return payload

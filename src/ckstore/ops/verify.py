@@ -41,12 +41,9 @@ from ckstore.store.tags import Tags
 
 __all__ = ["LEVELS", "Damage", "FrameCheck", "Report", "verify"]
 
-
 _log = logging.getLogger("ckstore")
 
-
 LEVELS = ("quick", "read", "decode")
-
 
 _RECORDS: dict[str, type[FileRecord]] = {
     paths.CONFIG_FILE: ConfigRecord,
@@ -55,9 +52,7 @@ _RECORDS: dict[str, type[FileRecord]] = {
 }
 """Optional records at the top of a store."""
 
-
 _NAMES_DATED_MAX = 3
-
 
 _COPIED_AFTER_NS = 10 * 10**9
 """A manifest gets its name within moments of the time that it records; a later name means that it was copied."""
@@ -262,7 +257,7 @@ def is_damage(error: CkstoreError) -> bool:
     return is_unreadable or isinstance(error, CorruptError)
 
 
-def candidates(repository: Repository, damaged: int | None, error: CkstoreError) -> Iterator[Manifest]:
+def fallback_candidates(repository: Repository, damaged: int | None, error: CkstoreError) -> Iterator[Manifest]:
     """Yield the checkpoints that ``restore(fallback=True)`` may use, newest first. Only their manifests were checked.
 
     Args:
@@ -277,7 +272,7 @@ def candidates(repository: Repository, damaged: int | None, error: CkstoreError)
         try:
             manifest = load_whole(repository, name)
         except CkstoreError as problem:
-            _log.warning("seq %d (step %d) was passed over: %s", name.seq, name.step, problem)
+            _log.warning("seq %d (step %d) was skipped: %s", name.seq, name.step, problem)
             continue
         is_lost = any(pack.tier == LOST_TIER for pack in manifest.packs)
         if not (manifest.header.is_archival or is_lost or _needs(manifest, place)):
@@ -295,7 +290,7 @@ def newest_readable(
 ) -> ManifestName | None:
     """Return the newest other checkpoint that can be decoded completely; None if there is none."""
     chunk_nbytes_max = repository.limits.chunk_nbytes_max
-    for manifest in candidates(repository, damaged, error):
+    for manifest in fallback_candidates(repository, damaged, error):
         name = manifest.header.name
         try:
             report = verify(
@@ -320,17 +315,17 @@ def with_recovery_advice(
 ) -> CkstoreError:
     """Add advice to the error of a damaged checkpoint: repair, or the newest other one that is readable."""
     what = "a checkpoint" if damaged is None else f"seq {damaged}"
-    _log.warning("%s is damaged (%s); looking for the newest other checkpoint that reads whole", what, error.what)
-    repair = f"run `ckstore repair {repository.backend.root}`, which says what can be made whole again"
+    _log.warning("%s is damaged (%s); looking for the newest other checkpoint that is readable", what, error.what)
+    repair = f"run `ckstore repair {repository.backend.root}` to see what can be repaired"
     try:
         found = newest_readable(repository, policy, damaged, error)
     except CkstoreError as problem:
-        return _with_todo(error, f"{repair}; looking for another checkpoint that reads whole failed: {problem.what}")
+        return _with_todo(error, f"{repair}; looking for another readable checkpoint failed: {problem.what}")
     if found is None:
-        return _with_todo(error, f"{repair}; no other checkpoint of run {repository.run} reads whole")
-    way = f'the newest other checkpoint that reads whole is step {found.step}: restore("seq:{found.seq}")'
+        return _with_todo(error, f"{repair}; no other checkpoint of run {repository.run} is readable")
+    way = f'the newest other readable checkpoint is step {found.step}: restore("seq:{found.seq}")'
     is_older = damaged is None or found.seq < damaged
-    by_itself = ", or restore(fallback=True), which goes there by itself" if is_older else ""
+    by_itself = ", or restore(fallback=True), which does this automatically" if is_older else ""
     return _with_todo(error, f"{repair}; {way}{by_itself}", whole_step=found.step, whole_seq=found.seq)
 
 

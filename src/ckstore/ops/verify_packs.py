@@ -197,7 +197,7 @@ class PackAudit:
         if file is None:
             is_lost = all(ref.tier == LOST_TIER for ref in self._uses.refs.values())
             self._report.files_torn += not is_lost
-            self._add("chunks are lost, as a repair has recorded" if is_lost else "the pack is missing")
+            self._add("chunks are lost (recorded by a repair)" if is_lost else "the pack is missing")
             return
         try:
             self.check(file)
@@ -246,12 +246,12 @@ class PackAudit:
         stored = file.read_at(tail.directory_offset, end - tail.directory_offset)
         directory = decode_directory(stored[: tail.directory_nbytes], tail, limits=limits)
         if not is_zero(memoryview(stored)[tail.directory_nbytes :]):
-            raise MalformedError("the padding behind the directory is not zero")
+            raise MalformedError("the padding after the directory is not zero")
         self._report.bytes_read += SUPERHEADER_NBYTES + len(stored) + TAIL_NBYTES
         for index, ref in self._uses.refs.items():
             if (ref.nbytes, ref.directory_digest) != (file.nbytes, tail.directory_digest):
                 checkpoint = label_of(self._audit.uses.names[index])
-                raise MalformedError(f"size or directory is not what the manifest of {checkpoint} says")
+                raise MalformedError(f"size or directory differs from what the manifest of {checkpoint} says")
         return tail, directory
 
     def _check_uses(self, directory: PackDirectory) -> None:
@@ -260,9 +260,9 @@ class PackAudit:
             chunk_id, offset, _ = place
             base = self._uses.bases.get(place)
             if place not in there:
-                self._add(f"chunk {chunk_id.hex()[:16]} does not lie where the manifest says", offset, place)
+                self._add(f"chunk {chunk_id.hex()[:16]} is not where the manifest says", offset, place)
             elif place in self._uses.disputed or there[place] != (NO_BASE if base is None else base[1][0]):
-                self._add(f"chunk {chunk_id.hex()[:16]} needs another base than the manifest says", offset, place)
+                self._add(f"chunk {chunk_id.hex()[:16]} has another base than the manifest says", offset, place)
 
     def _check_frames(self, file: ReadFile, tail: PackTail, directory: PackDirectory) -> None:
         spans = list(self._spans(tail, directory))
@@ -340,7 +340,7 @@ class PackAudit:
                 payload = frame[FRAME_HEADER_NBYTES:]
                 check_payload(header, payload)
                 if not is_zero(view[entry.end - span.offset : end - span.offset]):
-                    raise MalformedError("the padding behind a frame is not zero")
+                    raise MalformedError("the padding after a frame is not zero")
                 # Frames that need a base are decoded after all packs were read.
                 if check is not None and not header.has_base:
                     check(header, payload)
@@ -549,7 +549,7 @@ class _Walk:
     def _check_ids(self, header: FrameHeader, node: Node) -> None:
         base = self._chains.base_of.get(node)
         if (header.chunk_id, header.base_id) != (node[1][0], NO_BASE if base is None else base[1][0]):
-            raise ChecksumError("another frame lies where the manifest locates this one")
+            raise ChecksumError("another frame is where the manifest locates this one")
 
     def _file(self, pack_id: PackId) -> ReadFile:
         file = self._files.get(pack_id)

@@ -349,7 +349,7 @@ def test_doctor_reports_trash_and_running_collections(call, store):
     with ckstore.open(store, create=False) as opened:
         opened.delete(100)
         opened.gc(min_age=0)
-        assert "MiB: ckstore trash ls" in found()["trash"]
+        assert "MiB; list them with `ckstore trash ls`" in found()["trash"]
         opened.gc(now=True, min_age=0)
     # Its file stays, and so do the folders of the trash for a while.
     assert (store / "gc.lock").exists()
@@ -358,7 +358,7 @@ def test_doctor_reports_trash_and_running_collections(call, store):
     assert "gc.lock" not in found()
     with (store / "gc.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "a collection is at work" in found()["gc.lock"]
+        assert "a collection is running" in found()["gc.lock"]
 
 
 def test_doctor_of_a_folder_without_store(call, tmp_path):

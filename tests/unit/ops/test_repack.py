@@ -97,7 +97,7 @@ def test_pack_that_a_frozen_tensor_pins_is_not_rewritten(backend):
         report = store.repack()
         # The first commit's pack holds what never changed, and the newest, which stays, needs it there.
         assert actions(report) == [(3, "keep"), (2, "delta"), (1, "delta"), (0, "keep")]
-        assert "others need its packs" in report.entries[3].reason
+        assert "other checkpoints need its packs" in report.entries[3].reason
         check(store, states)
 
 

@@ -94,7 +94,7 @@ def test_verify_names_what_is_lost_and_nothing_else(backend):
         for level in ("quick", "read", "decode"):
             damage = store.verify(level).damage
             assert [(each.what, each.checkpoints, each.tensors) for each in damage] == [
-                ("chunks are lost, as a repair has recorded", ("main/1 (step 2)",), ("model.weights",))
+                ("chunks are lost (recorded by a repair)", ("main/1 (step 2)",), ("model.weights",))
             ]
 
 

@@ -294,7 +294,7 @@ def test_what_is_said_to_read_whole_was_read(run, backend):
         run.restore()
     assert caught.value.whole_seq == 0
     damage_frame(run, backend, 0)
-    with pytest.raises(CorruptError, match=r"no other checkpoint of run main reads whole"):
+    with pytest.raises(CorruptError, match=r"no other checkpoint of run main is readable"):
         run.restore()
 
 

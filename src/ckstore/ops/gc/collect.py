@@ -52,7 +52,6 @@ from ckstore.store.trash import TrashedPack, TrashFolder
 
 _log = logging.getLogger("ckstore")
 
-
 OnProgress = Callable[[int, int], None]
 
 

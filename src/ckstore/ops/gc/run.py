@@ -45,9 +45,7 @@ from ckstore.store.tier_checks import Unproven, unproven_packs
 
 _log = logging.getLogger("ckstore")
 
-
 __all__ = ["GcDone", "GcLimits", "GcPlan", "GcReport", "collect_store"]
-
 
 PATIENCE_SECONDS = 2.0
 """How long to wait for ``gc.lock``: an io_uring ring can keep a dead process's lock for a moment."""
@@ -312,14 +310,11 @@ def _lock(backend: Locking, clock: Clock, patience_seconds: float) -> FileLock |
 REST = 4.0
 """Sleep this many times as long as the disk was busy, so that others can use it four fifths of the time."""
 
-
 REST_SECONDS_MAX = 0.1
 """Longest sleep after one call, since a slow call may have waited for other processes."""
 
-
 TOTAL_SECONDS_MAX = 600.0
 """Longest total sleep in one collection. After that it runs unthrottled, so that it ends."""
-
 
 BEAT_SECONDS = 60.0
 """A lease holder on another host counts as alive if its heartbeat is younger than this, by both clocks."""

@@ -138,7 +138,9 @@ def diff_of(
     selection = None if only is None else Selection(only, *(manifest.tree for manifest in manifests))
     chosen = [_leaves(manifest, selection) for manifest in manifests]
     if only is not None and not any(chosen):
-        raise NotFoundError("no leaf of either checkpoint matches", where=repr(only), todo="look at paths with show")
+        raise NotFoundError(
+            "no leaf of either checkpoint matches", where=repr(only), todo="list paths with `ckstore show`"
+        )
     pairs = {path: (chosen[0].get(path), chosen[1].get(path)) for path in (*chosen[0], *chosen[1])}
     with stored_state(repository, manifests[0]) as one, stored_state(repository, manifests[1]) as other:
         comparison = _Comparison(one, other)
@@ -170,10 +172,10 @@ def _leaves(manifest: Manifest, selection: Selection | None) -> dict[Any, Leaf]:
 
 def _value(path: str, one: Leaf | None, other: Leaf | None) -> ValueDiff:
     status: Status = "added" if one is None else "removed" if other is None else "changed"
-    return ValueDiff(path, status, _told(one), _told(other))
+    return ValueDiff(path, status, _text_of(one), _text_of(other))
 
 
-def _told(leaf: Leaf | None) -> str:
+def _text_of(leaf: Leaf | None) -> str:
     if leaf is None:
         return ""
     assert isinstance(leaf, ValueNode)
@@ -221,8 +223,8 @@ class _Comparison:
         status = "changed" if distance.changed_count else "equal"
         if not is_measured:
             return TensorDiff(path, status, shown.dtype, shown.shape, elements, distance.changed_count)
-        told = (distance.changed_count, distance.relative, distance.rms, distance.max_abs)
-        return TensorDiff(path, status, shown.dtype, shown.shape, elements, *told)
+        measures = (distance.changed_count, distance.relative, distance.rms, distance.max_abs)
+        return TensorDiff(path, status, shown.dtype, shown.shape, elements, *measures)
 
     def _is_same(self, first: TensorSpec, second: TensorSpec) -> bool:
         """Return whether both have the same chunk ids."""

@@ -59,7 +59,8 @@ def diagnose_machine() -> list[Finding]:
     slow = sorted(name for name, kind in kernels.IMPLEMENTATION.items() if kind != "native")
     loops = Finding("loops", "native")
     if slow:
-        found = f"numpy for {', '.join(slow)}: correct, but slow; reinstall with a compiler"
+        advice = "correct but slow; install a C++ compiler, then reinstall ckstore"
+        found = f"numpy instead of native code for {', '.join(slow)}: {advice}"
         loops = Finding("loops", found, "warning")
     try:
         torch = importlib.metadata.version("torch")
@@ -88,7 +89,7 @@ def diagnose_store(
     if isinstance(backend, LocalBackend):
         if not mode_of_folder(Path(backend.root)):
             raise NotFoundError("there is no such folder", where=backend.root, todo="check the path")
-        findings += _each(_folder(backend))
+        findings += _with_errors(_folder(backend))
     try:
         record = read_store_record(backend)
     except NotFoundError:
@@ -99,15 +100,15 @@ def diagnose_store(
     runs = Repository(backend, record, "main", clock=clock).runs()
     findings.append(Finding("runs", ", ".join(runs) or "none yet"))
     for run in runs:
-        findings += _each(_run(Repository(backend, record, run, clock=clock), clock))
-    findings += _each(_leftovers(backend))
+        findings += _with_errors(_run(Repository(backend, record, run, clock=clock), clock))
+    findings += _with_errors(_leftovers(backend))
     if isinstance(backend, Ageing):
-        findings += _each(_ages(backend, clock))
+        findings += _with_errors(_oldest_file(backend, clock))
     backend.close()
     return findings
 
 
-def _each(findings: Iterator[Finding]) -> Iterator[Finding]:
+def _with_errors(findings: Iterator[Finding]) -> Iterator[Finding]:
     """Yield findings. If the storage fails or access is denied, yield that as a finding."""
     try:
         yield from findings
@@ -126,7 +127,7 @@ def _folder(backend: LocalBackend) -> Iterator[Finding]:
         yield Finding("writable", "no: this user can read only", "warning")
         # The other checks need to write.
         return
-    if problem := _no_locks(backend):
+    if problem := _missing_locks_note(backend):
         yield Finding("locks", problem, "note")
     is_direct = backend.is_direct
     yield Finding("O_DIRECT", "yes" if is_direct else "refused: packs go through the page cache", _note(not is_direct))
@@ -134,14 +135,14 @@ def _folder(backend: LocalBackend) -> Iterator[Finding]:
     yield Finding("engine", backend.engine_reason, _note(not is_uring))
 
 
-def _no_locks(backend: LocalBackend) -> str:
+def _missing_locks_note(backend: LocalBackend) -> str:
     """Return what happens without file locks, if the file system has none. Only existing files are tried."""
     for name in (paths.GC_LOCK_FILE, paths.CONFIG_LOCK_FILE):
         if backend.stat(name) is not None:
             try:
                 lock = backend.try_lock(name)
             except UnsupportedError as error:
-                return f"{error.what}: nothing is lost without, two collections may do some work twice"
+                return f"{error.what}: this is safe, but two collections at a time may repeat work"
             if lock is not None:
                 lock.close()
     return ""
@@ -177,12 +178,12 @@ def _run(repository: Repository, clock: Clock) -> Iterator[Finding]:
         yield _lease(topic, holder, clock)
     if listing.dropped:
         yield Finding(topic, f"drop marks, of deleted checkpoints: {len(listing.dropped)}")
-    still_there = len({name.seq for name in listing.lower} & listing.dropped)
-    if still_there:
-        yield Finding(topic, f"dropped, but still in place: {still_there}; delete them again", "note")
+    remaining = len({name.seq for name in listing.lower} & listing.dropped)
+    if remaining:
+        yield Finding(topic, f"deleted, but manifests are still in place: {remaining}; delete them again", "note")
     for intent in intents_in(repository.backend, clock, repository.run):
         todo = "" if intent.is_known else f"; {CLEAR_INTENTS}"
-        yield Finding(topic, f"seq {intent.seq} takes no tags: there is {intent.words}{todo}", "note")
+        yield Finding(topic, f"seq {intent.seq} cannot be tagged: there is {intent.words}{todo}", "note")
 
 
 def _lease(topic: str, holder: LeaseRecord, clock: Clock) -> Finding:
@@ -198,7 +199,7 @@ def _lease(topic: str, holder: LeaseRecord, clock: Clock) -> Finding:
     return Finding(topic, f"last written by {who}, whose heartbeat is {seconds:.0f} s old", "note")
 
 
-def _ages(backend: Backend, clock: Clock) -> Iterator[Finding]:
+def _oldest_file(backend: Backend, clock: Clock) -> Iterator[Finding]:
     """Report the age of the oldest file that a checkpoint may need, because some file systems purge old files."""
     infos = [info for _, info in packs_in(backend)]
     for run in filter(is_name, backend.list_names(paths.MANIFESTS_FOLDER)):
@@ -208,7 +209,7 @@ def _ages(backend: Backend, clock: Clock) -> Iterator[Finding]:
         infos.append(store_file)
     days = (clock.now_ns() - min((info.modified_ns for info in infos), default=clock.now_ns())) / (86400 * 1e9)
     if days >= AGE_DAYS_MAX:
-        advice = "where old files are removed by a purge, keep a copy elsewhere: ckstore mirror"
+        advice = "if this file system purges old files, keep a copy elsewhere with `ckstore mirror`"
         yield Finding("age", f"the oldest file was last changed {days:.0f} days ago; {advice}", "note")
 
 
@@ -224,9 +225,9 @@ def _leftovers(backend: Backend) -> Iterator[Finding]:
         yield Finding("tmp", "empty")
     yield _trash(backend)
     if backend.list_names(paths.QUARANTINE_FOLDER):
-        yield Finding("quarantine", "holds damaged files", "warning")
-    if _is_collected(backend):
-        yield Finding("gc.lock", "held: a collection is at work")
+        yield Finding("quarantine", "contains damaged files", "warning")
+    if _collection_runs(backend):
+        yield Finding("gc.lock", "held: a collection is running")
     ours = (*paths.TOP_FOLDERS, *paths.TOP_FILES, paths.CACHE_FOLDER, paths.RESERVE_FOLDER)
     foreign = [name for name in backend.list_names("") if name not in ours]
     if foreign:
@@ -240,10 +241,10 @@ def _trash(backend: Backend) -> Finding:
     if not files:
         return Finding("trash", "empty")
     nbytes = sum(folder.nbytes for folder in folders)
-    return Finding("trash", f"{files} files of {nbytes / 2**20:.1f} MiB: ckstore trash ls tells of them", "note")
+    return Finding("trash", f"{files} files of {nbytes / 2**20:.1f} MiB; list them with `ckstore trash ls`", "note")
 
 
-def _is_collected(backend: Backend) -> bool:
+def _collection_runs(backend: Backend) -> bool:
     """Return whether a collection is running. The lock's file exists even when it is not held."""
     if not isinstance(backend, Locking) or backend.stat(paths.GC_LOCK_FILE) is None:
         return False

@@ -56,7 +56,7 @@ def gather(
     entries = [(run, entry) for run, log in runs.items() for entry in log.entries]
     # By time, so that a chunk counts as reused if an earlier commit of any run contains it.
     entries.sort(key=lambda pair: (0 if pair[1].info is None else pair[1].info.time_ns, pair[1].seq))
-    found = _Gathering(repository)
+    found = _Gatherer(repository)
     rows: dict[str, list[dict[str, Any]]] = {run: [] for run in runs}
     for number, (run, entry) in enumerate(entries):
         rows[run].append(found.row_of(run, entry))
@@ -79,7 +79,7 @@ def shown(text: object) -> str:
 
 
 @dataclass(slots=True)
-class _Gathering:
+class _Gatherer:
     """What was read so far, in order of time."""
 
     repository: Repository
@@ -187,7 +187,7 @@ def _groups(manifest: Manifest) -> list[list[Any]]:
             plain_of[piece.chunk] = plain_of.get(piece.chunk, 0) + piece.nbytes
     tensors: Counter[str] = Counter()
     plain: Counter[str] = Counter()
-    kept: dict[str, float] = {}
+    stored_of: dict[str, float] = {}
     done: set[int] = set()
     for path, leaf in leaves_of(manifest.tree):
         if not isinstance(leaf, TensorNode):
@@ -201,8 +201,10 @@ def _groups(manifest: Manifest) -> list[list[Any]]:
         for piece in manifest.storages[storage_index].pieces:
             plain[key] += piece.nbytes
             chunk = manifest.chunks[piece.chunk]
-            kept[key] = kept.get(key, 0.0) + stored[bytes(chunk.chunk_id)] * piece.nbytes / plain_of[piece.chunk]
-    return [[shown(key), count, plain[key], round(kept.get(key, 0.0))] for key, count in tensors.items()]
+            stored_of[key] = (
+                stored_of.get(key, 0.0) + stored[bytes(chunk.chunk_id)] * piece.nbytes / plain_of[piece.chunk]
+            )
+    return [[shown(key), count, plain[key], round(stored_of.get(key, 0.0))] for key, count in tensors.items()]
 
 
 def _gc_facts(report: GcReport) -> dict[str, Any]:

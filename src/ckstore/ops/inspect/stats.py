@@ -195,7 +195,7 @@ def _tensor_coding(
         for coding, piece in zip(codings, spec.pieces, strict=True)
     )
     choice = manifest.decisions.storages[storage] if manifest.decisions is not None else None
-    lies = sorted({_MODES[coding.kind] for coding in codings})
+    forms = sorted({_MODES[coding.kind] for coding in codings})
     choice = choice or StorageDecision(0)
     return TensorCoding(
         path=format_path(path),
@@ -203,7 +203,7 @@ def _tensor_coding(
         elements=spec.nbytes // spec.element_width,
         nbytes=spec.nbytes,
         stored_nbytes=round(sum(shares)),
-        mode=choice.mode_name if choice.mode else " and ".join(lies) or "empty",
+        mode=choice.mode_name if choice.mode else " and ".join(forms) or "empty",
         steps=tuple(sorted({coding.steps for coding in codings})),
         depth=max((coding.frame.depth for coding in codings), default=0),
         full_bits=choice.full_bits,
@@ -332,7 +332,7 @@ def stats_of(
     """
     codings = chunk_codings(repository, manifest)
     coding = coding_of(repository, manifest, info)
-    bounds = _Measuring(repository, manifest, codings, is_exact, on_progress).run(policy)
+    bounds = _Measurement(repository, manifest, codings, is_exact, on_progress).run(policy)
     tensors = tuple(
         _tensor_stats(manifest, storage, row, bounds)
         for (_, storage, _), row in zip(first_tensors(manifest), coding.tensors, strict=True)
@@ -343,7 +343,7 @@ def stats_of(
 
 
 @dataclass(slots=True)
-class _Measuring:
+class _Measurement:
     repository: Repository
     manifest: Manifest
     codings: Sequence[ChunkCoding]
@@ -409,7 +409,7 @@ class _Probe:
     def full_bits(self, plain: memoryview, chunk: ChunkSpec) -> float:
         """Return the entropy of a chunk without a base, in bits per element."""
         width = chunk.element_width
-        taken = self._taken(plain, width, self._sample)
+        taken = self._sampled(plain, width, self._sample)
         planes = self._planes[: len(taken)]
         kernels.split_planes(taken, planes, width, chunk.is_float and width > 1)
         return self._entropy(planes, width)
@@ -417,12 +417,12 @@ class _Probe:
     def delta_bits(self, plain: memoryview, base: memoryview, chunk: ChunkSpec) -> float:
         """Return the entropy of a chunk minus its base, in bits per element."""
         width = chunk.element_width
-        taken, base_taken = self._taken(plain, width, self._sample), self._taken(base, width, self._base_sample)
+        taken, base_taken = self._sampled(plain, width, self._sample), self._sampled(base, width, self._base_sample)
         planes = self._planes[: len(taken)]
         kernels.split_delta(taken, base_taken, planes, width, chunk.is_float)
         return self._entropy(planes, width)
 
-    def _taken(self, plain: memoryview, width: int, sample: memoryview) -> memoryview:
+    def _sampled(self, plain: memoryview, width: int, sample: memoryview) -> memoryview:
         return plain if self._is_exact else sample[: chunk_codec.sample_of(plain, width, sample)]
 
     def _entropy(self, planes: memoryview, width: int) -> float:
