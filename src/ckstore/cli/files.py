@@ -148,8 +148,8 @@ def report(
     """Write one HTML page about the store.
 
     The page needs no network and no other file. It shows commits over time, bytes before and after compression, sizes
-    by tensor group, delta chains, locations of packs, what is kept and why, and what `ckstore gc` would free. It is
-    made from manifests; no tensor is read, and nothing is changed.
+    by tensor group, delta chains and locations of packs. It also shows what is kept and why, and what `ckstore gc`
+    would free. It is made from manifests; no tensor is read, and nothing is changed.
     """
     from ckstore.ops.interop.export import check_target, new_file
 

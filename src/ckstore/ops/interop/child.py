@@ -1,8 +1,8 @@
 """Load foreign files in a child process: `Loader` in the parent, `serve` in the child, and the messages between them.
 
-The parent sends a `Job` and a memory file. The child loads the file with torch, writes the bytes of all storages to the
-memory file, then a head with tree, tensors and storage offsets, and sends an `Answer`. The parent reads tensors from
-the memory file when the commit needs them.
+The parent sends a `Job` and a memory file. The child loads the file with torch. It writes the bytes of all storages to
+the memory file, then a head with tree, tensors and storage offsets. Then it sends an `Answer`. The parent reads tensors
+from the memory file when the commit needs them.
 
 Invariants:
 - The child opens no store. Its only outputs are the memory file and the answer.

@@ -1,8 +1,8 @@
 """List the files below a folder, and classify them by name and by their first bytes.
 
-Three parts: what a name says (`step_of_name`, `metrics_of_name`, `shard_of_name`), the listing of a folder (`scan`,
-which opens nothing), and `detect_kind`, which reads a file's first bytes and refuses what is not a checkpoint: a
-pointer, an HTML page, an archive, a truncated download.
+`step_of_name`, `metrics_of_name` and `shard_of_name` parse names. `scan` lists a folder and opens nothing. `detect_kind`
+reads the first bytes of a file and refuses what is not a checkpoint: a pointer, an HTML page, an archive, a truncated
+download.
 """
 
 from __future__ import annotations
