@@ -1,8 +1,8 @@
 """List the files below a folder, and classify them by name and by their first bytes.
 
-`step_of_name`, `metrics_of_name` and `shard_of_name` parse names. `scan` lists a folder and opens nothing. `detect_kind`
-reads the first bytes of a file and refuses what is not a checkpoint: a pointer, an HTML page, an archive, a truncated
-download.
+`step_of_name`, `metrics_of_name` and `shard_of_name` parse names. `scan` lists a folder and opens nothing.
+`detect_kind` reads the first bytes of a file and refuses what is not a checkpoint: a pointer, an HTML page, an archive,
+a truncated download.
 """
 
 from __future__ import annotations
