@@ -231,29 +231,29 @@ class _Planner:
     def drafts(self) -> Iterator[_Draft]:
         """Yield a draft of every read; bases after the frames that need them, because they take over their places."""
         needed = self._needed()
-        onto: dict[int, list[_Draft]] = {}
-        roundings_of: dict[int, list[_Draft]] = {}
+        deltas: dict[int, list[_Draft]] = {}
+        roundings: dict[int, list[_Draft]] = {}
         for index in sorted(needed, reverse=True):
-            made = self._drafts_of(index, onto.pop(index, []), roundings_of.pop(index, []))
+            made = self._drafts_of(index, deltas.pop(index, []), roundings.pop(index, []))
             base = self._frames[index].base
             if base >= 0:
-                (roundings_of if self._is_rounding(index) else onto).setdefault(base, []).extend(made)
+                (roundings if self._is_rounding(index) else deltas).setdefault(base, []).extend(made)
             yield from made
 
-    def _drafts_of(self, index: int, onto: list[_Draft], roundings_of: list[_Draft]) -> list[_Draft]:
+    def _drafts_of(self, index: int, deltas: list[_Draft], roundings: list[_Draft]) -> list[_Draft]:
         """Return the reads of one frame: one, or several if it has many places."""
         wanted = self._wanted.get(index)
         frame = self._frames[index]
-        nbytes = wanted.nbytes if wanted is not None else onto[0].nbytes
-        if any(draft.nbytes != nbytes for draft in onto):
+        nbytes = wanted.nbytes if wanted is not None else deltas[0].nbytes
+        if any(draft.nbytes != nbytes for draft in deltas):
             raise MalformedError(
                 "chunks of different lengths are deltas of one base", where=f"chunk {frame.chunk_id.hex()[:16]}"
             )
         made: list[_Draft] = []
-        for users in _batches(onto):
+        for users in _batches(deltas):
             is_first = not made
             chunk = wanted.chunk if wanted is not None else users[0].chunk
-            waves = [user.key[0] for user in (*users, *(roundings_of if is_first else ()))]
+            waves = [user.key[0] for user in (*users, *(roundings if is_first else ()))]
             if wanted is not None and is_first:
                 waves.append(wanted.wave)
             draft = _Draft(index, frame, chunk, nbytes, (min(waves), frame.depth, frame.pack, frame.offset))
@@ -264,7 +264,7 @@ class _Planner:
                 draft.places += user.places
                 user.needs = draft
             made.append(draft)
-        for user in roundings_of:
+        for user in roundings:
             # The master belongs to the state, so the first of its reads puts it at its destination, where it stays.
             user.needs, user.master = made[0], made[0].places[0]
         return made

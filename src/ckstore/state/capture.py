@@ -35,9 +35,9 @@ from ckstore.format.tree import (
     place_of,
 )
 from ckstore.state.memory import MemorySpan
-from ckstore.state.named_types import is_found
+from ckstore.state.named_types import has_class
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
-from ckstore.state.standard_types import PLAIN, PLAIN_MIN, Taken, pack_numbers, take_standard
+from ckstore.state.standard_types import PLAIN, PLAIN_MIN, Conversion, convert_standard, pack_numbers
 from ckstore.state.tensors import HostStorage, LeafAdapter, TensorLeaf
 from ckstore.state.values import LONG_TEXT, converter_for, encode_plain, leaf_type_error
 
@@ -137,10 +137,10 @@ class StateWalker:
         self.leaves: list[TensorLeaf] = []
         self.paths: list[Path] = []
         self.warnings: list[str] = []
-        self.left_out = LeftOut()
+        self.omitted = OmittedContent()
         # ``items`` keeps the objects alive: an id is only unique while its object is alive.
-        self._seen: dict[int, int] = {}
-        self._open: set[int] = set()
+        self._number_of: dict[int, int] = {}
+        self._ancestors: set[int] = set()
         self._value_count = 0
         self._tensor_node_count = 0
         self._is_in_optimizer = False
@@ -149,7 +149,7 @@ class StateWalker:
         """Capture a state."""
         tree = self.node_of(state, ())
         tensors, storages = _share(self.leaves)
-        self.warnings += self.left_out.sentences()
+        self.warnings += self.omitted.sentences()
         sparse = _sparse_views(self, tensors, storages)
         return Captured(tree, self.paths, tensors, storages, [*self.warnings, *sparse])
 
@@ -160,15 +160,15 @@ class StateWalker:
             return self._plain(item, plain, path)
         kind = type(item)
         if kind in KINDS:
-            return self._long(path, lambda: self._within(item, path, self._mapping))
+            return self._pack_if_long(path, lambda: self._descend(item, path, self._mapping))
         if kind is list:
-            return self._long(path, lambda: self._within(item, path, self._list))
+            return self._pack_if_long(path, lambda: self._descend(item, path, self._list))
         if kind is tuple:
-            return self._long(path, lambda: self._within(item, path, self._tuple))
+            return self._pack_if_long(path, lambda: self._descend(item, path, self._tuple))
         converter = converter_for(kind)
         if converter is not None and not self._is_plain:
             name, to_state = converter.name, converter.to_state
-            return self._within(
+            return self._descend(
                 item,
                 path,
                 lambda whole, here: ConvertedNode(
@@ -179,16 +179,16 @@ class StateWalker:
         if leaf is not None:
             return leaf
         if has_state_dict(item) and not self._is_plain:
-            return self._within(
+            return self._descend(
                 item, path, lambda whole, here: self.node_of(self._results.recall_or_call(whole, state_dict_of), here)
             )
-        taken = taken_apart(item, path, self.adapters)
-        if taken is None:
+        conversion = convert_leaf(item, path, self.adapters)
+        if conversion is None:
             raise leaf_type_error(item, path)
-        name, state = taken
-        if not is_found(name, item):
-            self.left_out.note_class(type(item), path)
-        return self._within(item, path, lambda _, here: ConvertedNode(name, self.node_of(state, here)))
+        name, state = conversion
+        if not has_class(name, item):
+            self.omitted.note_class(type(item), path)
+        return self._descend(item, path, lambda _, here: ConvertedNode(name, self.node_of(state, here)))
 
     def _plain(self, item: object, plain: ValueNode, path: Path) -> Node:
         if isinstance(item, bytes) and len(item) >= LONG_NBYTES_MIN:
@@ -205,16 +205,16 @@ class StateWalker:
         return self._tensor(item, leaf, path)
 
     def _list(self, items: list[object], path: Path) -> Node:
-        return self._numbers(items, path) or ListNode(self._sequence(items, path))
+        return self._packed_numbers(items, path) or ListNode(self._sequence(items, path))
 
     def _tuple(self, items: tuple[object, ...], path: Path) -> Node:
-        return self._numbers(items, path) or TupleNode(self._sequence(items, path))
+        return self._packed_numbers(items, path) or TupleNode(self._sequence(items, path))
 
-    def _numbers(self, items: list[Any] | tuple[Any, ...], path: Path) -> Node | None:
+    def _packed_numbers(self, items: list[Any] | tuple[Any, ...], path: Path) -> Node | None:
         packed = None if self._is_plain else pack_numbers(items, only_counts=self._is_in_optimizer)
         return None if packed is None else ConvertedNode(packed[0], self.node_of(packed[1], path))
 
-    def _long(self, path: Path, make: Callable[[], Node]) -> Node:
+    def _pack_if_long(self, path: Path, make: Callable[[], Node]) -> Node:
         """Return the node of a container; a container of many plain values without tensors is stored as bytes.
 
         Two containers are never stored as bytes: the root, because users select by its keys, and an optimizer's state,
@@ -241,45 +241,45 @@ class StateWalker:
         return None
 
     def _with_attributes(self, node: TensorNode, item: object, path: Path) -> TensorNode:
-        held = getattr(item, "__dict__", None)
-        if not held:
+        attributes = getattr(item, "__dict__", None)
+        if not attributes:
             return node
-        return TensorNode(node.tensor, self._attributes(held, "tensors", path))
+        return TensorNode(node.tensor, self._attributes(attributes, "tensors", path))
 
-    def _attributes(self, held: Mapping[str, object], owner: str, path: Path) -> DictNode | None:
+    def _attributes(self, attributes: Mapping[str, object], owner: str, path: Path) -> DictNode | None:
         """Return the node of an object's Python attributes; omit attributes that are not plain, with a warning."""
         nodes: dict[str, Node] = {}
-        for name, value in held.items():
+        for name, value in attributes.items():
             walk = StateWalker(self.adapters, StateDictCache(), is_plain=True)
             try:
                 if not _is_unicode(name):
                     raise UsageError("the name of an attribute is not a valid str")
                 nodes[name] = walk.node_of(value, (*path, name))
-                self.left_out.add(walk.left_out)
+                self.omitted.add(walk.omitted)
             except CkstoreError:
-                self.left_out.note_attribute(owner, str(name), path)
+                self.omitted.note_attribute(owner, str(name), path)
         return DictNode("dict", tuple(nodes), tuple(nodes.values())) if nodes else None
 
     def _tensor(self, item: object, leaf: TensorLeaf, path: Path) -> TensorNode:
         if self._is_plain:
             raise leaf_type_error(item, path)
         self._tensor_node_count += 1
-        number = self._seen.get(id(item))
+        number = self._number_of.get(id(item))
         if number is None:
-            number = self._seen[id(item)] = len(self.leaves)
+            number = self._number_of[id(item)] = len(self.leaves)
             self.items.append(item)
             self.leaves.append(leaf)
             self.paths.append(path)
         return TensorNode(number)
 
-    def _within(self, item: Any, path: Path, make: Callable[[Any, Path], Node]) -> Node:
-        if id(item) in self._open:
+    def _descend(self, item: Any, path: Path, make: Callable[[Any, Path], Node]) -> Node:
+        if id(item) in self._ancestors:
             raise UsageError("the state contains itself", where=place_of(path), todo="remove the cycle", path=path)
-        if len(self._open) >= DEPTH_MAX:
+        if len(self._ancestors) >= DEPTH_MAX:
             raise UsageError(f"the state is nested deeper than {DEPTH_MAX} levels", where=place_of(path), path=path)
-        self._open.add(id(item))
+        self._ancestors.add(id(item))
         node = make(item, path)
-        self._open.discard(id(item))
+        self._ancestors.discard(id(item))
         return node
 
     def _sequence(self, items: Sequence[object], path: Path) -> tuple[Node, ...]:
@@ -294,18 +294,17 @@ class StateWalker:
         keys = tuple([self._key(key, path) for key in items])
         _check_distinct(keys, path)
         children = tuple([self.node_of(item, (*path, key)) for key, item in zip(keys, items.values(), strict=True)])
-        held = dict(getattr(items, "__dict__", {}))
+        raw = dict(getattr(items, "__dict__", {}))
         metadata = None
-        if kind == "OrderedDict" and "_metadata" in held:
-            metadata = self.node_of(held.pop("_metadata"), (*path, "_metadata"))
-        attributes = (
-            self._attributes(held, f"an {kind}" if kind == "OrderedDict" else f"a {kind}", path) if held else None
-        )
+        if kind == "OrderedDict" and "_metadata" in raw:
+            metadata = self.node_of(raw.pop("_metadata"), (*path, "_metadata"))
+        owner = f"an {kind}" if kind == "OrderedDict" else f"a {kind}"
+        attributes = self._attributes(raw, owner, path) if raw else None
         self._is_in_optimizer = outside
         return DictNode(kind, keys, children, metadata, self._factory_name(items, path), attributes)
 
     def _key(self, key: object, path: Path) -> Key:
-        return stored_key(key, path, self.adapters, self.left_out)
+        return stored_key(key, path, self.adapters, self.omitted)
 
     def _factory_name(self, items: Mapping[Any, object], path: Path) -> str | None:
         if not isinstance(items, defaultdict):
@@ -350,14 +349,14 @@ def state_dict_of(item: Any) -> object:
     return item.state_dict()
 
 
-def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter], left_out: LeftOut | None = None) -> Key:
+def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter], omitted: OmittedContent | None = None) -> Key:
     """Return the stored form of a mapping's key.
 
     Args:
         key: The key.
         path: Path of the mapping.
         adapters: Adapters of all tensor libraries.
-        left_out: Records which content of the key is not stored.
+        omitted: Records which content of the key is not stored.
 
     Raises:
         UsageError: The key cannot be stored.
@@ -377,8 +376,8 @@ def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter], left_out: 
             todo="use keys that are plain values, tuples of these, or members of an Enum",
             path=path,
         ) from None
-    if left_out is not None:
-        left_out.add(walk.left_out)
+    if omitted is not None:
+        omitted.add(walk.omitted)
     return stored
 
 
@@ -396,7 +395,7 @@ def _check_distinct(keys: Sequence[Key], path: Path) -> None:
             seen.add(key)
 
 
-def taken_apart(item: object, path: Path, adapters: Sequence[LeafAdapter]) -> Taken | None:
+def convert_leaf(item: object, path: Path, adapters: Sequence[LeafAdapter]) -> Conversion | None:
     """Return the conversion of a leaf that is neither tensor nor container; None: its type cannot be stored.
 
     Raises:
@@ -404,10 +403,10 @@ def taken_apart(item: object, path: Path, adapters: Sequence[LeafAdapter]) -> Ta
     """
     try:
         for adapter in adapters:
-            taken = adapter.take_apart(item)
-            if taken is not None:
-                return taken
-        return take_standard(item)
+            conversion = adapter.convert(item)
+            if conversion is not None:
+                return conversion
+        return convert_standard(item)
     except (ValueError, TypeError, ArithmeticError, AttributeError, CkstoreError) as problem:
         raise leaf_type_error(item, path, str(problem)[:200]) from None
 
@@ -429,7 +428,7 @@ def checked_value(adapter: LeafAdapter, item: object, value: tuple[str, Value], 
     return ValueNode(*value)
 
 
-class LeftOut:
+class OmittedContent:
     """Content of a state that is not stored or is restored in another form; one warning for each kind."""
 
     def __init__(self) -> None:
@@ -444,7 +443,7 @@ class LeftOut:
         """Record an object whose class would not be found when restoring."""
         self._classes.setdefault(kind, []).append(path)
 
-    def add(self, other: LeftOut) -> None:
+    def add(self, other: OmittedContent) -> None:
         """Add what another walk recorded."""
         for attribute, paths in other._attributes.items():
             self._attributes.setdefault(attribute, []).extend(paths)
@@ -454,15 +453,15 @@ class LeftOut:
     def sentences(self) -> Iterator[str]:
         """Yield one warning for each attribute and class."""
         for (owner, name), paths in self._attributes.items():
-            yield f"The attribute {name!r} of {owner} is not a plain value and was not stored: {_few(paths)}."
+            yield f"The attribute {name!r} of {owner} is not a plain value and was not stored: {_paths(paths)}."
         for kind, paths in self._classes.items():
             yield (
                 f"Objects of {kind.__module__}.{kind.__qualname__} will be restored as ckstore.StandIn, because no "
-                f"module contains their class under this name: {_few(paths)}."
+                f"module contains their class under this name: {_paths(paths)}."
             )
 
 
-def _few(paths: Sequence[Path]) -> str:
+def _paths(paths: Sequence[Path]) -> str:
     first = place_of(paths[0])
     return first if len(paths) == 1 else f"{first} and {len(paths) - 1} more"
 

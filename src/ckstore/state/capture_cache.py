@@ -32,12 +32,12 @@ from ckstore.state.capture import (
     StateWalker,
     allocations_of,
     checked_value,
+    convert_leaf,
     has_state_dict,
     state_dict_of,
-    taken_apart,
 )
 from ckstore.state.memory import Spans, SpanShape, fixed_starts_of
-from ckstore.state.named_types import is_found
+from ckstore.state.named_types import has_class
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
 from ckstore.state.standard_types import COUNT, NUMBERS_MIN, PLAIN, exact_repr, pack_numbers
 from ckstore.state.tensors import LeafAdapter, LeafBatch, TensorLeaf
@@ -398,7 +398,7 @@ class _CachedWalker:
         if type(item) is str and node.name == LONG_TEXT and len(item) >= LONG_NBYTES_MIN:
             child = self._node(item.encode("utf-8", "surrogatepass"), node.child)
         elif node.name.startswith(BUILT_IN):
-            child = self._node(self._taken(item, node), node.child)
+            child = self._node(self._converted_state(item, node), node.child)
         else:
             converter = converter_for(type(item))
             if converter is None or converter.name != node.name:
@@ -406,7 +406,7 @@ class _CachedWalker:
             child = self._node(self._results.call(item, converter.to_state), node.child)
         return node if child is node.child else ConvertedNode(node.name, child)
 
-    def _taken(self, item: Any, node: ConvertedNode) -> object:
+    def _converted_state(self, item: Any, node: ConvertedNode) -> object:
         """Return the state of a built-in conversion that has the same name as before."""
         name = node.name
         if name == PLAIN and isinstance(node.child, TensorNode):
@@ -415,10 +415,10 @@ class _CachedWalker:
             # In an optimizer's state only counts are packed.
             taken = pack_numbers(item, only_counts=name.startswith(COUNT))
         elif converter_for(type(item)) is None and not has_state_dict(item):
-            taken = taken_apart(item, (), self._libraries)
+            taken = convert_leaf(item, (), self._libraries)
         else:
             taken = None
-        if taken is None or taken[0] != name or not is_found(name, item):
+        if taken is None or taken[0] != name or not has_class(name, item):
             raise _ChangedError
         return taken[1]
 
@@ -430,7 +430,7 @@ class _CachedWalker:
             return previous[1]
         walk = StateWalker(self._libraries, StateDictCache())
         node = walk.node_of(item, ("",))
-        if not isinstance(node, ConvertedNode) or node.name != PLAIN or list(walk.left_out.sentences()):
+        if not isinstance(node, ConvertedNode) or node.name != PLAIN or list(walk.omitted.sentences()):
             raise _ChangedError
         if text is not None:
             self._last.contents[number] = text, walk.items[0]

@@ -43,11 +43,18 @@ from ckstore.format.tree import (
     place_of,
     tensors_of,
 )
-from ckstore.state.capture import has_state_dict, stored_key, taken_apart
+from ckstore.state.capture import convert_leaf, has_state_dict, stored_key
 from ckstore.state.loading import Progress, listed, match_object
 from ckstore.state.named_types import distinct
 from ckstore.state.numpy_adapter import share_bytes
-from ckstore.state.standard_types import Taken, is_standard, make_standard, update_dict, update_in_place, update_list
+from ckstore.state.standard_types import (
+    Conversion,
+    build_standard,
+    is_standard,
+    update_dict,
+    update_in_place,
+    update_list,
+)
 from ckstore.state.tensors import KnownObject, LeafAdapter, TensorLeaf
 from ckstore.state.values import converter_for, encode_plain
 
@@ -152,7 +159,7 @@ class Matching:
         if has_state_dict(target) and converter_for(type(target)) is None and self.describe(target, path) is None:
             return match_object(self, node, target, path)
         if isinstance(node, ConvertedNode) and node.name.startswith(BUILT_IN):
-            return self._conversion(node, target, path)
+            return self._match_conversion(node, target, path)
         if isinstance(node, DictNode):
             return self._dict(node, target, path)
         if isinstance(node, ListNode | TupleNode):
@@ -172,12 +179,12 @@ class Matching:
         self.progress.add(path)
         return lambda make: self.progress.make(path, lambda: make(node), is_end=True)
 
-    def _conversion(self, node: ConvertedNode, target: Any, path: Path) -> Step:
+    def _match_conversion(self, node: ConvertedNode, target: Any, path: Path) -> Step:
         """Match a built-in conversion: update the live object in place if possible, else replace it."""
-        taken = self._taken(target)
-        if taken is not None and taken[0] == node.name and tensors_of(node) and is_standard(node.name):
-            inner = self.match(node.child, taken[1], path)
-            return lambda make: update_in_place(target, make_standard(node.name, inner(make)))
+        conversion = self._convert(target)
+        if conversion is not None and conversion[0] == node.name and tensors_of(node) and is_standard(node.name):
+            inner = self.match(node.child, conversion[1], path)
+            return lambda make: update_in_place(target, build_standard(node.name, inner(make)))
         if target is not None and not self._is_plain(target):
             self.differ(path, "a plain value", target)
         create = self.create(node, path)
@@ -187,14 +194,14 @@ class Matching:
 
     def _update_by_library(self, target: Any, made: object) -> object:
         for adapter in self.adapters:
-            if type(made) is type(target) and adapter.take_apart(target) is not None:
+            if type(made) is type(target) and adapter.convert(target) is not None:
                 adapter.copy_into(target, made)
                 return target
         return update_in_place(target, made)
 
-    def _taken(self, target: object) -> Taken | None:
+    def _convert(self, target: object) -> Conversion | None:
         try:
-            return taken_apart(target, (), self.adapters)
+            return convert_leaf(target, (), self.adapters)
         except CkstoreError:
             return None
 
@@ -222,20 +229,22 @@ class Matching:
         if type(target) not in _DICTS:
             self.differ(path, f"a {node.kind}", target)
             return self.create(node, path)
-        held = self._writable(target, node)
+        writable = self._writable(target, node)
         # Keys are typed: 1, 1.0 and True are one key to Python, but different keys to a checkpoint.
-        rest = {(type(stored := self.stored_key(key, path)), stored): (key, value) for key, value in target.items()}
+        unmatched = {
+            (type(stored := self.stored_key(key, path)), stored): (key, value) for key, value in target.items()
+        }
         steps: list[tuple[Any, Step]] = []
         added: list[Path] = []
         for key, child in items_of(node):
             here = (*path, key)
-            if (type(key), key) in rest:
-                held_key, value = rest.pop((type(key), key))
-                steps.append((held_key, self.match(child, value, here)))
+            if (type(key), key) in unmatched:
+                live_key, value = unmatched.pop((type(key), key))
+                steps.append((live_key, self.match(child, value, here)))
             else:
                 steps.append((key, self.create(child, here)))
                 added.extend(_places_of(child, here))
-        self._note_extras(path, [((*path, key), value) for (_, key), (_, value) in rest.items()], added)
+        self._note_extras(path, [((*path, key), value) for (_, key), (_, value) in unmatched.items()], added)
         metadata = node.metadata
         if metadata is not None:
             self.created.update(tensors_of(metadata))
@@ -245,16 +254,16 @@ class Matching:
             # Store each item immediately: if a later object refuses its part, the error lists what was written.
             keys = distinct(make(key.node) if isinstance(key, OtherKey) else key for key, _ in steps)
             for key, (_, step) in zip(keys, steps, strict=True):
-                held[key] = step(make)
-            stands = held
+                writable[key] = step(make)
+            result = writable
             if is_whole:
                 made = new_dict(node)
-                made.update({key: held[key] for key in keys})
-                stands = update_dict(held, made)
-            if metadata is not None and isinstance(stands, OrderedDict):
-                stands._metadata = make(metadata)  # type: ignore[attr-defined]
-            _attach(stands, node, make)
-            return stands
+                made.update({key: writable[key] for key in keys})
+                result = update_dict(writable, made)
+            if metadata is not None and isinstance(result, OrderedDict):
+                result._metadata = make(metadata)  # type: ignore[attr-defined]
+            _attach(result, node, make)
+            return result
 
         return fill
 
@@ -279,14 +288,14 @@ class Matching:
             return self.create(node, path)
         more = [((*path, index), target[index]) for index in range(len(node.children), len(target))]
         self._note_extras(path, more, [])
-        held = self._writable(target, node)
+        writable = self._writable(target, node)
         steps = [
             self.match(child, target[index], (*path, index))
             if index < len(target)
             else self.create(child, (*path, index))
             for index, child in enumerate(node.children)
         ]
-        return lambda make: update_list(held, kind(step(make) for step in steps))
+        return lambda make: update_list(writable, kind(step(make) for step in steps))
 
     def _writable(self, target: Any, node: Node) -> Any:
         first, its_node = self._containers.setdefault(id(target), (target, node))
@@ -349,18 +358,18 @@ class Matching:
                 self.differ(path, "a tensor", target)
             return self.create(node)
         if (leaf.library, leaf.dtype, leaf.shape) != (spec.library, spec.dtype, spec.shape):
-            here = f"{leaf.library} {leaf.dtype} {leaf.shape}"
-            there = f"{spec.library} {spec.dtype} {spec.shape}"
-            self.problems.append((path, f"is {there} in the checkpoint, {here} in the state"))
+            actual = f"{leaf.library} {leaf.dtype} {leaf.shape}"
+            stored = f"{spec.library} {spec.dtype} {spec.shape}"
+            self.problems.append((path, f"is {stored} in the checkpoint, {actual} in the state"))
         elif not leaf.is_writable:
             self.problems.append((path, "is read-only or a lazy conjugate in the state"))
         elif _cannot_be_filled(spec, leaf):
             self.problems.append((path, "is a tensor in the state whose elements share memory"))
         if owner is not None:
             self.progress.touch(owner)
-        place = Target(path, target, leaf, may_be_replaced)
-        self.targets.setdefault(node.tensor, []).append(place)
-        return lambda make: make(node) if place in self._replaced else _attach(target, node, make)
+        matched = Target(path, target, leaf, may_be_replaced)
+        self.targets.setdefault(node.tensor, []).append(matched)
+        return lambda make: make(node) if matched in self._replaced else _attach(target, node, make)
 
     def describe(self, item: object, path: Path) -> TensorLeaf | None:
         """Describe a tensor that can be overwritten; None: anything else."""
@@ -388,8 +397,10 @@ class Matching:
             return True
         if any(adapter.encode_value(item, ()) is not None for adapter in self.adapters):
             return True
-        taken = self._taken(item)
-        return taken is not None and (library_of_conversion(taken[0]) is not None or self._is_plain(taken[1]))
+        conversion = self._convert(item)
+        return conversion is not None and (
+            library_of_conversion(conversion[0]) is not None or self._is_plain(conversion[1])
+        )
 
     def check_ties(self) -> None:
         """Record live tensors that share memory differently from the checkpoint's tensors."""

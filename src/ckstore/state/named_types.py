@@ -79,7 +79,7 @@ def _distinct(item: Any, is_duplicate: bool) -> Any:
         return type(item)(
             _distinct(each, is_duplicate) if is_duplicate or not _has_hash(each) else each for each in item
         )
-    taken = (f"{BUILT_IN}{item.kind}:{item.type_name}", item.content) if type(item) is StandIn else take_named(item)
+    taken = (f"{BUILT_IN}{item.kind}:{item.type_name}", item.content) if type(item) is StandIn else convert_named(item)
     if taken is None:
         return item
     kind, _, type_name = taken[0].removeprefix(BUILT_IN).partition(":")
@@ -94,7 +94,7 @@ def _has_hash(item: Any) -> bool:
     return True
 
 
-def take_named(item: Any) -> tuple[str, dict[str, Any]] | None:
+def convert_named(item: Any) -> tuple[str, dict[str, Any]] | None:
     """Return the conversion name and the fields of an object of a named type; None: other types.
 
     Raises:
@@ -102,7 +102,7 @@ def take_named(item: Any) -> tuple[str, dict[str, Any]] | None:
     """
     kind = type(item)
     if isinstance(item, StandIn) and item.kind in KINDS:
-        make_named(item.kind, item.type_name, item.content)
+        build_named(item.kind, item.type_name, item.content)
         return f"{BUILT_IN}{item.kind}:{item.type_name}", item.content
     if isinstance(item, enum.Enum):
         value = {"value": item._value_} if _is_plain(item._value_) else {}
@@ -116,11 +116,11 @@ def take_named(item: Any) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def make_named(kind: str, type_name: str, fields: Any) -> object:
+def build_named(kind: str, type_name: str, fields: Any) -> object:
     """Build the object if this process has its class, else a StandIn.
 
     Raises:
-        ValueError: ``take_named`` does not return such fields.
+        ValueError: ``convert_named`` does not return such fields.
     """
     if not isinstance(fields, dict) or not all(type(name) is str for name in fields):
         raise ValueError("fields without names")
@@ -152,7 +152,7 @@ def _names_in(holder: Any) -> Mapping[str, Any]:
     return type.__dict__["__dict__"].__get__(holder) if issubclass(type(holder), type) else {}
 
 
-def is_found(name: str, item: object) -> bool:
+def has_class(name: str, item: object) -> bool:
     """Say whether an object stored under a name would be restored with its class in this process."""
     kind, _, type_name = name.removeprefix(BUILT_IN).partition(":")
     return kind not in KINDS or isinstance(item, StandIn) or find_class(type_name) is type(item)

@@ -197,11 +197,11 @@ class NumpyAdapter:
         except (ValueError, UnicodeDecodeError):
             raise MalformedError("a numpy scalar is malformed", where=repr(kind[:80])) from None
 
-    def take_apart(self, leaf: object) -> tuple[str, object] | None:
+    def convert(self, leaf: object) -> tuple[str, object] | None:
         """Return None: all leaves are arrays or scalars."""
         return None
 
-    def put_together(self, name: str, state: object) -> object:
+    def build_converted(self, name: str, state: object) -> object:
         """Raise UnsupportedError: there are no such leaves."""
         raise UnsupportedError("a leaf of numpy has an unknown type", where=repr(name[:80]))
 

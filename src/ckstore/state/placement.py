@@ -42,8 +42,8 @@ from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
 from ckstore.state.standard_types import (
     PACKED_NAMES,
     PLAIN,
+    build_standard,
     is_standard,
-    make_standard,
     unknown_conversion,
     unpack_numbers,
 )
@@ -201,12 +201,12 @@ class _Builder:
             return converter_named(name).from_state(child)
         library = library_of_conversion(name)
         if library is not None:
-            return self.adapter_of(library).put_together(name, child)
+            return self.adapter_of(library).build_converted(name, child)
         if name == LONG_TEXT:
             return _long_text(child)
         if name == PLAIN:
             return self._plain(child)
-        return unpack_numbers(name, child) if name in PACKED_NAMES else make_standard(name, child)
+        return unpack_numbers(name, child) if name in PACKED_NAMES else build_standard(name, child)
 
     def _plain(self, content: object) -> object:
         """Build a long plain value from its tree, which is stored in a chunk."""

@@ -39,7 +39,7 @@ import numpy as np
 
 from ckstore.errors import MalformedError, UnsupportedError
 from ckstore.format.tree import BUILT_IN, DEPTH_MAX, KEY_INT_MAX, KEY_INT_MIN, PACKED_NUMBERS, PACKED_PLAIN
-from ckstore.state.named_types import KINDS, StandIn, distinct, make_named, take_named, update_dataclass
+from ckstore.state.named_types import KINDS, StandIn, build_named, convert_named, distinct, update_dataclass
 
 NUMBERS_MIN = 1024
 """A list or tuple of at least this many numbers is stored as an array."""
@@ -61,7 +61,7 @@ _DTYPES = {int: "<i8", float: "<f8", bool: "|b1"}
 _PACKED_KINDS = {list: "", tuple: _TUPLE}
 PACKED_NAMES = frozenset((PLAIN, *(name + kind for name in (COUNT, NUMBERS) for kind in _PACKED_KINDS.values())))
 
-Taken = tuple[str, Any]
+Conversion = tuple[str, Any]
 """The name of a conversion, and the state from which the leaf is built again."""
 
 
@@ -84,7 +84,7 @@ class _StandardType:
     update: Callable[[Any, Any], bool] | None = None
 
 
-def take_standard(item: Any) -> Taken | None:
+def convert_standard(item: Any) -> Conversion | None:
     """Return how to store a leaf whose type is in the table or is a named class; None: other types.
 
     Raises:
@@ -97,10 +97,10 @@ def take_standard(item: Any) -> Taken | None:
         # Users can create stand-ins: refuse one that a reader would refuse.
         _ROW_NAMED[item.kind].make(item.content)
         return BUILT_IN + item.kind, item.content
-    return take_named(item)
+    return convert_named(item)
 
 
-def make_standard(name: str, state: Any) -> object:
+def build_standard(name: str, state: Any) -> object:
     """Build the leaf that was stored under a name.
 
     Raises:
@@ -111,11 +111,11 @@ def make_standard(name: str, state: Any) -> object:
     kind, _, type_name = word.partition(":")
     try:
         if kind in KINDS:
-            return make_named(kind, type_name, state)
+            return build_named(kind, type_name, state)
         if word in _ROW_NAMED:
             return _ROW_NAMED[word].make(state)
     except (ValueError, TypeError, ArithmeticError, AttributeError):
-        raise MalformedError("a leaf is not what its type says", where=repr(name[:80])) from None
+        raise MalformedError("a stored leaf does not have the form of its type", where=repr(name[:80])) from None
     raise unknown_conversion(name)
 
 
@@ -129,7 +129,7 @@ def unknown_conversion(name: str) -> UnsupportedError:
 
 
 def is_standard(name: str) -> bool:
-    """Say whether ``make_standard`` knows a name."""
+    """Say whether ``build_standard`` knows a name."""
     word = name.removeprefix(BUILT_IN)
     return name.startswith(BUILT_IN) and (word in _ROW_NAMED or word.partition(":")[0] in KINDS)
 
@@ -396,7 +396,7 @@ def unpack_numbers(name: str, child: Any) -> Any:
             return kind(range(first, end))
     if stem == NUMBERS and isinstance(child, np.ndarray) and child.ndim == 1 and child.dtype.str in _DTYPES.values():
         return kind(child.tolist())
-    raise MalformedError("a list of numbers is not what its name says", where=repr(name[:80]))
+    raise MalformedError("a stored list of numbers does not have the form of its type", where=repr(name[:80]))
 
 
 def exact_repr(value: object) -> str | None:

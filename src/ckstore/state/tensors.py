@@ -202,15 +202,15 @@ class LeafAdapter(Protocol):
         """
         ...
 
-    def take_apart(self, leaf: object) -> tuple[str, object] | None:
+    def convert(self, leaf: object) -> tuple[str, object] | None:
         """Return the conversion name and the state of an object of this library; None: not one of these."""
         ...
 
-    def put_together(self, name: str, state: object) -> object:
+    def build_converted(self, name: str, state: object) -> object:
         """Build the object; a StandIn if this machine cannot have it.
 
         Raises:
-            MalformedError: ``take_apart`` does not produce this state.
+            MalformedError: ``convert`` does not produce this state.
             UnsupportedError: Unknown name.
         """
         ...

@@ -185,23 +185,23 @@ class TorchAdapter:
             return _make_size(value)
         raise UnsupportedError("a plain value of torch has an unknown type", where=repr(kind[:80]))
 
-    def take_apart(self, leaf: object) -> tuple[str, object] | None:
+    def convert(self, leaf: object) -> tuple[str, object] | None:
         """Return the device and state of a random number generator."""
         if isinstance(leaf, torch.Generator):
             # As an array: the state is on the host, whatever device tensors are restored to.
             return _GENERATOR, {"device": str(leaf.device), "state": leaf.get_state().numpy()}
         if isinstance(leaf, StandIn) and leaf.kind == _GENERATOR.removeprefix(BUILT_IN):
-            self.put_together(_GENERATOR, leaf.content)
+            self.build_converted(_GENERATOR, leaf.content)
             return _GENERATOR, leaf.content
         return None
 
-    def put_together(self, name: str, state: object) -> object:
+    def build_converted(self, name: str, state: object) -> object:
         """Build the generator; a StandIn if the device does not exist."""
         if name != _GENERATOR:
             raise UnsupportedError("a leaf of torch has an unknown type", where=repr(name[:80]))
         device, held = (state.get("device"), state.get("state")) if isinstance(state, dict) else (None, None)
         if type(device) is not str or not isinstance(held, np.ndarray) or held.dtype != np.uint8 or held.ndim != 1:
-            raise MalformedError("a generator is not what its type says", where=repr(name[:80]))
+            raise MalformedError("a stored generator does not have the form of its type", where=repr(name[:80]))
         try:
             generator = torch.Generator(device)
         except (RuntimeError, AssertionError):

@@ -139,7 +139,7 @@ def decode_plain(node: ValueNode) -> object:
             return row.decode(node.value)
     except ValueError:
         pass
-    raise MalformedError("a plain value is not what its type says", where=repr(node.type[:80]))
+    raise MalformedError("a stored plain value does not have the form of its type", where=repr(node.type[:80]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def register_converter(
         UsageError: The name is invalid or belongs to another type, or the type needs no converter.
     """
     if not isinstance(kind, type) or kind in _BUILT_IN:
-        raise UsageError("this type takes no converter", where=repr(kind))
+        raise UsageError("a converter cannot be registered for this type", where=repr(kind))
     if not isinstance(name, str) or _CONVERTER_NAME.fullmatch(name) is None:
         raise UsageError("a converter's name is 1 to 128 letters, digits, '.', '_' or '-'", where=repr(name))
     holder = _BY_NAME.get(name)

@@ -224,7 +224,7 @@ def test_converter_names_and_types_are_checked():
         register_converter(Point, "test.celsius", list, Point)
     with pytest.raises(UsageError, match="letters"):
         register_converter(Point, "ckstore:str", list, Point)
-    with pytest.raises(UsageError, match="takes no converter"):
+    with pytest.raises(UsageError, match="a converter cannot be registered"):
         register_converter(dict, "test.dict", dict, dict)
 
 

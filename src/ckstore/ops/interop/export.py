@@ -36,7 +36,7 @@ from ckstore.hashing import new_token
 from ckstore.io.syscalls import medium_errors
 from ckstore.ops.interop.safetensors import HEADER_NBYTES_MAX, NUMPY_DTYPES, SAME_TENSORS, TORCH_DTYPES
 from ckstore.state.named_types import StandIn
-from ckstore.state.standard_types import take_standard
+from ckstore.state.standard_types import convert_standard
 
 _BLOCK_NBYTES = 64 << 20
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -202,7 +202,7 @@ def _plain_content(leaf: Any) -> Any:
     if isinstance(leaf, StandIn):
         return leaf.content
     try:
-        taken = take_standard(leaf)
+        taken = convert_standard(leaf)
     except (ValueError, TypeError, ArithmeticError, AttributeError):
         return None
     return None if taken is None else taken[1]
