@@ -1,14 +1,15 @@
-"""The Backend protocol, and what a backend must promise.
+"""The Backend protocol, its optional extensions, and calls that run concurrently on an object store.
 
-A backend knows names and bytes, and nothing of chunks. Names are relative POSIX paths without ``..``.
+Names are relative POSIX paths without ``..``.
 
-Promises:
-- ``create``, ``link``, ``rename_new`` and ``create_pack`` never replace what has the name already.
-- Nothing is durable before the sync that names it has returned: file contents after ``sync=True`` or
-  ``PackSink.sync``, names after ``sync_folder`` of the folder that holds them.
-- A sync that failed is never repeated on the same file: the kernel may have forgotten the bytes.
-- ``FileNotFoundError`` and ``FileExistsError`` are ordinary answers and pass as they are; every other
-  failure of the medium is a CapacityError, BackendError or UsageError with the path in it.
+Promises of every backend:
+- Atomic publish: ``link`` and ``rename_new`` name a complete file in one step. These two, ``create`` and
+  ``create_pack`` never replace an existing name.
+- Durability: file contents are durable after ``create(sync=True)``, ``sync_file`` or ``PackSink.finish``. A name is
+  durable after ``sync_folder`` of its folder. Callers rely on nothing earlier.
+- A failed sync is never repeated on the same file, because the kernel may already have dropped the bytes.
+- ``FileNotFoundError`` and ``FileExistsError`` are ordinary results and pass unchanged. Any other failure of the
+  storage becomes a CapacityError, BackendError, UnsupportedError or UsageError that names the path.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """Size in bytes, wall time of the last change in nanoseconds, and number of the inode; 0 where there is none."""
+    """Size in bytes, time of the last change in nanoseconds since 1970, and inode number (0: no inodes)."""
 
     nbytes: int
     modified_ns: int
@@ -34,7 +35,7 @@ class FileInfo:
 
 
 class ReadFile(Protocol):
-    """A file opened for reading; it stays readable when its name goes away."""
+    """A file opened for reading. A local file stays readable after its name was removed."""
 
     @property
     def name(self) -> str:
@@ -47,17 +48,17 @@ class ReadFile(Protocol):
         ...
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Read exactly these bytes, for small structures; shorter only at the end of the file."""
+        """Read exactly these bytes; fewer only at the end of the file. Meant for small structures."""
         ...
 
     def close(self) -> None:
-        """Let go of the descriptor; repeated calls do nothing."""
+        """Close the descriptor. Repeated calls do nothing."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """One range to fetch; ``tag`` comes back with the bytes."""
+    """One range to read; ``tag`` identifies its result."""
 
     file: ReadFile
     offset: int
@@ -67,9 +68,9 @@ class ReadRequest:
 
 @dataclass(slots=True)
 class ReadResult:
-    """The bytes of one request, in a pooled buffer that must be released.
+    """The bytes of one request, in a pooled buffer that the caller must release.
 
-    ``view`` is exactly the requested range, or shorter where the file ended.
+    ``view`` is the requested range, or shorter if the file ends.
     """
 
     tag: int
@@ -77,13 +78,13 @@ class ReadResult:
     buffer: AlignedBuffer
 
     def release(self) -> None:
-        """Give the buffer back; ``view`` must not be used afterwards."""
+        """Return the buffer to its pool; ``view`` must not be used afterwards."""
         self.view.release()
         self.buffer.release()
 
 
 class PackSink(Protocol):
-    """A pack being written under its final name, in aligned blocks that may go out in any order."""
+    """Writes one pack under its final name, in aligned blocks and in any order."""
 
     @property
     def name(self) -> str:
@@ -91,14 +92,14 @@ class PackSink(Protocol):
         ...
 
     def write(self, buffer: AlignedBuffer, nbytes: int, offset: int) -> None:
-        """Start writing ``buffer[:nbytes]`` at ``offset``; the buffer is released when it is written.
+        """Start writing ``buffer[:nbytes]`` at ``offset``. The sink releases the buffer when it is written.
 
-        ``nbytes`` and ``offset`` are multiples of 4096. An earlier failure is raised here or by ``drain``.
+        ``nbytes`` and ``offset`` are multiples of 4096. The failure of an earlier write is raised here or by ``drain``.
         """
         ...
 
     def drain(self) -> None:
-        """Wait until every write is done.
+        """Wait until all writes have finished.
 
         Raises:
             CapacityError: The disk or the quota is full.
@@ -107,28 +108,28 @@ class PackSink(Protocol):
         ...
 
     def finish(self, nbytes: int) -> None:
-        """Drain, cut the file to its true size, and make its bytes durable (fdatasync), once."""
+        """Drain, truncate the file to ``nbytes``, and make its bytes durable by one fdatasync."""
         ...
 
     def close(self) -> None:
-        """Wait for what is in flight, ignoring its result, and let go; repeated calls do nothing.
+        """Wait for writes in flight, ignore their results, and release everything. Repeated calls do nothing.
 
-        A pack that was not finished loses its name.
+        The name of an unfinished pack is removed.
         """
         ...
 
 
 class Backend(Protocol):
-    """Where bytes live."""
+    """Stores named files. Thread-safe."""
 
     @property
     def root(self) -> str:
-        """The place, for messages."""
+        """The folder or URL, for messages."""
         ...
 
     @property
     def engine_name(self) -> str:
-        """What moves packs: ``"uring"``, ``"pwrite"``, or the backend's own name for it."""
+        """The engine that reads and writes packs: ``"uring"``, ``"pwrite"``, or a name of the backend."""
         ...
 
     def location_of(self, name: str) -> str:
@@ -136,48 +137,48 @@ class Backend(Protocol):
         ...
 
     def stat(self, name: str) -> FileInfo | None:
-        """Return size and time of a file, or None when there is no such name."""
+        """Return size and time of a file, or None if it does not exist."""
         ...
 
     def list_names(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted; empty when there is no such folder."""
+        """Return the sorted names in a folder; empty if it does not exist."""
         ...
 
     def read_bytes(self, name: str, *, nbytes_max: int) -> bytes:
         """Read a small file whole.
 
         Raises:
-            FileNotFoundError: No such name.
+            FileNotFoundError: It does not exist.
             MalformedError: The file is larger than ``nbytes_max``.
         """
         ...
 
     def read_head(self, name: str, nbytes: int) -> bytes:
-        """Read the first bytes of a file, fewer when it is shorter."""
+        """Read the first ``nbytes`` bytes of a file, or all of a shorter one."""
         ...
 
     def make_folder(self, name: str) -> bool:
-        """Make a folder, parents included; return whether it is new."""
+        """Create a folder and its parents. Return True if it is new."""
         ...
 
     def create(self, name: str, content: bytes, *, sync: bool) -> None:
-        """Make a new file (O_EXCL); with ``sync`` its bytes are durable on return, its name is not."""
+        """Create a new file (O_EXCL). With ``sync`` its bytes are durable on return, but not its name."""
         ...
 
     def link(self, source: str, target: str) -> None:
-        """Give a file a second name; FileExistsError when the name is taken."""
+        """Give a file a second name; FileExistsError if ``target`` exists."""
         ...
 
     def rename(self, source: str, target: str) -> None:
-        """Move a name, replacing what has the target name."""
+        """Rename a file, replacing ``target``."""
         ...
 
     def rename_new(self, source: str, target: str) -> None:
-        """Move a name; FileExistsError when the target name is taken."""
+        """Rename a file; FileExistsError if ``target`` exists."""
         ...
 
     def unlink(self, name: str) -> None:
-        """Remove a name; FileNotFoundError when there is none."""
+        """Remove a name; FileNotFoundError if it does not exist."""
         ...
 
     def remove_folder(self, name: str) -> None:
@@ -185,7 +186,7 @@ class Backend(Protocol):
         ...
 
     def sync_file(self, name: str) -> None:
-        """Make a file's bytes durable that another process may have left unsynced."""
+        """Make the bytes of a file durable, even if another process has written them."""
         ...
 
     def sync_folder(self, name: str) -> None:
@@ -193,152 +194,153 @@ class Backend(Protocol):
         ...
 
     def free_nbytes(self) -> int | None:
-        """Return the bytes that can still be written, or None when that is not known."""
+        """Return the free space in bytes, or None if unknown."""
         ...
 
     def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
-        """Make a new pack (O_EXCL) and reserve space for it in large steps."""
+        """Create a new pack (O_EXCL) and reserve space for it in large steps."""
         ...
 
     def open_read(self, name: str) -> ReadFile:
-        """Open a file for ranged reads; FileNotFoundError when there is none."""
+        """Open a file for ranged reads; FileNotFoundError if it does not exist."""
         ...
 
     def read_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
-        """Fetch ranges, many at a time, and yield them as they arrive, in any order.
+        """Read ranges concurrently and yield results as they arrive, in any order.
 
-        The next request is taken from the iterable only when a buffer is free. Closing the iterator early
-        waits for what is in flight.
+        The next request is taken only when a buffer is free. Closing the iterator early waits for reads in flight.
         """
         ...
 
     def close(self) -> None:
-        """Let go of rings and descriptors."""
+        """Release rings, threads and descriptors."""
         ...
 
 
 class FileLock(Protocol):
-    """A lock that is held until it is closed, or its process ends."""
+    """A lock that is held until it is closed or its process ends."""
 
     def close(self) -> None:
-        """Let go of it; repeated calls do nothing."""
+        """Release the lock. Repeated calls do nothing."""
         ...
 
 
 @runtime_checkable
 class Locking(Protocol):
-    """A backend that can keep two processes from doing the same work at once; safety never rests on it."""
+    """A backend with advisory locks. They avoid duplicate work; correctness never depends on them."""
 
     def try_lock(self, name: str) -> FileLock | None:
-        """Lock a file, which is made if it is not there; None when another holds it.
+        """Lock a file, creating it if needed. Return None if another process holds the lock.
 
         Raises:
-            UnsupportedError: There are no locks in this place.
+            UnsupportedError: The file system has no locks.
         """
         ...
 
 
 @runtime_checkable
 class Ageing(Protocol):
-    """A backend whose files may be removed by others for their age."""
+    """A backend whose files other programs may remove because of their age."""
 
     def renew(self, name: str, *, before_ns: int) -> None:
-        """Set the time of a file to now, if there is one that was changed before this, and if this user may."""
+        """Set the time of a file to now if it is older than ``before_ns`` and this user has the permission."""
         ...
 
     def arrived_ns(self, name: str) -> int | None:
-        """Return when a file came to this place at the latest, which no copy of it can keep; None where it is gone."""
+        """Return the change time (ctime) of a file, which copying tools cannot preserve; None if it does not exist."""
         ...
 
 
 @runtime_checkable
 class Swapping(Protocol):
-    """A backend that replaces a small file under the condition that it is still what was read."""
+    """A backend with compare-and-swap on small files."""
 
     def replace_if(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """Replace a file, durably, if it still says ``before`` (None: is not there); return whether it did."""
+        """Durably replace a file if its content is ``before`` (None: it does not exist). Return True if replaced."""
         ...
 
 
 @runtime_checkable
 class Probing(Protocol):
-    """A backend that may turn out not to keep its promises, and finds that out when it is asked."""
+    """A backend that can test whether its server keeps the promises above."""
 
     def probe(self) -> None:
-        """Try what publishing needs.
+        """Test the operations that publishing needs.
 
         Raises:
-            UnsupportedError: Two writers there would lose checkpoints.
+            UnsupportedError: Two concurrent writers would lose checkpoints there.
         """
         ...
 
 
 @runtime_checkable
 class Distant(Protocol):
-    """A backend that answers late, and many requests at a time: what is not asked for is worth more than a request."""
+    """A backend with high latency that serves many requests concurrently, such as a bucket."""
 
     @property
     def requests_at_once(self) -> int:
-        """How many small requests are worth making at the same time."""
+        """How many small requests to run concurrently."""
         ...
 
     def list_deep(self, folder: str) -> list[tuple[str, FileInfo]]:
-        """Return every name below a folder, of whatever depth, with size and time."""
+        """Return every file below a folder, at any depth, with size and time."""
         ...
 
 
 @runtime_checkable
 class Fetching(Protocol):
-    """A file that fetches ranges of itself and its like, whichever backend the rest of a read goes to."""
+    """A file that reads ranges by itself, so that one read can mix files of several backends."""
 
     def view_at(self, offset: int, nbytes: int) -> memoryview:
-        """Read exactly these bytes, as ``ReadFile.read_at`` does, without another copy."""
+        """Read exactly these bytes, as ``ReadFile.read_at`` does, but without a copy."""
         ...
 
     def fetch_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
-        """Fetch ranges as ``Backend.read_ranges`` does."""
+        """Read ranges as ``Backend.read_ranges`` does."""
         ...
 
 
 @runtime_checkable
 class Streaming(Protocol):
-    """A file that sends long ranges in one request."""
+    """A file that reads a long range with one request."""
 
     def stream_at(self, offset: int, nbytes: int, *, piece_nbytes: int) -> Iterator[memoryview]:
-        """Read exactly these bytes, and yield them in pieces of about so many as they come."""
+        """Read exactly these bytes and yield them as they arrive, in pieces of about ``piece_nbytes``."""
         ...
 
 
 class ViewedFile(Fetching, ReadFile, Protocol):
-    """A file of a bucket: opened for reading, and fetched by ranges."""
+    """An open file of a bucket."""
 
 
-def map_concurrent(backend: Backend, ask: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield what is answered for each item, in their order; far away, many requests are under way at the same time.
+def map_concurrent(backend: Backend, call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield ``call(item)`` for each item in order: sequentially on a local folder, concurrently on an object store.
 
-    The first exception ends it. Whoever stops taking answers waits for those that are under way, and for no others.
+    The first exception ends the iteration. Closing the iterator early waits for the calls in flight and starts no others.
     """
     if isinstance(backend, Distant):
-        return map_in_threads(ask, items, count_max=backend.requests_at_once, name="ckstore-remote")
-    return map(ask, items)
+        return map_in_threads(call, items, count_max=backend.requests_at_once, name="ckstore-remote")
+    return map(call, items)
 
 
-def for_each_concurrent(backend: Backend, act: Callable[[T], object], items: Iterable[T]) -> None:
-    """Do something to each item, in their order, or far away many at a time in any order; all are tried.
+def for_each_concurrent(backend: Backend, call: Callable[[T], object], items: Iterable[T]) -> None:
+    """Run ``call(item)`` for each item: in order on a local folder, concurrently on an object store.
+
+    Every item is tried, even after a failure.
 
     Raises:
-        Exception: The first that failed, after all others were tried.
+        Exception: The first failure, after all items were tried.
     """
 
-    def tried(item: T) -> Exception | None:
+    def error_of(item: T) -> Exception | None:
         try:
-            act(item)
+            call(item)
         except Exception as error:
             return error
         return None
 
     first: Exception | None = None
-    for error in map_concurrent(backend, tried, items):
+    for error in map_concurrent(backend, error_of, items):
         first = first or error
     if first is not None:
         raise first

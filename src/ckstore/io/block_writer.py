@@ -1,13 +1,13 @@
-"""Gather many pieces into large aligned blocks of one file, filled by many threads at once.
+"""Gather many small pieces into large aligned blocks of one pack, filled by many threads.
 
-A place is reserved in order, then filled, looked at again, and declared done by any thread in any order.
-A block is handed to the sink when reserving has moved past it and all its places are done.
+One thread at a time reserves bytes, in file order. Any thread fills a reservation and then declares it done, in any
+order. A block is written when it is completely reserved and all its reservations are done.
 
 Invariants:
-- The bytes between places are zero.
-- ``reserve`` waits only for blocks whose places were all reserved before; as long as filling a place
-  needs no lock that a reserving thread holds, there is no deadlock.
-- After ``stop`` or a failed write every call raises, the waiting ones too.
+- The bytes between reservations are zero.
+- ``reserve`` waits only for blocks that are completely reserved. It cannot deadlock as long as filling a reservation
+  needs no lock that the reserving thread holds.
+- After ``stop`` or a failed write every call raises, including calls that are waiting.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ckstore.io.syscalls import PAGE_NBYTES, round_up
 
 _WAIT_SECONDS = 0.2
 _PIECE_NBYTES = 512 << 10
-"""Copied and looked at in one go: what is looked at is in a cache still. Shorter pieces let go of the GIL more often,
-and the threads of a commit then wait for each other: with 256 KiB a saver that codes is slower (``async_wall``)."""
+"""Bytes copied per call, few enough that ``watch`` finds them in the CPU cache. Smaller pieces release the GIL more
+often, which slows the threads of a commit down."""
 
 
 def copy_plain(source: memoryview, destination: memoryview) -> None:
-    """Copy bytes; numpy releases the GIL for all but tiny ones."""
+    """Copy bytes; numpy releases the GIL except for tiny copies."""
     np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _without(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return the views without their first bytes."""
+    """Return the views without their first ``nbytes`` bytes."""
     while views and nbytes >= len(views[0]):
         nbytes -= len(views.pop(0))
     return [views[0][nbytes:], *views[1:]] if views else []
@@ -46,7 +46,7 @@ class _Block:
     """A block being filled.
 
     Args:
-        open_count: Places that are reserved in it and not yet done, and one more until it is sealed.
+        open_count: Reservations in it that are not done, plus one until the block is completely reserved.
     """
 
     buffer: AlignedBuffer
@@ -56,7 +56,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reservation:
-    """Where reserved bytes will lie: ``offset`` in the file, and the pieces of blocks that hold them."""
+    """Reserved bytes: their offset in the file, and the parts of blocks that hold them."""
 
     offset: int
     nbytes: int
@@ -64,10 +64,11 @@ class Reservation:
 
 
 class BlockWriter:
-    """Writes one pack through blocks of a pool.
+    """Writes one pack through the blocks of a pool. ``fill`` and ``done`` are thread-safe.
 
     Args:
-        sink: Where full blocks go; the writer finishes or closes it.
+        sink: Receives full blocks; the writer finishes or closes it.
+        pool: Where blocks come from.
         copy: Copies a source into a destination of the same length.
     """
 
@@ -90,23 +91,23 @@ class BlockWriter:
 
     @property
     def position(self) -> int:
-        """Where the next place begins if it needs no alignment: the bytes reserved so far."""
+        """Bytes reserved so far, which is the offset of the next unaligned reservation."""
         return self._position
 
     def reserve(self, nbytes: int, *, align: int = 1) -> Reservation:
-        """Take the next bytes of the file; waits for a free block where one is needed.
+        """Reserve the next bytes of the file; wait for a free block if one is needed.
 
-        Calls come one at a time, in the order of the file.
+        REQUIRES: Only one thread calls it at a time.
 
         Raises:
-            UsageError: More bytes than the whole pool holds, so that waiting would never end.
+            UsageError: The pool is smaller than ``nbytes``, so that waiting would never end.
             CkstoreError: An earlier write failed, or the writer was stopped.
         """
         gap_nbytes = -self._position % align
         start_block = (self._position + gap_nbytes) // self._pool.block_nbytes
         end_block = -(-(self._position + gap_nbytes + nbytes) // self._pool.block_nbytes)
         if end_block - start_block > self._pool.count:
-            raise UsageError("a place must fit the buffers", where=f"{nbytes} bytes in a pool of {self._pool.nbytes}")
+            raise UsageError("a reservation is larger than the pool", where=f"{nbytes} of {self._pool.nbytes} bytes")
         self._skip(gap_nbytes)
         offset = self._position
         pieces = self._take(nbytes)
@@ -114,24 +115,26 @@ class BlockWriter:
 
     def fill(
         self,
-        place: Reservation,
+        reservation: Reservation,
         parts: Sequence[memoryview],
         *,
         begin: int = 0,
         watch: Callable[[memoryview], object] | None = None,
     ) -> None:
-        """Copy the parts, which add up to the rest of the place, to where they belong; any thread.
+        """Copy the parts into a reservation, which they must fill from ``begin`` to its end. Thread-safe.
 
         Args:
-            place: Where they belong.
+            reservation: Where to copy to.
             parts: What to copy.
-            begin: Bytes of the place to leave as they are, for whoever writes them later.
-            watch: Called with every piece as it lies in the block, in order, while it is still in the cache: a
-                checksum taken here costs a third of one taken afterwards.
+            begin: Bytes at the start of the reservation to leave unchanged; the caller writes them later.
+            watch: Called with every copied piece in order, while it is still in the CPU cache. A checksum computed
+                here costs a third of one computed afterwards.
         """
         self._check()
-        assert begin + sum(part.nbytes for part in parts) == place.nbytes, "the parts do not fill their place"
-        targets = _without(self.views(place), begin)
+        assert begin + sum(part.nbytes for part in parts) == reservation.nbytes, (
+            "the parts do not fill their reservation"
+        )
+        targets = _without(self.views(reservation), begin)
         for part in parts:
             source = part if part.format == "B" and part.ndim == 1 else part.cast("B")
             while len(source):
@@ -145,18 +148,20 @@ class BlockWriter:
                 if not len(targets[0]):
                     targets.pop(0)
 
-    def views(self, place: Reservation) -> list[memoryview]:
-        """Return the bytes of the place as they will be written; valid until ``done``."""
-        return [block.buffer.view[start:stop] for block, start, stop in place.pieces]
+    def views(self, reservation: Reservation) -> list[memoryview]:
+        """Return the bytes of the reservation in its blocks; valid until ``done``."""
+        return [block.buffer.view[start:stop] for block, start, stop in reservation.pieces]
 
-    def done(self, place: Reservation) -> None:
-        """Declare the place filled for good; hands out the blocks that are complete by it."""
+    def done(self, reservation: Reservation) -> None:
+        """Declare the reservation filled. Writes the blocks that it completes."""
         self._check()
-        for block, _, _ in place.pieces:
-            self._close_one(block)
+        for block, _, _ in reservation.pieces:
+            self._close_part(block)
 
     def finish(self, *, align: int = PAGE_NBYTES) -> int:
-        """Pad with zeros to ``align``, write what is left, and make it all durable; every place is done.
+        """Pad with zeros to ``align``, write the remaining blocks, and make the file durable.
+
+        REQUIRES: Every reservation is done.
 
         Returns:
             The size of the file.
@@ -169,19 +174,22 @@ class BlockWriter:
         total_nbytes = self._position
         self._seal_tail(pad=True)
         self._check()
-        assert not self._open, "finished while places were not done"
+        assert not self._open, "finish() was called before all reservations were done"
         self._sink.finish(total_nbytes)
         self._error = UsageError("the pack is finished", where=self.name)
         return total_nbytes
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Make every call raise from now on, waiting ones too; nothing is released yet."""
+        """Make every call raise from now on, including waiting ones. Releases nothing."""
         with self._lock:
             if self._error is None:
-                self._error = error or CkstoreError("the pack was given up", where=self.name)
+                self._error = error or CkstoreError("writing the pack was cancelled", where=self.name)
 
     def abandon(self) -> None:
-        """Stop, give all blocks back and close the sink; no thread may be filling any more."""
+        """Stop, return all blocks to the pool and close the sink.
+
+        REQUIRES: No thread is filling a reservation.
+        """
         self.stop()
         with self._lock:
             blocks, self._tail = list(self._open), None
@@ -196,16 +204,16 @@ class BlockWriter:
             return
         if isinstance(error, CkstoreError):
             raise error
-        raise CkstoreError("the pack was given up", where=self.name) from error
+        raise CkstoreError("writing the pack failed", where=self.name) from error
 
     def _skip(self, nbytes: int) -> None:
         """Reserve and fill zeros."""
         for block, start, stop in self._take(nbytes):
             block.buffer.view[start:stop] = bytes(stop - start)
-            self._close_one(block)
+            self._close_part(block)
 
     def _take(self, nbytes: int) -> list[tuple[_Block, int, int]]:
-        """Reserve exactly the next bytes, and seal each block that is used up."""
+        """Reserve exactly the next bytes, and seal each block that they fill."""
         self._check()
         pieces = []
         while nbytes:
@@ -240,19 +248,19 @@ class BlockWriter:
             used = self._position - block.offset
             block.buffer.view[used : round_up(used)] = bytes(round_up(used) - used)
         self._tail = None
-        self._close_one(block)
+        self._close_part(block)
 
-    def _close_one(self, block: _Block) -> None:
+    def _close_part(self, block: _Block) -> None:
         with self._lock:
             block.open_count -= 1
             is_complete = block.open_count == 0 and block in self._open
             if is_complete:
                 self._open.discard(block)
         if is_complete:
-            self._hand_out(block)
+            self._write_block(block)
 
-    def _hand_out(self, block: _Block) -> None:
-        # Only the last block can be shorter than the others; then the position is final.
+    def _write_block(self, block: _Block) -> None:
+        # Only the last block can be shorter than the others, and by then the position is final.
         nbytes = min(self._pool.block_nbytes, round_up(self._position - block.offset))
         try:
             self._sink.write(block.buffer, nbytes, block.offset)

@@ -1,10 +1,10 @@
-"""Aligned, bounded, reusable buffers: the memory budget of all reading and writing.
+"""Pools of aligned buffers, which bound the memory of all reading and writing.
 
 Invariants:
-- Every block starts at a multiple of 4096, so that O_DIRECT takes it; most lie on huge pages.
-- No more than ``count`` blocks are out; a pool touches no memory before a block is used, and the
-  block returned last is handed out first, so that a pool used little stays small.
-- A block that the kernel may still write to is never handed out again: it is discarded.
+- Every block starts at a multiple of 4096, as O_DIRECT requires. Most blocks are on huge pages.
+- At most ``count`` blocks are in use. A pool touches no memory before a block is used, and reuses the block returned
+  last, so that a lightly used pool stays small.
+- A block that the kernel may still write to is discarded and never reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HUGE_PAGE_NBYTES = 2 << 20
 
 
 class AlignedBuffer:
-    """One block of a pool, out until it is released.
+    """One block of a pool, in use until it is released.
 
     Args:
         view: The whole block.
@@ -42,21 +42,21 @@ class AlignedBuffer:
         return len(self.view)
 
     def release(self) -> None:
-        """Give the block back to its pool; its bytes must not be used afterwards."""
-        self._pool._give_back(self)
+        """Return the block to its pool; its bytes must not be used afterwards."""
+        self._pool._take_back(self)
 
     def discard(self) -> None:
-        """Give up the block for good, because the kernel may still use it; the pool shrinks by it."""
-        self._pool._lose(self)
+        """Never reuse the block, because the kernel may still access it. The pool shrinks by one block."""
+        self._pool._discard(self)
 
 
 class BufferPool:
-    """A bounded set of equal blocks, handed out to whoever waits for one.
+    """A bounded set of blocks of one size. Thread-safe.
 
     Args:
         block_nbytes: Size of each block, a multiple of 4096.
-        count: How many blocks can be out at once.
-        blocks: As many, made by ``map_block``, of which the first is handed out first; None: they are made here.
+        count: Number of blocks.
+        blocks: Existing memory for the blocks, from ``map_block``, used in this order; None: map new memory.
 
     Raises:
         CapacityError: The address space is exhausted.
@@ -65,7 +65,9 @@ class BufferPool:
     def __init__(self, block_nbytes: int, count: int, *, blocks: Sequence[memoryview] | None = None) -> None:
         if block_nbytes <= 0 or block_nbytes % PAGE_NBYTES or count <= 0:
             where = f"BufferPool({block_nbytes}, {count})"
-            raise UsageError("blocks must be a multiple of 4096 bytes, and at least one", where=where)
+            raise UsageError(
+                "a pool needs at least one block, and a block size that is a multiple of 4096", where=where
+            )
         self.block_nbytes = block_nbytes
         self.count = count
         self._condition = threading.Condition()
@@ -73,42 +75,44 @@ class BufferPool:
         if blocks is None:
             whole = map_block(block_nbytes * count)
             blocks = [whole[i * block_nbytes : (i + 1) * block_nbytes] for i in range(count)]
-        assert [len(block) for block in blocks] == [block_nbytes] * count, "other blocks than were asked for"
+        assert [len(block) for block in blocks] == [block_nbytes] * count, "number or size of the blocks is wrong"
         self._free = [AlignedBuffer(block, self) for block in reversed(blocks)]
         self._live_count = count
 
     @property
     def nbytes(self) -> int:
-        """The most memory the pool can take."""
+        """Memory of all blocks together."""
         return self.block_nbytes * self.count
 
     @property
     def free_count(self) -> int:
-        """Blocks that can be had without waiting."""
+        """Number of blocks that are free."""
         with self._condition:
             return len(self._free)
 
     def acquire(self, timeout: float | None = None) -> AlignedBuffer:
-        """Return a block, waiting until there is one.
+        """Return a block, waiting until one is free.
 
         Raises:
-            CapacityError: None was given back within ``timeout`` seconds, or none is left at all.
+            CapacityError: No block became free within ``timeout`` seconds, or every block was discarded.
             UsageError: The pool is closed.
         """
         buffer = self.try_acquire() if timeout == 0 else self.wait_acquire(timeout)
         if buffer is None:
-            raise CapacityError("no buffer became free in time", where=f"{self.count} of {self.block_nbytes} bytes")
+            raise CapacityError(
+                "no buffer became free in time", where=f"{self.count} buffers of {self.block_nbytes} bytes"
+            )
         return buffer
 
     def try_acquire(self) -> AlignedBuffer | None:
-        """Return a block if one is free at once."""
+        """Return a block if one is free, else None."""
         return self.wait_acquire(0)
 
     def wait_acquire(self, timeout: float | None) -> AlignedBuffer | None:
-        """Return a block, or None when none was given back within ``timeout`` seconds.
+        """Return a block, or None if no block became free within ``timeout`` seconds.
 
         Raises:
-            CapacityError: Every block was discarded, so none can ever come.
+            CapacityError: Every block was discarded, so that waiting would never end.
             UsageError: The pool is closed.
         """
         with self._condition:
@@ -116,7 +120,7 @@ class BufferPool:
             if self._is_closed:
                 raise UsageError("the buffer pool is closed")
             if not self._live_count:
-                raise CapacityError("every buffer was lost to failed transfers", todo="open the store again")
+                raise CapacityError("every buffer was discarded after a failed transfer", todo="open the store again")
             if not self._free:
                 return None
             buffer = self._free.pop()
@@ -124,11 +128,11 @@ class BufferPool:
             return buffer
 
     def close(self) -> None:
-        """Let go of the memory; blocks still out stay valid until they are released."""
+        """Release the memory. Blocks in use stay valid until they are released."""
         self.close_and_take_blocks()
 
     def close_and_take_blocks(self) -> list[memoryview]:
-        """Close the pool, and return the blocks that nobody has any more, the one first that was next."""
+        """Close the pool and return the memory of its free blocks, in the order in which they would be used next."""
         with self._condition:
             self._is_closed = True
             blocks = [buffer.view for buffer in reversed(self._free)]
@@ -144,7 +148,7 @@ class BufferPool:
     ) -> None:
         self.close()
 
-    def _give_back(self, buffer: AlignedBuffer) -> None:
+    def _take_back(self, buffer: AlignedBuffer) -> None:
         with self._condition:
             assert buffer._is_out, "a buffer was released twice"
             buffer._is_out = False
@@ -152,24 +156,24 @@ class BufferPool:
                 self._free.append(buffer)
                 self._condition.notify()
 
-    def _lose(self, buffer: AlignedBuffer) -> None:
+    def _discard(self, buffer: AlignedBuffer) -> None:
         with self._condition:
             assert buffer._is_out, "a buffer was discarded after its release"
             buffer._is_out = False
             self._live_count -= 1
-            _LOST.append(buffer.view)
+            _DISCARDED.append(buffer.view)
             self._condition.notify_all()
 
 
-_LOST: list[memoryview] = []
-"""Memory that the kernel may write to at any time, and that must stay mapped therefore."""
+_DISCARDED: list[memoryview] = []
+"""Memory that must stay mapped, because the kernel may still write to it."""
 
 
 def map_zeros(nbytes: int) -> memoryview:
-    """Return zeros that take memory, and time, only where they are written to: for what is seldom used whole.
+    """Return zeros that take memory only where they are written, for buffers that are rarely used completely.
 
     Raises:
-        MemoryError: There is no address space.
+        MemoryError: The address space is exhausted.
     """
     try:
         return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -178,18 +182,18 @@ def map_zeros(nbytes: int) -> memoryview:
 
 
 def map_block(nbytes: int) -> memoryview:
-    """Return memory that begins on a huge page, and takes room only where it is written to.
+    """Return memory that starts on a huge page and takes space only where it is written.
 
     Raises:
         CapacityError: The address space is exhausted.
     """
-    # Huge pages make long transfers of few pieces; the mapping is a little larger, so that it can begin on one.
+    # A transfer from huge pages has few segments. The mapping is larger so that its start can be aligned.
     try:
         mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CapacityError("no address space for buffers", where=f"{nbytes} bytes") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without huge pages refuses; ordinary ones do.
+        # A kernel without huge pages raises; ordinary pages work as well.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

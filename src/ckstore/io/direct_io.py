@@ -1,20 +1,14 @@
-"""The Engine protocol: how aligned blocks get from memory to a descriptor and back.
+"""Engines that move aligned blocks between memory and file descriptors, and the choice of one for a folder.
 
-An engine is chosen once per store: probed, overridable, reported with the reason. Its queue may be
-submitted to from any thread; ``on_done`` runs on the engine's own thread and must be quick.
-
-Choose an engine for a folder: probe it there, and say once which was taken and why.
-
-The engine that is always there: pwrite and pread on a few threads.
+``choose_engine`` returns io_uring where liburing is installed and a test transfer in the folder succeeds, else
+``PwriteEngine``, which uses pread and pwrite on threads. It logs the reason once.
 
 Invariants:
-- Threads are started as requests come, never more than ``depth``; each waits without the GIL.
-- A queue belongs to the process that made it: its threads do not exist in a forked child.
-
-Keep liburing from being loaded where it would kill the process: on every processor without AVX-512.
-
-Its one wheel was compiled for its author's processor, and 512-bit vectors lie even in what makes a ``Ring``. Elsewhere
-that is SIGILL, which no probe survives, so the processor is asked before the import.
+- ``IoQueue.submit`` is thread-safe and never blocks. ``on_done`` runs on the engine's own thread and must be quick.
+- A queue belongs to the process that created it, because its threads do not exist in a forked child.
+- ``PwriteQueue`` starts threads as requests come, at most ``depth``. They wait without the GIL.
+- liburing is never imported on a processor without AVX-512. Its only wheel was compiled for such a processor, and even
+  creating a ``Ring`` would kill the process with SIGILL, so the processor is checked before the import.
 """
 
 from __future__ import annotations
@@ -42,8 +36,8 @@ class IoRequest:
     """One transfer between ``buffer`` and the file at ``offset``.
 
     Args:
-        on_done: Called once with the bytes moved (fewer than asked only at the end of a file that is
-            read) and None, or with the error.
+        on_done: Called once, with the number of bytes moved and None or the error. A read moves fewer bytes than
+            requested only at the end of the file.
     """
 
     kind: Literal["read", "write"]
@@ -54,19 +48,19 @@ class IoRequest:
 
 
 class IoQueue(Protocol):
-    """Transfers in flight; keeps every buffer alive until its completion was reaped."""
+    """Transfers in flight. Keeps every buffer alive until its transfer has completed."""
 
     def submit(self, request: IoRequest) -> None:
-        """Start a transfer, or keep it until there is room; never blocks."""
+        """Start a transfer, or queue it until there is room. Never blocks."""
         ...
 
     def close(self) -> None:
-        """Wait for everything submitted, then let go; repeated calls do nothing."""
+        """Wait for everything submitted, then release all resources. Repeated calls do nothing."""
         ...
 
 
 class Engine(Protocol):
-    """A way to move blocks."""
+    """Opens queues of one kind."""
 
     @property
     def name(self) -> str:
@@ -74,7 +68,7 @@ class Engine(Protocol):
         ...
 
     def open_queue(self, *, depth: int, nbytes_max: int | None = None) -> IoQueue:
-        """Make a queue that keeps at most ``depth`` transfers in flight, and about ``nbytes_max`` bytes of them."""
+        """Open a queue with at most ``depth`` transfers and about ``nbytes_max`` bytes in flight."""
         ...
 
 
@@ -84,10 +78,10 @@ _SECTOR_NBYTES = 512
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """How far a request has come, the same for every engine.
+    """Progress of a request, for every engine.
 
-    A call that moved fewer bytes than asked is a success to the kernel; the rest is asked for again, from
-    an aligned offset, until a write is complete or a read finds the end of the file.
+    The kernel may move fewer bytes than requested. The rest is requested again from an aligned offset, until a write is
+    complete or a read reaches the end of the file.
     """
 
     request: IoRequest
@@ -96,17 +90,17 @@ class Transfer:
 
     @property
     def start(self) -> int:
-        """Where in the buffer the next call begins: what was moved, rounded down so that O_DIRECT takes it.
+        """Where in the buffer the next call starts: the bytes moved, rounded down to a page for O_DIRECT.
 
-        After a stall by less, so that a limit within a page is met and the kernel names it.
+        After a stall it is rounded to a sector, so that a write that hits a limit inside a page fails with its errno.
         """
         return self.moved & -_SECTOR_NBYTES if self.stall_count else round_down(self.moved)
 
     def advance(self, result: int) -> bool:
-        """Count what a call moved; return whether the request is complete.
+        """Add the bytes that a call has moved. Return True if the request is complete.
 
         Raises:
-            OSError: Writes stop short again and again without getting further.
+            OSError: Several writes in a row have made no progress.
         """
         reached = self.start + result
         has_progress = reached > self.moved
@@ -119,22 +113,22 @@ class Transfer:
             return True
         self.stall_count += 1
         if self.stall_count >= _STALLS_MAX:
-            raise OSError(errno.EIO, "writes stop short")
+            raise OSError(errno.EIO, "writes make no progress")
         return False
 
 
 class PwriteEngine:
-    """Moves blocks by ordinary system calls."""
+    """Moves blocks by pread and pwrite on threads."""
 
     name = "pwrite"
 
     def open_queue(self, *, depth: int, nbytes_max: int | None = None) -> IoQueue:
-        """Make a queue of at most ``depth`` threads; of bytes it keeps no count."""
+        """Open a queue of at most ``depth`` threads; ``nbytes_max`` is ignored."""
         return PwriteQueue(depth)
 
 
 class PwriteQueue:
-    """Requests waiting for, or in the hands of, a few threads."""
+    """Requests that wait for a thread or are running on one."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -146,7 +140,7 @@ class PwriteQueue:
         self._lock = threading.Lock()
 
     def submit(self, request: IoRequest) -> None:
-        """Start a transfer, or keep it until a thread is free."""
+        """Start a transfer, or queue it until a thread is free."""
         if self._pid != os.getpid():
             raise UsageError("a queue cannot be used in a forked process; open the store again there")
         with self._lock:
@@ -160,7 +154,7 @@ class PwriteQueue:
     def close(self) -> None:
         """Wait for everything submitted, then end the threads."""
         if self._pid != os.getpid():
-            # The lock may have been held by a thread of the parent.
+            # A thread of the parent may have held the lock during the fork.
             return
         with self._lock:
             threads, self._threads = self._threads, []
@@ -171,7 +165,8 @@ class PwriteQueue:
             thread.join()
 
     def _start_thread(self) -> None:
-        # A store that is never closed must not keep the process alive: what is in flight then was never promised.
+        # Daemon threads, because a store that is never closed must not keep the process alive. Writes in flight then
+        # belong to an unfinished commit.
         thread = threading.Thread(target=self._work, name="ckstore-pwrite", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -182,7 +177,7 @@ class PwriteQueue:
             with self._lock:
                 self._unfinished_count -= 1
             request.on_done(moved, error)
-            # The buffer belongs to someone else now; nothing here may keep it alive while waiting.
+            # Do not keep the buffer alive while waiting for the next request.
             del request
 
 
@@ -192,7 +187,7 @@ def _run(request: IoRequest) -> tuple[int, OSError | None]:
     try:
         while True:
             start = transfer.start
-            # Python repeats a call that a signal interrupted.
+            # Python repeats calls that fail with EINTR.
             if transfer.advance(call(request.fd, [request.buffer[start:]], request.offset + start)):
                 return transfer.moved, None
     except OSError as error:
@@ -202,24 +197,24 @@ def _run(request: IoRequest) -> tuple[int, OSError | None]:
 _CPU_FACTS = Path("/proc/cpuinfo")
 
 NEEDED_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "bmi1", "bmi2", "movbe")
-"""As Linux names them. Read off the disassembly of the wheel of 2026.3.30: zmm registers, kortestw, bextr, mulx, movbe;
-of AVX-512 all that compilers take for granted where they use some of it (x86-64-v4 of the psABI)."""
+"""Flags of /proc/cpuinfo that liburing needs, from the disassembly of wheel 2026.3.30 (zmm registers, kortestw, bextr,
+mulx, movbe). The AVX-512 flags are those of x86-64-v4, which compilers assume together."""
 
 
 def require_supported_processor(cpu_facts: Path = _CPU_FACTS) -> None:
-    """Return where liburing may be loaded; for processors of other kinds there is no wheel, so it was made there.
+    """Raise unless liburing can be imported without crashing. Other architectures have no wheel, so they always can.
 
     Args:
-        cpu_facts: Where Linux says what the processor can do.
+        cpu_facts: The file in which Linux lists the flags of the processor.
 
     Raises:
-        ImportError: It may not, or nobody can tell; the message says why.
+        ImportError: The processor lacks a flag, or its flags are unknown.
     """
     if os.uname().machine != "x86_64":
         return
     flags = _flags_of(cpu_facts)
     if flags is None:
-        raise ImportError(f"liburing needs AVX-512, and {cpu_facts} does not say whether the processor has it")
+        raise ImportError(f"liburing needs AVX-512, and {cpu_facts} does not list the flags of the processor")
     missing = [flag for flag in NEEDED_FLAGS if flag not in flags]
     if missing:
         what = "AVX-512" if all(flag.startswith("avx512") for flag in missing) else ", ".join(missing)
@@ -227,9 +222,9 @@ def require_supported_processor(cpu_facts: Path = _CPU_FACTS) -> None:
 
 
 def _flags_of(cpu_facts: Path) -> frozenset[str] | None:
-    """Return the flags of the first processor; None where they are not told."""
+    """Return the flags of the first processor, or None if the file does not list them."""
     try:
-        # Hundreds of processors make it long, and Linux writes it as it is read.
+        # Read only the first entry: Linux generates the file while it is read, and it has an entry per core.
         with cpu_facts.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 name, _, value = line.partition(":")
@@ -241,45 +236,46 @@ def _flags_of(cpu_facts: Path) -> frozenset[str] | None:
 
 
 _LOG = logging.getLogger("ckstore")
-_said: set[str] = set()
+_logged_reasons: set[str] = set()
 _PROBE_SECONDS = 30
 
 
 def choose_engine(name: EngineName, folder: str) -> tuple[Engine, str]:
-    """Return the engine to use in the folder, and the reason in a few words.
+    """Return the engine for a folder, and the reason for the choice in a few words.
 
-    ``"auto"`` takes io_uring where it passes a write and a read in the folder, else pwrite.
+    ``"auto"`` chooses io_uring if a test write and read in the folder succeed, else pwrite.
 
     Raises:
-        UnsupportedError: ``"uring"`` was asked for and does not work here.
+        UnsupportedError: ``"uring"`` was requested and does not work here.
     """
     if name == "pwrite":
-        return PwriteEngine(), "pwrite: asked for"
+        return PwriteEngine(), "pwrite: requested"
     if name not in ("auto", "uring"):
         raise UsageError("engine must be one of 'auto', 'uring', 'pwrite'", where=repr(name))
     engine, trouble = _try_uring(folder)
     if engine is not None:
-        return engine, "uring: asked for" if name == "uring" else "uring: passed its probe"
+        return engine, "uring: requested" if name == "uring" else "uring: passed its probe"
     if name == "uring":
-        raise UnsupportedError(f"io_uring: {trouble}", where=folder, todo="take engine='auto' or 'pwrite'")
+        raise UnsupportedError(f"io_uring: {trouble}", where=folder, todo="use engine='auto' or engine='pwrite'")
     reason = f"io_uring: {trouble}, using pwrite"
-    if reason not in _said:
-        _said.add(reason)
+    if reason not in _logged_reasons:
+        _logged_reasons.add(reason)
         _LOG.info(reason)
     return PwriteEngine(), reason
 
 
 def open_scratch(folder: str, *, direct: bool) -> int | None:
-    """Open a file without a name in the folder for reading and writing; None where that is refused.
+    """Open a temporary file in the folder for reading and writing; None if that is not possible.
 
-    Where files need a name, it is a draft's in a store, and begins with ``.probe-`` in a folder that is to become
-    one: whoever is killed before it is removed leaves nothing that a store takes for foreign.
+    The file has no name if the file system supports O_TMPFILE. Otherwise it has the name of a draft in a store, or one
+    starting with ``.probe-`` in a folder without a store, and is unlinked immediately. If the process is killed before
+    that, a store still recognises the file as its own.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     try:
         return os.open(folder, flags | os.O_TMPFILE, 0o600)
     except OSError:
-        # As the store's layout has it: io knows no layout, but this one name has to fit it.
+        # Must match ckstore.format.paths.draft_name, which io cannot import.
         draft = Path(folder, "tmp", f"{new_token()}.probe")
         path = str(draft if draft.parent.is_dir() else Path(folder, f".probe-{new_token()}"))
     try:
@@ -287,12 +283,12 @@ def open_scratch(folder: str, *, direct: bool) -> int | None:
     except OSError:
         return None
     finally:
-        _unlink_if_there(path)
+        _unlink_if_exists(path)
     return fd
 
 
 def supports_direct_io(folder: str) -> bool:
-    """Say whether files in the folder can be written and read past the page cache, by trying it."""
+    """Test whether files in the folder can be written and read with O_DIRECT."""
     fd = open_scratch(folder, direct=True)
     if fd is None:
         return False
@@ -307,7 +303,7 @@ def supports_direct_io(folder: str) -> bool:
             buffer.release()
 
 
-def _unlink_if_there(path: str) -> None:
+def _unlink_if_exists(path: str) -> None:
     try:
         os.unlink(path)  # noqa: PTH108 - the same plain string that was opened
     except OSError:
@@ -316,7 +312,7 @@ def _unlink_if_there(path: str) -> None:
 
 def _try_uring(folder: str) -> tuple[Engine | None, str]:
     try:
-        # Asked here too: an import that raises is read and run again each time.
+        # Also checked here, because Python executes a module again at every import that raised.
         require_supported_processor()
         from ckstore.io.uring_engine import UringEngine
     except ModuleNotFoundError as error:
@@ -340,21 +336,21 @@ def _try_uring(folder: str) -> tuple[Engine | None, str]:
 def _refusal(error: OSError) -> str:
     code = errno.errorcode.get(error.errno or 0, str(error))
     if error.errno in (errno.EPERM, errno.EACCES):
-        return f"refused by seccomp or by io_uring_disabled ({code})"
+        return f"not permitted, by seccomp or kernel.io_uring_disabled ({code})"
     if error.errno == errno.ENOSYS:
-        return f"not in this kernel, or blocked ({code})"
+        return f"not supported by this kernel, or blocked ({code})"
     if error.errno == errno.ENOMEM:
-        return f"no memory for a ring, see ulimit -l ({code})"
+        return f"not enough lockable memory for a ring, see `ulimit -l` ({code})"
     return f"failed its probe ({code}: {error.strerror or error})"
 
 
 def _write_and_read(queue: IoQueue, folder: str) -> None:
-    """Write a block through the queue and read it back; in a folder without O_DIRECT, a buffered one."""
+    """Write a block through the queue and read it back, with O_DIRECT if the folder supports it."""
     fd = open_scratch(folder, direct=True)
     if fd is None:
         fd = open_scratch(folder, direct=False)
     if fd is None:
-        # A folder that cannot be written: the ring itself was made, and reads fail over one by one.
+        # The folder is read-only. The ring itself works.
         return
     pattern = os.urandom(PAGE_NBYTES)
     try:
@@ -364,13 +360,13 @@ def _write_and_read(queue: IoQueue, folder: str) -> None:
             _transfer(queue, IoRequest("write", fd, source.view, 0, _ignore))
             _transfer(queue, IoRequest("read", fd, target.view, 0, _ignore))
             if target.view != pattern:
-                raise OSError(errno.EIO, "other bytes came back")
+                raise OSError(errno.EIO, "the bytes read differ from the bytes written")
     finally:
         os.close(fd)
 
 
 def _ignore(moved: int, error: OSError | None) -> None:
-    """Stand in until the transfer knows whom to tell."""
+    """Placeholder, replaced by ``_transfer``."""
 
 
 def _transfer(queue: IoQueue, request: IoRequest) -> None:
@@ -384,6 +380,6 @@ def _transfer(queue: IoQueue, request: IoRequest) -> None:
     request.on_done = on_done
     queue.submit(request)
     if not is_done.wait(_PROBE_SECONDS):
-        raise OSError(errno.ETIMEDOUT, "no completion came")
+        raise OSError(errno.ETIMEDOUT, "the transfer did not complete")
     if outcome[0] is not None:
         raise outcome[0]

@@ -1,17 +1,17 @@
-"""io_uring by liburing: submit small batches, poll the ring without the GIL, reap.
+"""The io_uring engine: one thread submits small batches to a ring, polls without the GIL, and reaps completions.
 
-The binding has its ways, and each is met here:
-- It never releases the GIL, so waiting is done by poll on the ring's descriptor.
-- It keeps no reference to buffers or vectors, so both lie in a table until their completion was reaped.
-- ``cqe.res`` raises for a failed operation, so the entry is looked up first and marked seen in any case.
-- A failed ``prep`` leaves a blank entry in the ring, which is made a no-op.
-- Vectors never let go of the views that they were made of; vectors.py does.
+Properties of the liburing binding, and how this module deals with them:
+- It never releases the GIL, so the thread waits with poll() on the descriptor of the ring.
+- It keeps no reference to buffers and vectors, so a table holds both until their completion was reaped.
+- ``cqe.res`` raises if the operation failed, so the request is looked up first and the entry is always marked seen.
+- A failed ``prep`` leaves a blank entry in the ring, which is turned into a no-op.
+- Vectors leak a reference to their memoryview; see ``uring_vectors.py``.
 
 Invariants:
-- A ring is made, used and left by one thread; others hand it requests and wake it.
-- The ring is left only when nothing is in flight.
-- After a failure of the ring itself nothing is submitted any more, and every request gets an answer.
-- A ring is listed for forked children from when it was made until just before its descriptors are closed.
+- One thread creates, uses and closes the ring. Other threads queue requests and wake it.
+- The ring is closed only when nothing is in flight.
+- After a failure of the ring itself nothing more is submitted, and every request still gets a result.
+- ``_LIVE`` lists a ring for forked children from its creation until just before its descriptors are closed.
 """
 
 from __future__ import annotations
@@ -33,55 +33,55 @@ from ckstore.io.direct_io import IoQueue, IoRequest, Transfer, require_supported
 from ckstore.io.syscalls import medium_errors
 from ckstore.io.uring_vectors import leaks_views, release_leaked_view
 
-# Loaded first, it would take the process with it.
+# Must run before the import, which would crash the process on an unsupported processor.
 require_supported_processor()
 
 import liburing  # type: ignore[import-untyped]  # noqa: E402
 
 _BATCH = 4
-"""How many entries are submitted at once: the GIL is held meanwhile."""
+"""Entries per submission. It is small because the GIL is held during the call."""
 LOST_WAIT_MS = 2000
-"""How long completions are waited for after the ring has failed; one that is missing then is lost."""
+"""How long to wait for completions after the ring has failed. A completion that is missing then is given up."""
 _RETRY_MS = 1
-_KEEPS_VIEWS = leaks_views(liburing.Iovec)
+_LEAKS_VIEWS = leaks_views(liburing.Iovec)
 
 
 class UringEngine:
-    """Moves blocks through a ring of the kernel."""
+    """Moves blocks through io_uring."""
 
     name = "uring"
 
     def open_queue(self, *, depth: int, nbytes_max: int | None = None) -> IoQueue:
-        """Make a queue of its own ring and thread.
+        """Open a queue with its own ring and thread.
 
         Raises:
-            OSError: The kernel, or a filter before it, refuses a ring.
+            OSError: The kernel or a seccomp filter refuses to create a ring.
         """
         return UringQueue(depth, nbytes_max=nbytes_max)
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A call the kernel may be working on; keeps alive what it points to."""
+    """A call that the kernel may be executing. Keeps its memory alive."""
 
     transfer: Transfer
     view: memoryview
     vector: Any
 
     def end(self) -> None:
-        """Let go of the memory: the kernel is done with it, or never saw it."""
+        """Release the memory. REQUIRES: The kernel has finished the call or never received it."""
         self.vector = None
-        if _KEEPS_VIEWS:
+        if _LEAKS_VIEWS:
             release_leaked_view(self.view)
 
 
 class UringQueue:
-    """Requests waiting for room in the ring, and those in it.
+    """Requests that wait for room in the ring, and those in it.
 
     Args:
-        depth: The most calls in the ring.
-        nbytes_max: Bytes in the ring above which no further call is put into it; None: as many as come.
-        ring_calls: The liburing module; tests hand in one that fails.
+        depth: Maximum number of calls in the ring.
+        nbytes_max: No further call is added while the ring holds this many bytes or more; None: no limit.
+        ring_calls: The liburing module, or a fake in tests.
     """
 
     def __init__(self, depth: int, *, nbytes_max: int | None = None, ring_calls: Any = liburing) -> None:
@@ -110,21 +110,21 @@ class UringQueue:
             raise self._start_error
 
     def submit(self, request: IoRequest) -> None:
-        """Hand a transfer to the ring's thread."""
+        """Queue a transfer for the thread of the ring."""
         if self._pid != os.getpid():
             raise UsageError("a ring cannot be used in a forked process; open the store again there")
         with self._lock:
             if self._is_closing:
                 raise UsageError("the queue is closed")
-            # Woken first: a request that its submitter was told has failed must not be in the queue. The
-            # thread comes no further than the lock.
+            # Wake first, because waking can raise, and a request that raised must not stay in the queue. The woken
+            # thread waits for the lock.
             self._wake()
             self._waiting.append(Transfer(request))
 
     def close(self) -> None:
-        """Wait for everything submitted, then leave the ring and end its thread."""
+        """Wait for everything submitted, then close the ring and end its thread."""
         if self._pid != os.getpid():
-            # The lock may have been held by a thread of the parent.
+            # A thread of the parent may have held the lock during the fork.
             return
         with self._lock:
             if self._is_closing:
@@ -154,7 +154,7 @@ class UringQueue:
         except OSError as error:
             self._give_up(error)
         finally:
-            # A child forked after the descriptors are closed would close what has their numbers by then.
+            # A child forked after the descriptors are closed would close unrelated files with the same numbers.
             _LIVE.discard(self)
             self._calls.io_uring_queue_exit(ring)
 
@@ -176,7 +176,7 @@ class UringQueue:
             return self._is_closing and not self._waiting
 
     def _fill_ring(self) -> bool:
-        """Move waiting requests into the ring; return whether the kernel asked to be tried again soon."""
+        """Move waiting requests into the ring. Return True if the kernel asked to try again (EAGAIN, EBUSY)."""
         while True:
             while self._has_room() and len(self._unsubmitted) < _BATCH:
                 with self._lock:
@@ -201,11 +201,11 @@ class UringQueue:
                 return True
 
     def _has_room(self) -> bool:
-        is_light = self._nbytes_max is None or self._in_flight_nbytes < self._nbytes_max
-        return len(self._in_flight) < self._depth and is_light
+        has_byte_room = self._nbytes_max is None or self._in_flight_nbytes < self._nbytes_max
+        return len(self._in_flight) < self._depth and has_byte_room
 
     def _prepare(self, transfer: Transfer) -> bool:
-        """Put a call into the ring, or the transfer back when there is no entry free."""
+        """Add a call to the ring. Return False and requeue the transfer if the ring has no free entry."""
         request = transfer.request
         start = transfer.start
         view = request.buffer[start:]
@@ -227,7 +227,7 @@ class UringQueue:
         try:
             prepare(entry, request.fd, flight.vector, request.offset + start)
         except Exception as error:
-            # The entry is taken and will be submitted with the next one: it must at least do nothing.
+            # The entry is already taken and will be submitted, so it must do nothing.
             self._calls.io_uring_prep_nop(entry)
             entry.user_data = 0
             self._unsubmitted.append(0)
@@ -241,7 +241,7 @@ class UringQueue:
         return True
 
     def _reap(self) -> None:
-        """Take every completion there is."""
+        """Process all completions."""
         while self._calls.io_uring_cq_ready(self._ring):
             cqe = self._calls.Cqe()
             self._calls.io_uring_peek_cqe(self._ring, cqe)
@@ -276,7 +276,7 @@ class UringQueue:
         transfer.request.on_done(transfer.moved, error)
 
     def _give_up(self, error: OSError) -> None:
-        """Answer every request after the ring failed; only what never reached the kernel fails with its error."""
+        """Complete every request after the ring has failed. Requests that the kernel received get their own result."""
         for number in self._unsubmitted:
             flight = self._in_flight.pop(number, None)
             if flight is not None:
@@ -287,16 +287,16 @@ class UringQueue:
         poll.register(self._ring.ring_fd, select.POLLIN)
         while self._in_flight and poll.poll(LOST_WAIT_MS):
             self._reap()
-        # What is missing now will never be reported; its buffers may still be in use.
+        # These completions will never come, and the kernel may still use the buffers. EBADR says so to the caller.
         lost = OSError(errno.EBADR, os.strerror(errno.EBADR))
         for flight in self._in_flight.values():
-            _KEPT.append(flight)
+            _ABANDONED.append(flight)
             flight.transfer.request.on_done(flight.transfer.moved, lost)
         self._in_flight.clear()
         self._refuse_rest(error)
 
     def _refuse_rest(self, error: OSError) -> None:
-        """Fail what is waiting, and what still comes, until the queue is closed."""
+        """Fail waiting and new requests until the queue is closed."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         while True:
@@ -311,8 +311,8 @@ class UringQueue:
             os.eventfd_read(self._wake_fd)
 
 
-_KEPT: list[_Flight] = []
-"""Calls whose completion was lost: the kernel may still use their memory."""
+_ABANDONED: list[_Flight] = []
+"""Calls without a completion. Their memory stays allocated, because the kernel may still use it."""
 _LIVE: weakref.WeakSet[UringQueue] = weakref.WeakSet()
 
 
@@ -321,7 +321,7 @@ def _as_os_error(error: Exception) -> OSError:
 
 
 def _close_inherited() -> None:
-    # A forked child must not keep the parent's rings, and with them the parent's files, alive.
+    # A forked child must not keep the rings of its parent, and the files they use, open.
     for ring_queue in list(_LIVE):
         for fd in (ring_queue._ring.ring_fd, ring_queue._wake_fd):
             with contextlib.suppress(OSError):

@@ -1,9 +1,8 @@
-"""Give back what liburing's vectors keep: one export of every memoryview that an ``Iovec`` was made of, for ever.
+"""Release the memoryview that an ``Iovec`` of liburing leaks.
 
-The binding takes a buffer of the view (``PyObject_GetBuffer``) and never releases it, so that the view, and with it the
-memory below, outlives every reference that we know of: all write buffers of every commit, all read buffers of every
-restore. What it forgets is done here, once nobody uses the vector any more. Whether this liburing forgets is tried
-once; one that does not is left alone.
+The binding gets a buffer from the view (``PyObject_GetBuffer``) and never releases it. Without this module, every
+buffer of every commit and restore would stay allocated. ``leaks_views`` tests once whether the installed liburing has
+this fault. Separate from ``uring_engine.py`` so that it can be tested where liburing cannot be imported.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 
 class _Buffer(ctypes.Structure):
-    """CPython's ``Py_buffer``, of which the release of a memoryview reads the owner only."""
+    """CPython's ``Py_buffer``. Releasing a memoryview reads only its ``obj``."""
 
     _fields_ = (
         ("buf", ctypes.c_void_p),
@@ -37,7 +36,7 @@ _release.restype = None
 
 
 def leaks_views(make_vector: Any) -> bool:
-    """Whether a vector leaves an export, and a reference, of its view behind when it is gone."""
+    """Return True if a deleted vector leaves one export of, and one reference to, its view."""
     view = memoryview(bytearray(1))
     before = sys.getrefcount(view)
     vector = make_vector([view])
@@ -52,9 +51,9 @@ def leaks_views(make_vector: Any) -> bool:
 
 
 def release_leaked_view(view: memoryview) -> None:
-    """Release the one export of a view that its vector has left behind, and the view itself; the vector is gone.
+    """Release the leaked export of a view, and the view itself.
 
-    To be called once for each vector, and only where ``leaks_views`` said so.
+    REQUIRES: ``leaks_views`` is True, the vector was deleted, and this is the only call for it.
     """
     _release(ctypes.byref(_Buffer(obj=id(view))))
     view.release()

@@ -1,4 +1,11 @@
-"""What a user calls a store - a folder, a URL, a backend - turned into a backend."""
+"""Addresses of stores: parse a folder path or a bucket URL, and open its backend.
+
+Importing this module does not load the bucket client, which takes longer than listing a local store.
+
+Invariants:
+- A bucket address has a scheme, a bucket and a prefix. One with a user, a password or a query is refused, and the
+  message does not repeat it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +25,7 @@ from ckstore.io.syscalls import medium_errors
 SCHEMES = ("s3", "gs", "az")
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:|(?:s3|gs|az)//", re.IGNORECASE)
-"""How an address begins that is no path: a scheme of two letters or more, or one of ours without its colon."""
+"""Start of an address that is not a path: a URL scheme of at least two letters, or ``s3//`` without its colon."""
 
 
 def backend_for(
@@ -28,28 +35,30 @@ def backend_for(
     allow_shared_folder: bool = False,
     sharing: Sharing | None = None,
 ) -> Backend:
-    """Return the backend at an address; nothing is made there.
+    """Return the backend of an address. Creates nothing.
 
     Args:
         address: A folder, a URL, or a backend.
-        engine: What moves packs.
-        allow_shared_folder: Accept a folder that others may write, although its store was not made to be shared.
-        sharing: Who may use a store that is made there.
+        engine: Engine for packs in a folder.
+        allow_shared_folder: Accept a folder that other users can write although its store is not shared.
+        sharing: Who may use a store that is created there.
 
     Raises:
-        UsageError: An unknown engine, or a folder that others may write.
-        UnsupportedError: A URL of a kind that is not known here.
+        UsageError: An unknown engine, or a folder that other users can write.
+        UnsupportedError: A URL scheme that ckstore does not support, or obstore is not installed.
     """
     if not isinstance(address, (str, os.PathLike)):
         return address
     text = os.fspath(address)
     if is_bucket_address(text):
         if sharing is not None:
-            raise UsageError("files in a bucket have no mode; who may use it is set there", where=f"shared={sharing!r}")
+            raise UsageError(
+                "objects in a bucket have no file mode; set permissions on the bucket", where=f"shared={sharing!r}"
+            )
         return _bucket(text)
     if sharing not in (None, "group", "umask"):
-        raise UsageError("a store is shared with its 'group', or as the 'umask' says", where=f"shared={sharing!r}"[:80])
-    folder = Path(checked_path(text))
+        raise UsageError("shared must be 'group', 'umask' or None", where=f"shared={sharing!r}"[:80])
+    folder = Path(path_of(text))
     if engine not in ("auto", "uring", "pwrite"):
         raise UsageError("engine must be 'auto', 'uring' or 'pwrite'", where=f"engine={engine!r}")
     mode = mode_of_folder(folder)
@@ -57,47 +66,47 @@ def backend_for(
         too_much = stat.S_IWOTH if sharing else stat.S_IWGRP | stat.S_IWOTH
         if mode & too_much and not mode & stat.S_ISVTX and not is_shared_on_purpose(str(folder)):
             raise UsageError(
-                "others may write this folder, so they could replace checkpoints",
+                "other users can write this folder, so they could replace checkpoints",
                 where=folder,
-                todo=f"`chmod go-w {folder}`, or allow it: allow_shared_folder=True, --allow-shared-folder",
+                todo=f"run `chmod go-w {folder}`, or allow it with allow_shared_folder=True or --allow-shared-folder",
             )
     return LocalBackend(folder, engine=engine, sharing=sharing)
 
 
 def is_bucket_address(text: str) -> bool:
-    """Whether a text is the address of a bucket rather than a path."""
+    """Return True if a text is a bucket address and not a path."""
     return text.partition("://")[0] in SCHEMES and "://" in text
 
 
 def check_address(url: str) -> str:
-    """Return the address of a bucket and prefix in its one spelling.
+    """Return the normalized address of a bucket and prefix.
 
     Raises:
-        UsageError: It holds more than that, credentials perhaps; they are not repeated.
+        UsageError: It is not ``s3://bucket/prefix``. The message does not repeat credentials.
     """
-    repository = urlsplit(url)
-    if "@" in url or ":" in repository.netloc or repository.query or repository.fragment:
+    parts = urlsplit(url)
+    if "@" in url or ":" in parts.netloc or parts.query or parts.fragment:
         raise UsageError(
-            "the address of a bucket holds a user, a password or a query",
-            where=f"{repository.scheme}://...",
-            todo="name bucket and prefix only; credentials come from the environment, a profile or the machine's role",
+            "a bucket address must not contain a user, a password or a query",
+            where=f"{parts.scheme}://...",
+            todo="give bucket and prefix only; set credentials in the environment, a profile or a machine role",
         )
-    folders = [part for part in repository.path.split("/") if part]
-    if repository.scheme not in SCHEMES or not repository.netloc or any(part in (".", "..") for part in folders):
-        raise UsageError("an address of a bucket is written s3://bucket/prefix", where=repr(url)[:200])
-    return "/".join([f"{repository.scheme}://{repository.netloc}", *folders])
+    folders = [folder for folder in parts.path.split("/") if folder]
+    if parts.scheme not in SCHEMES or not parts.netloc or any(folder in (".", "..") for folder in folders):
+        raise UsageError("not a bucket address: write s3://bucket/prefix", where=repr(url)[:200])
+    return "/".join([f"{parts.scheme}://{parts.netloc}", *folders])
 
 
 def mode_of_folder(folder: Path) -> int:
-    """Return the mode of a folder; 0 where there is none.
+    """Return the mode of a folder; 0 if it does not exist.
 
     Raises:
-        BackendError: Nobody can tell: a folder above may not be searched, or the path is too long.
-        UsageError: It is no path at all.
+        BackendError: It cannot be read, for example because a parent folder cannot be searched.
+        UsageError: The path contains a NUL byte.
     """
     if "\0" in str(folder):
-        raise UsageError("a path has no NUL byte", where=repr(str(folder))[:200])
-    with medium_errors(folder, "looking at a folder"):
+        raise UsageError("a path cannot contain a NUL byte", where=repr(str(folder))[:200])
+    with medium_errors(folder, "reading the mode of a folder"):
         try:
             mode = folder.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -105,12 +114,12 @@ def mode_of_folder(folder: Path) -> int:
         return mode if stat.S_ISDIR(mode) else 0
 
 
-def checked_path(text: str) -> str:
-    """Return the path that a text which is no bucket's address means: with ``file://`` before it, or without.
+def path_of(text: str) -> str:
+    """Return the path of an address that is not a bucket; ``file://`` is optional.
 
     Raises:
-        UnsupportedError: It begins as an address of another kind does, or as a mistyped one: a folder of that name
-            would be made, and nobody would look for a store there.
+        UnsupportedError: It starts like a URL of another kind, or like a mistyped bucket address. Taking it for a path
+            would create a store in an unexpected folder.
     """
     is_url = text.startswith("file://")
     path = text.removeprefix("file://")
@@ -118,18 +127,18 @@ def checked_path(text: str) -> str:
     if found is None:
         return path
     raise UnsupportedError(
-        f"stores cannot be opened at an address that begins with {found[0][:24]!r}",
+        f"addresses that start with {found[0][:24]!r} are not supported",
         where=text[:200],
-        todo=f"a bucket is written s3://bucket/prefix (gs, az), a folder of this name ./{found[0][:24]}...",
+        todo=f"write a bucket as s3://bucket/prefix (or gs, az), a folder of this name as ./{found[0][:24]}...",
     )
 
 
 def _bucket(text: str) -> Backend:
-    # The client of buckets takes longer to import than a local store to be listed.
+    # Imported here, because the import takes longer than listing a local store.
     try:
         from ckstore.io.remote.backend import RemoteBackend
     except ImportError as error:
         raise UnsupportedError(
-            "stores in buckets need obstore, which is not installed here", todo="`pip install obstore`"
+            "a store in a bucket needs obstore, which is not installed", todo="run `pip install obstore`"
         ) from error
     return RemoteBackend(text)

@@ -37,7 +37,7 @@ def test_what_cannot_be_found_out_is_a_refusal(facts, tmp_path):
     silent = tmp_path / "silent"
     silent.write_text("processor\t: 0\n")
     for path in (tmp_path / "missing", silent):
-        with pytest.raises(ImportError, match="does not say"):
+        with pytest.raises(ImportError, match="does not list the flags"):
             require_supported_processor(path)
 
 

@@ -152,7 +152,7 @@ def test_stop_wakes_who_waits_for_a_block(pool):
     writer = BlockWriter(SlowSink(), pool)
     writer.reserve(4 * BLOCK)
     threading.Timer(0.05, writer.stop).start()
-    with pytest.raises(CkstoreError, match="given up"):
+    with pytest.raises(CkstoreError, match="was cancelled"):
         writer.reserve(1)
     writer.abandon()
     assert pool.free_count == 4
