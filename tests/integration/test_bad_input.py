@@ -269,7 +269,7 @@ def test_folder_that_others_may_write_is_refused_unless_allowed(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    with pytest.raises(UsageError, match="others may write"):
+    with pytest.raises(UsageError, match="other users can write"):
         ckstore.open(shared)
     ckstore.open(shared, allow_shared_folder=True).close()
 

@@ -134,5 +134,5 @@ def test_removed_working_folder_hinders_nothing_but_relative_paths(tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "working folder of this process was removed" in done.stdout
+    assert "working directory of this process was removed" in done.stdout
     assert "could not be started" not in done.stderr

@@ -176,7 +176,7 @@ def test_folder_that_a_group_may_write_is_refused_unless_its_store_was_made_so(p
     path = place / "store"
     commit(path, 1)
     path.chmod(0o770)
-    with pytest.raises(UsageError, match="others may write"):
+    with pytest.raises(UsageError, match="other users can write"):
         commit(path, 2)
     with pytest.raises(UsageError, match="group"):
         ckstore.open(place / "other", shared="everybody")
@@ -252,7 +252,7 @@ def test_place_that_one_may_not_enter_says_whose_it_is(place):
     for path in (target, place / "private"):
         with (
             as_user(TRAINER),
-            pytest.raises(BackendError, match=f"this process is user {TRAINER}, and {place}/private"),
+            pytest.raises(BackendError, match=f"this process runs as user {TRAINER}, and {place}/private"),
         ):
             ckstore.open(path)
     with as_user(TRAINER):

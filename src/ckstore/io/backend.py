@@ -316,7 +316,7 @@ class ViewedFile(Fetching, ReadFile, Protocol):
 def map_concurrent(backend: Backend, call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield ``call(item)`` for each item in order: sequentially on a local folder, concurrently on an object store.
 
-    The first exception ends the iteration. Closing the iterator early waits for the calls in flight and starts no others.
+    The first exception ends the iteration. Closing the iterator early waits for calls in flight and starts no others.
     """
     if isinstance(backend, Distant):
         return map_in_threads(call, items, count_max=backend.requests_at_once, name="ckstore-remote")

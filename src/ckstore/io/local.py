@@ -1,12 +1,12 @@
-"""A folder: names by ordinary calls, packs by an engine, past the page cache where the folder takes it.
+"""The folder backend: names by ordinary system calls, packs by an engine, with O_DIRECT where the folder supports it.
 
 Invariants:
-- Files are made with O_EXCL, and with owner and mode of the store (``ownership``: 0600 and 0700, unless it is shared).
-- No symbolic link below the root is followed by what makes, moves, links or removes a name: folders are entered
-  descriptor by descriptor (``folder_of``), so a store that somebody else has made cannot reach what lies outside of it.
-  What only reads follows folders that are links, and no file that is one.
-- Engine and queues are made when they are first needed, and again in a forked child: rings and threads
-  do not survive a fork.
+- Files are created with O_EXCL and with the owner and mode of the store (``ownership``: 0600 and 0700 by default).
+- Operations that create, rename, link or remove a name follow no symbolic link below the root. They open each folder
+  relative to the one above it (``folder_of``), so that a store made by somebody else cannot redirect them to files
+  outside of the store. Read operations follow links to folders, but not links to files.
+- Engine and queues are created on first use, and again in a forked child, because rings and threads do not survive a
+  fork.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckstore.io.ownership import Ownership, Sharing, ownership_of
 from ckstore.io.syscalls import medium_error, medium_errors, rename_noreplace
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_NOWHERE = frozenset({"", ".", ".."})
+_INVALID_PARTS = frozenset({"", ".", ".."})
 _FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV})
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
@@ -39,18 +39,18 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVA
 WRITE_DEPTH = {"uring": 8, "pwrite": 8}
 READ_DEPTH = {"uring": 32, "pwrite": 8}
 READ_NBYTES_MAX = 16 << 20
-"""Reads under way at once. A device works on all of them at the same time and answers all of them late: of 32 MiB the
-first answer takes three times as long to come as of 16, and no device that we have moved more bytes a second."""
+"""Bytes of reads in flight. More do not raise the throughput, and delay the first result: with 32 MiB it takes three
+times as long as with 16 MiB."""
 
 
 class LocalBackend:
-    """A folder of this machine.
+    """A folder of this machine. Thread-safe.
 
     Args:
-        root: The folder; it need not exist yet, ``make_folder("")`` makes it.
-        engine: Which engine moves packs, or an engine.
-        try_direct: Use O_DIRECT where the folder takes it; False always goes through the page cache.
-        sharing: Who may use a store that is made here; one that is there already says so itself.
+        root: The folder. It need not exist; ``make_folder("")`` creates it.
+        engine: Name of the engine for packs, or an engine.
+        try_direct: Use O_DIRECT where the folder supports it. False always uses the page cache.
+        sharing: Who may use a store that is created here. An existing store keeps its own setting.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LocalBackend:
         self._wanted_engine = engine
         self._try_direct = try_direct
         self._sharing = sharing
-        self._given: Ownership | None = None
+        self._ownership_cache: Ownership | None = None
         self._takes_direct: bool | None = None
         self._chosen: tuple[Engine, str] | None = None
         self._queues: dict[str, IoQueue] = {}
@@ -79,17 +79,17 @@ class LocalBackend:
 
     @property
     def engine_name(self) -> str:
-        """``"uring"`` or ``"pwrite"``; probes the folder if that was not done yet."""
+        """``"uring"`` or ``"pwrite"``. The first call probes the folder."""
         return self._choose()[0].name
 
     @property
     def engine_reason(self) -> str:
-        """Why that engine was taken, in a few words."""
+        """Why that engine was chosen, in a few words."""
         return self._choose()[1]
 
     @property
     def is_direct(self) -> bool:
-        """Whether packs are written past the page cache."""
+        """True if packs are written with O_DIRECT."""
         if self._takes_direct is None:
             self._takes_direct = self._try_direct and supports_direct_io(self.root)
         return self._takes_direct
@@ -99,9 +99,9 @@ class LocalBackend:
         return self._path(name)
 
     def stat(self, name: str) -> FileInfo | None:
-        """Return size and time, or None when there is no such name; a folder has no bytes."""
+        """Return size and time, or None if the name does not exist. A folder has size 0."""
         path = self._path(name)
-        with medium_errors(path, "looking at a file"):
+        with medium_errors(path, "reading the size and time of a file"):
             try:
                 found = os.lstat(path)
             except (FileNotFoundError, NotADirectoryError):
@@ -109,7 +109,7 @@ class LocalBackend:
         return FileInfo(0 if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime_ns, found.st_ino)
 
     def list_names(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted; empty when there is no such folder."""
+        """Return the sorted names in a folder; empty if it does not exist."""
         path = self._path(folder)
         with medium_errors(path, "listing a folder"):
             try:
@@ -118,32 +118,32 @@ class LocalBackend:
                 return []
 
     def read_bytes(self, name: str, *, nbytes_max: int) -> bytes:
-        """Read a small file whole; MalformedError when it is larger than ``nbytes_max``."""
+        """Read a small file whole; MalformedError if it is larger than ``nbytes_max``."""
         content = self._read(name, nbytes_max + 1)
         if len(content) > nbytes_max:
-            raise MalformedError("the file is larger than it can be", where=self._path(name), nbytes_max=nbytes_max)
+            raise MalformedError("the file is larger than a valid one", where=self._path(name), nbytes_max=nbytes_max)
         return content
 
     def read_head(self, name: str, nbytes: int) -> bytes:
-        """Read the first bytes of a file, fewer when it is shorter."""
+        """Read the first ``nbytes`` bytes of a file, or all of a shorter one."""
         return self._read(name, nbytes)
 
     def make_folder(self, name: str) -> bool:
-        """Make a folder, parents included; return whether it is new."""
+        """Create a folder and its parents. Return True if it is new."""
         path = self._path(name)
-        with medium_errors(path, "making a folder"):
-            # Nobody can sync the folders above the root by name, so that is done here.
+        with medium_errors(path, "creating a folder"):
+            # Folders above the root have no name in this backend, so their entries are synced here.
             if name:
                 return self._make_folders(name.split("/"))
             is_new = _make_root(Path(path), self._ownership)
             if self._sharing is not None and not is_new:
                 self._ownership.give_folder(path)
-            # From now on what is made takes after this folder.
-            self._given = None
+            # New files take owner and mode from this folder, so look them up again.
+            self._ownership_cache = None
             return is_new
 
     def create(self, name: str, content: bytes, *, sync: bool) -> None:
-        """Make a new file (O_EXCL); with ``sync`` its bytes are durable on return, its name is not."""
+        """Create a new file (O_EXCL). With ``sync`` its bytes are durable on return, but not its name."""
         path = self._path(name)
         with medium_errors(path, "writing a file"):
             with self.folder_of(name) as (folder, last):
@@ -159,7 +159,7 @@ class LocalBackend:
                 os.close(fd)
 
     def link(self, source: str, target: str) -> None:
-        """Give a file a second name; UnsupportedError where the file system has no hard links."""
+        """Give a file a second name; UnsupportedError if the file system has no hard links."""
         path = self._path(target)
         with (
             medium_errors(path, "linking a file"),
@@ -170,11 +170,11 @@ class LocalBackend:
                 os.link(source_last, last, src_dir_fd=source_folder, dst_dir_fd=folder, follow_symlinks=False)
             except OSError as error:
                 if error.errno in _NO_LINKS:
-                    raise UnsupportedError("the file system makes no hard links", where=path) from error
+                    raise UnsupportedError("the file system does not support hard links", where=path) from error
                 raise
 
     def rename(self, source: str, target: str) -> None:
-        """Move a name, replacing what has the target name."""
+        """Rename a file, replacing ``target``."""
         path = self._path(target)
         with (
             medium_errors(path, "renaming a file"),
@@ -184,9 +184,9 @@ class LocalBackend:
             os.replace(source_last, last, src_dir_fd=source_folder, dst_dir_fd=folder)
 
     def rename_new(self, source: str, target: str) -> None:
-        """Move a name; FileExistsError when the target name is taken.
+        """Rename a file; FileExistsError if ``target`` exists.
 
-        Where the file system cannot do that in one step, a file has both names for a moment.
+        Without RENAME_NOREPLACE the file is linked and then unlinked, so it briefly has both names.
         """
         path = self._path(target)
         with (
@@ -199,7 +199,7 @@ class LocalBackend:
                 os.unlink(source_last, dir_fd=source_folder)
 
     def unlink(self, name: str) -> None:
-        """Remove a name; FileNotFoundError when there is none."""
+        """Remove a name; FileNotFoundError if it does not exist."""
         path = self._path(name)
         with medium_errors(path, "removing a file"), self.folder_of(name) as (folder, last):
             os.unlink(last, dir_fd=folder)
@@ -211,7 +211,7 @@ class LocalBackend:
             os.rmdir(last, dir_fd=folder)
 
     def sync_file(self, name: str) -> None:
-        """Make a file's bytes durable that another process may have left unsynced."""
+        """Make the bytes of a file durable, even if another process has written them."""
         self._sync(name, os.O_RDONLY | os.O_NOFOLLOW)
 
     def sync_folder(self, name: str) -> None:
@@ -219,22 +219,22 @@ class LocalBackend:
         self._sync(name, os.O_RDONLY | os.O_DIRECTORY)
 
     def renew(self, name: str, *, before_ns: int) -> None:
-        """Set the time of a file to now, if there is one that was changed before this, and if this user may."""
+        """Set the time of a file to now if it is older than ``before_ns`` and this user has the permission."""
         with contextlib.suppress(OSError), self.folder_of(name) as (folder, last):
             if os.stat(last, dir_fd=folder, follow_symlinks=False).st_mtime_ns < before_ns:
                 os.utime(last, dir_fd=folder, follow_symlinks=False)
 
     def arrived_ns(self, name: str) -> int | None:
-        """Return when a file came to this place at the latest, which no copy of it can keep; None where it is gone."""
+        """Return the ctime of a file, which copying tools cannot preserve; None if it does not exist."""
         path = self._path(name)
-        with medium_errors(path, "looking at a file"):
+        with medium_errors(path, "reading the size and time of a file"):
             try:
                 return os.lstat(path).st_ctime_ns
             except FileNotFoundError:
                 return None
 
     def free_nbytes(self) -> int | None:
-        """Return the bytes that can still be written, or None when the folder does not say."""
+        """Return the free space in bytes, or None if the file system does not report it."""
         try:
             found = os.statvfs(self._root)
         except OSError:
@@ -242,9 +242,9 @@ class LocalBackend:
         return found.f_bavail * found.f_frsize
 
     def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
-        """Make a new pack (O_EXCL) and reserve space for it in large steps, or in small ones for lack of room.
+        """Create a new pack (O_EXCL) and reserve space for it, in large steps if there is enough.
 
-        A full disk shows when what is written does not fit. After an error the name is free again.
+        CapacityError is raised only when written bytes do not fit. After an error the name is removed.
         """
         path = self._path(name)
         flags = _CREATE_FLAGS | (os.O_DIRECT if self.is_direct else 0)
@@ -263,19 +263,19 @@ class LocalBackend:
             raise
 
     def open_read(self, name: str) -> ReadFile:
-        """Open a file for ranged reads; FileNotFoundError when there is none."""
+        """Open a file for ranged reads; FileNotFoundError if it does not exist."""
         return LocalReadFile(name, self._path(name), try_direct=self._try_direct)
 
     def read_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
-        """Fetch ranges, many at a time, and yield them as they arrive, in any order."""
+        """Read ranges concurrently and yield results as they arrive, in any order."""
         queue, depth = self._queue("read")
         return RangeReader(queue, pool, depth, nbytes_max=READ_NBYTES_MAX).run(requests)
 
     def try_lock(self, name: str) -> FileLock | None:
-        """Lock a file by flock, and make it if it is not there; None when another holds it.
+        """Lock a file by flock, creating it if needed. Return None if another process holds the lock.
 
         Raises:
-            UnsupportedError: The file system has no flock, as Lustre mounted without it, and some of FUSE.
+            UnsupportedError: The file system has no flock, for example Lustre without ``flock`` and some FUSE systems.
         """
         path = self._path(name)
         with medium_errors(path, "locking"):
@@ -290,14 +290,14 @@ class LocalBackend:
                 os.close(fd)
                 if isinstance(error, OSError) and error.errno in _NO_LOCKS:
                     raise UnsupportedError(
-                        "the file system has no locks (flock)", where=path, todo="mount it with flock if you can"
+                        "the file system has no locks (flock)", where=path, todo="mount it with flock if possible"
                     ) from error
                 raise
         return os.fdopen(fd, "rb", buffering=0)
 
     def close(self) -> None:
-        """Wait for what is in flight and let go of rings and threads; later calls make new ones."""
-        self._leave_parent()
+        """Wait for transfers in flight and release rings and threads. Later calls create new ones."""
+        self._reset_after_fork()
         with self._lock:
             queues, self._queues = self._queues, {}
         for queue in queues.values():
@@ -305,39 +305,39 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def folder_of(self, name: str) -> Iterator[tuple[int, str]]:
-        """Yield a descriptor of the folder that holds a name, and the last part of that name.
+        """Yield a descriptor of the folder of a name, and the last part of the name.
 
         Raises:
-            UnsupportedError: A folder on the way, below the root, is a symbolic link.
+            UnsupportedError: A folder below the root is a symbolic link.
         """
-        assert name, "the root itself lies outside of the store"
+        assert name, "the root itself has no folder in the store"
         self._path(name)
         *folders, last = name.split("/")
         fd = os.open(self._root, _FOLDER_FLAGS)
         try:
             for index, folder in enumerate(folders):
-                fd = self._entered(fd, folders[: index + 1], folder)
+                fd = self._open_subfolder(fd, folders[: index + 1], folder)
             yield fd, last
         finally:
             os.close(fd)
 
-    def _entered(self, above: int, folders: list[str], folder: str) -> int:
-        """Return a descriptor of a folder in another one, and close that one's."""
+    def _open_subfolder(self, above: int, folders: list[str], folder: str) -> int:
+        """Return a descriptor of a subfolder, and close the descriptor of the folder above it."""
         try:
             fd = os.open(folder, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=above)
         except NotADirectoryError:
             if stat.S_ISLNK(os.stat(folder, dir_fd=above, follow_symlinks=False).st_mode):
                 raise UnsupportedError(
-                    "a folder of the store is a symbolic link, and nothing is written or removed through one",
+                    "a folder of the store is a symbolic link, and ckstore does not write through links",
                     where=os.path.join(self._root, *folders),
-                    todo="put the folder itself in its place, or mount there what it points to",
+                    todo="replace the link by the folder itself, or use a bind mount",
                 ) from None
             raise
         os.close(above)
         return fd
 
     def _make_folders(self, folders: list[str]) -> bool:
-        """Make a folder below the root, those above it included; return whether it is new."""
+        """Create a folder below the root and its parents. Return True if it is new."""
         try:
             fd = os.open(self._root, _FOLDER_FLAGS)
         except FileNotFoundError:
@@ -352,19 +352,19 @@ class LocalBackend:
                 except FileExistsError:
                     is_new = False
                 try:
-                    fd = self._entered(fd, folders[: index + 1], folder)
+                    fd = self._open_subfolder(fd, folders[: index + 1], folder)
                 except NotADirectoryError:
-                    raise FileExistsError(errno.EEXIST, "a file lies there", "/".join(folders)) from None
+                    raise FileExistsError(errno.EEXIST, "a file has this name", "/".join(folders)) from None
         finally:
             os.close(fd)
         return is_new
 
     def _path(self, name: str) -> str:
-        # Text, where a Path would do: a commit names many files, and making a Path takes longer than a look at a file.
+        # A str and not a Path: a commit names many files, and creating a Path takes longer than a stat call.
         if not name:
             return self._root
-        if "\0" in name or not _NOWHERE.isdisjoint(name.split("/")):
-            raise UsageError("a name must be relative, without empty parts and '..'", where=repr(name))
+        if "\0" in name or not _INVALID_PARTS.isdisjoint(name.split("/")):
+            raise UsageError("a name must be relative, without empty parts, '.' and '..'", where=repr(name))
         return os.path.join(self._root, name)
 
     def _open_lock(self, folder: int, last: str, path: str) -> int:
@@ -378,28 +378,28 @@ class LocalBackend:
 
     @property
     def _ownership(self) -> Ownership:
-        """What new files and folders are given; looked up when the first one is made."""
-        if self._given is None:
-            self._given = ownership_of(self._root, sharing=self._sharing)
-        return self._given
+        """Owner and mode of new files and folders, looked up when the first one is created."""
+        if self._ownership_cache is None:
+            self._ownership_cache = ownership_of(self._root, sharing=self._sharing)
+        return self._ownership_cache
 
-    def _leave_parent(self) -> None:
-        """In a forked child, forget the parent's queues; comes before the lock is taken."""
+    def _reset_after_fork(self) -> None:
+        """In a forked child, drop the queues of the parent. Called before the lock is taken."""
         if self._pid != os.getpid():
-            # The parent's queues are of no use here, and its threads, of which one may have held the lock, are gone.
+            # The threads of the parent do not exist here, and one of them may have held the lock.
             self._lock = threading.Lock()
             self._queues = {}
             self._pid = os.getpid()
 
     def _choose(self) -> tuple[Engine, str]:
-        self._leave_parent()
+        self._reset_after_fork()
         with self._lock:
             if self._chosen is None:
                 wanted = self._wanted_engine
                 if isinstance(wanted, str):
                     self._chosen = choose_engine(wanted, self.root)
                 else:
-                    self._chosen = wanted, f"{wanted.name}: handed in"
+                    self._chosen = wanted, f"{wanted.name}: passed by the caller"
             return self._chosen
 
     def _queue(self, kind: Literal["read", "write"]) -> tuple[IoQueue, int]:
@@ -416,7 +416,7 @@ class LocalBackend:
         with medium_errors(path, "reading a file"):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                # What a file claims to hold is not allocated before it is there.
+                # Read in pieces, so that memory is allocated only for bytes that exist.
                 parts: list[bytes] = []
                 missing = nbytes_max
                 while missing and (part := os.read(fd, min(missing, 1 << 20))):
@@ -437,22 +437,22 @@ def _absolute(path: Path) -> Path:
         return path.absolute()
     except FileNotFoundError:
         raise UsageError(
-            "this path is relative, and the working folder of this process was removed",
+            "the path is relative, and the working directory of this process was removed",
             where=path,
-            todo="name the store by an absolute path, or change to a folder that exists",
+            todo="use an absolute path, or change to an existing directory",
         ) from None
 
 
 def _make_root(path: Path, ownership: Ownership) -> bool:
-    """Make the folder of a store and those above it, durably; return whether it is new."""
+    """Durably create the folder of a store and its parents. Return True if it is new."""
     is_new = _mkdir(path)
     if is_new is None:
         _make_root(path.parent, ownership)
         is_new = _mkdir(path)
     if is_new is None:
-        # What is above is there and yet takes nothing, as in /proc, or was removed at this moment.
+        # The parent exists but refuses new folders, as /proc does, or it was removed just now.
         gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        raise medium_error(gone, where=path, what="making a folder")
+        raise medium_error(gone, where=path, what="creating a folder")
     if is_new:
         ownership.give_folder(str(path))
         _fsync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -460,7 +460,7 @@ def _make_root(path: Path, ownership: Ownership) -> bool:
 
 
 def _mkdir(path: Path) -> bool | None:
-    """Make a folder; return whether it is new, None where there is no folder above it."""
+    """Create a folder. Return True if it is new, or None if its parent does not exist."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:

@@ -1,18 +1,16 @@
-"""A pack being written into a folder: space reserved in large steps, blocks in flight, one sync at the end.
+"""Write and read the packs of a folder: ``LocalPackSink``, ``LocalReadFile`` and ``RangeReader``.
 
-Invariants:
-- The file is extended by fallocate before blocks are written into it, so that no write grows it and writes
-  run side by side; it is cut to its true size before the sync, never after.
-- Only room for what is written is a must: what is reserved ahead shrinks with the room there is.
-- The first failure stays: every later call raises it, and the file is never synced again.
+Invariants of writing:
+- The file is extended by fallocate before blocks are written, because writes that do not grow a file run in parallel.
+  It is truncated to its true size before the sync, never after.
+- Space must be available only for bytes that are written. Space reserved ahead shrinks if the disk is nearly full.
+- The first failure is final: every later call raises it, and the file is not synced again.
 - The descriptor is closed only when nothing is in flight and no other thread is finishing the pack.
-- A pack that is let go of before it was finished loses its name, so that a full disk has room again.
+- The name of a pack that was closed before it was finished is removed, so that a full disk has space again.
 
-Read packs of a folder: large ranges past the page cache, many at a time, and small ones on the way.
-
-Invariants:
-- Ranges are widened to pages for O_DIRECT and narrowed again before anyone sees them.
-- Whatever way an iteration ends, it ends with nothing in flight and every unseen buffer given back.
+Invariants of reading:
+- Ranges are widened to pages for O_DIRECT, and results are narrowed to the requested range.
+- However an iteration ends, nothing is in flight afterwards, and every buffer not yielded is back in the pool.
 """
 
 from __future__ import annotations
@@ -34,32 +32,31 @@ from ckstore.io.direct_io import IoQueue, IoRequest
 from ckstore.io.syscalls import PAGE_NBYTES, fallocate, medium_error, medium_errors, round_down, round_up
 
 STEP_NBYTES_MAX = 16 * GIB
-"""No more is reserved at once."""
+"""Largest reservation."""
 
 STEP_NBYTES_MIN = 64 * MIB
-"""No less is reserved ahead, once a pack has grown beyond what was expected; where that is no longer free, nothing."""
+"""Smallest reservation ahead of the written bytes, after the first few. Nothing is reserved on a fuller disk."""
 
 _STEP_NBYTES_FIRST = MIB
-"""What is reserved beyond what was expected: this at first, then twice as much each time, up to the least of later
-steps. A pack needs little more than its directory. In memory (tmpfs) room is filled with zeros, and a commit of a few
-KiB spent most of its time on what it gave back again."""
+"""First reservation beyond the expected size; each further one is twice as large, up to ``STEP_NBYTES_MIN``. Small,
+because a pack usually needs only its directory more, and tmpfs fills reserved space with zeros."""
 
 
 class LocalPackSink:
-    """Blocks on their way into one file.
+    """Writes the blocks of one pack. Thread-safe.
 
     Args:
-        fd: Open for writing; the sink owns it.
-        name: The name it was created under.
-        path: Where that is, for messages.
-        queue: What writes blocks.
-        unlink: Removes a name: that of a pack that is given up.
-        nbytes_expected: About how large the pack will be; that much is reserved at once, up to 16 GiB, or
-            less where there is less room: the pack may turn out smaller.
-        final_mode: Mode of the finished pack, which nobody writes any more.
+        fd: Descriptor open for writing; the sink owns it.
+        name: Name of the pack.
+        path: Its full path, for messages.
+        queue: Writes the blocks.
+        unlink: Removes the name of an unfinished pack.
+        nbytes_expected: Estimated size of the pack. This much is reserved in one step, up to 16 GiB, or less if the
+            disk has less free space.
+        final_mode: File mode of the finished pack.
 
     Raises:
-        BackendError: Reserving failed for another reason than a lack of room.
+        BackendError: Reserving space failed for another reason than a full disk.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class LocalPackSink:
         self._is_finished = False
         self._is_closed = False
         self._condition = threading.Condition()
-        # Apart from the condition, so that completions need not wait for the file system.
+        # A lock of its own, so that completions do not wait for fallocate.
         self._reserving = threading.Lock()
         self._step_nbytes = _STEP_NBYTES_FIRST
         if nbytes_expected:
@@ -100,7 +97,7 @@ class LocalPackSink:
         return self._name
 
     def write(self, buffer: AlignedBuffer, nbytes: int, offset: int) -> None:
-        """Start writing ``buffer[:nbytes]`` at ``offset``; the buffer is released when it is written."""
+        """Start writing ``buffer[:nbytes]`` at ``offset``. The buffer is released when it is written."""
         assert nbytes % PAGE_NBYTES == 0 == offset % PAGE_NBYTES, "blocks are multiples of 4096"
 
         def on_done(moved: int, error: OSError | None) -> None:
@@ -120,17 +117,17 @@ class LocalPackSink:
             raise
 
     def drain(self) -> None:
-        """Wait until every write is done; raise the first failure."""
+        """Wait until all writes have finished; raise the first failure."""
         with self._condition:
             self._condition.wait_for(lambda: not self._in_flight)
         self._check()
 
     def finish(self, nbytes: int) -> None:
-        """Drain, cut the file to its true size, make its bytes durable, make it read-only, and close it."""
+        """Drain, truncate the file to ``nbytes``, make it read-only and durable, and close it."""
         with self._condition:
             self._condition.wait_for(lambda: not self._in_flight)
             self._check()
-            # A close from another thread waits for this too: the descriptor's number must not become another file's.
+            # Makes close() on another thread wait, so that the descriptor is not reused for another file meanwhile.
             self._in_flight += 1
         try:
             with medium_errors(self._path, "making the pack durable"):
@@ -146,7 +143,7 @@ class LocalPackSink:
         self.close()
 
     def close(self) -> None:
-        """Wait for what is in flight, ignoring its result, and let go; an unfinished pack is removed."""
+        """Wait for writes in flight, ignore their results, and close. Removes an unfinished pack."""
         with self._condition:
             self._condition.wait_for(lambda: not self._in_flight)
             if self._is_closed:
@@ -154,8 +151,8 @@ class LocalPackSink:
             self._is_closed = True
             if self._failure is None:
                 self._failure = UsageError("the pack is closed", where=self._path)
-        # What close reports was reported by the sync, or is of no interest to who gave up; what cannot be
-        # removed is garbage that nobody names.
+        # Errors are ignored: the sync has reported write errors, and a pack that cannot be removed here is unreferenced
+        # and is deleted by a later gc.
         with contextlib.suppress(OSError):
             os.close(self._fd)
         if not self._is_finished:
@@ -171,13 +168,13 @@ class LocalPackSink:
             if self._failure is None and isinstance(error, CkstoreError):
                 self._failure = error
             elif self._failure is None:
-                self._failure = CkstoreError("the pack was given up", where=self._path)
+                self._failure = CkstoreError("writing the pack was cancelled", where=self._path)
 
     def _finish_one(self, buffer: AlignedBuffer, error: OSError | None) -> None:
         if error is not None:
             self._fail(medium_error(error, where=self._path, what="writing a pack"))
         if error is not None and error.errno == errno.EBADR:
-            # The kernel lost count of its completions and may still read the block.
+            # EBADR: the completion was lost, and the kernel may still read the block.
             buffer.discard()
         else:
             buffer.release()
@@ -200,17 +197,17 @@ class LocalPackSink:
             self._reserve_some(max(missing, step), nbytes_needed=missing)
 
     def _reserve_some(self, nbytes: int, *, nbytes_needed: int) -> None:
-        """Reserve so many bytes, or fewer where there is less room, but never fewer than are needed."""
+        """Reserve ``nbytes``, or less if the disk has less free space, but at least ``nbytes_needed``."""
         while nbytes:
             try:
                 return self._reserve(nbytes)
             except CapacityError:
                 if nbytes <= nbytes_needed:
                     raise
-            # Some file systems keep what they had found; others on this disk may need it.
+            # Some file systems keep the part that they could reserve. Give it back to other users of the disk.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._reserved_nbytes)
-            # What did not fit is not tried again: on a nearly full disk every block would pay for it.
+            # Do not try this size again, because each attempt is slow on a nearly full disk.
             half = round_down(nbytes // 2)
             self._step_nbytes_max = half if half >= STEP_NBYTES_MIN else 0
             nbytes = max(nbytes_needed, self._step_nbytes_max)
@@ -227,10 +224,10 @@ _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class LocalReadFile:
-    """A file of a folder, open past the page cache where the file system takes it.
+    """An open file of a folder, with O_DIRECT where the file system supports it.
 
     Raises:
-        FileNotFoundError: No such file.
+        FileNotFoundError: The file does not exist.
         BackendError: It cannot be opened.
     """
 
@@ -249,7 +246,7 @@ class LocalReadFile:
 
     @property
     def path(self) -> str:
-        """Where it was, for messages."""
+        """The path it was opened by, for messages."""
         return self._path
 
     @property
@@ -258,9 +255,9 @@ class LocalReadFile:
         return self._nbytes
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Read exactly these bytes; shorter only at the end of the file.
+        """Read exactly these bytes; fewer only at the end of the file.
 
-        Each call goes to the disk, so whoever scans a file takes it in windows.
+        Each call reads from the disk, so a caller that scans a file should read large windows.
         """
         nbytes = min(nbytes, max(0, self._nbytes - offset))
         if nbytes <= 0:
@@ -268,7 +265,7 @@ class LocalReadFile:
         start = round_down(offset)
         with mmap.mmap(-1, round_up(offset + nbytes) - start) as page, medium_errors(self._path, "reading"):
             moved = 0
-            # A read may stop early at a page; at the end of the file it stops for good.
+            # A read may return fewer bytes. It has reached the end of the file if it makes no progress.
             while start + moved < offset + nbytes:
                 with memoryview(page)[round_down(moved) :] as rest:
                     count = os.preadv(self.fd, [rest], start + round_down(moved))
@@ -278,7 +275,7 @@ class LocalReadFile:
             return page[offset - start : min(moved, offset - start + nbytes)]
 
     def close(self) -> None:
-        """Let go of the descriptor; repeated calls do nothing."""
+        """Close the descriptor. Repeated calls do nothing."""
         if not self._is_closed:
             self._is_closed = True
             os.close(self.fd)
@@ -296,7 +293,7 @@ def _open_read(path: str, *, try_direct: bool) -> tuple[int, bool]:
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A request under way."""
+    """A request in flight."""
 
     request: ReadRequest
     file: LocalReadFile
@@ -310,27 +307,29 @@ class _Fetch:
         return round_down(self.request.offset)
 
     def result(self) -> ReadResult:
-        """Narrow what was read to what was asked for."""
+        """Return the requested part of the bytes read."""
         skipped = self.request.offset - self.start
         stop = max(skipped, min(self.moved, skipped + self.request.nbytes))
         return ReadResult(self.request.tag, self.buffer.view[skipped:stop], self.buffer)
 
-    def let_go(self) -> None:
-        """Give the buffer back, or up, without showing it to anyone."""
+    def drop(self) -> None:
+        """Release or discard the buffer without yielding it."""
         if self.error is not None and self.error.errno == errno.EBADR:
-            # The kernel lost count of its completions and may still write into the block.
+            # EBADR: the completion was lost, and the kernel may still write into the block.
             self.buffer.discard()
         else:
             self.buffer.release()
 
 
 class RangeReader:
-    """One run through an iterable of requests.
+    """Reads the ranges of one iterable of requests. Used by one thread.
 
     Args:
-        depth: How many the queue moves at once.
-        nbytes_max: How many bytes of them. As many again are handed to it, so that it need not wait for the thread
-            that iterates.
+        io_queue: Moves the bytes.
+        pool: Where buffers come from.
+        depth: Transfers that the queue runs concurrently. Twice as many requests and bytes are submitted, so that the
+            queue does not wait for the iterating thread.
+        nbytes_max: Bytes that the queue transfers concurrently.
     """
 
     def __init__(self, io_queue: IoQueue, pool: BufferPool, depth: int, *, nbytes_max: int) -> None:
@@ -340,7 +339,7 @@ class RangeReader:
         self._ahead_nbytes_max = 2 * nbytes_max
         self._ahead_nbytes = 0
         self._in_flight = 0
-        self._finished: queue.SimpleQueue[_Fetch] = queue.SimpleQueue()
+        self._completed: queue.SimpleQueue[_Fetch] = queue.SimpleQueue()
 
     def run(self, requests: Iterable[ReadRequest]) -> Iterator[ReadResult]:
         """Yield results as they arrive."""
@@ -351,17 +350,17 @@ class RangeReader:
                     source = None
                 if not self._in_flight:
                     return
-                fetch = self._next_finished()
+                fetch = self._next_completed()
                 if fetch is not None:
                     yield fetch.result()
         finally:
             while self._in_flight:
-                self._take_finished().let_go()
+                self._take_completed().drop()
 
     def _refill(self, source: Iterator[ReadRequest]) -> bool:
-        """Start requests while there are buffers; return False when there are no more requests."""
+        """Start requests while buffers are free. Return False after the last request."""
         while self._in_flight < self._in_flight_max and self._ahead_nbytes < self._ahead_nbytes_max:
-            # Only with nothing in flight is there nothing better to do than to wait for a buffer.
+            # Wait for a buffer only if nothing is in flight; otherwise a completion may come first.
             buffer = self._pool.try_acquire() if self._in_flight else self._pool.acquire()
             if buffer is None:
                 return True
@@ -390,7 +389,7 @@ class RangeReader:
             if error is None and moved < min(nbytes, fetch.file.nbytes - fetch.start):
                 error = OSError(errno.EIO, f"{moved} bytes were read")
             fetch.moved, fetch.error = moved, error
-            self._finished.put(fetch)
+            self._completed.put(fetch)
 
         nbytes = round_up(fetch.request.offset + fetch.request.nbytes) - fetch.start
         fetch.try_count += 1
@@ -398,22 +397,22 @@ class RangeReader:
         self._in_flight += 1
         self._ahead_nbytes += fetch.request.nbytes
 
-    def _take_finished(self) -> _Fetch:
-        fetch = self._finished.get()
+    def _take_completed(self) -> _Fetch:
+        fetch = self._completed.get()
         self._in_flight -= 1
         self._ahead_nbytes -= fetch.request.nbytes
         return fetch
 
-    def _next_finished(self) -> _Fetch | None:
-        """Wait for a completion; None when it failed and was started once more."""
-        fetch = self._take_finished()
+    def _next_completed(self) -> _Fetch | None:
+        """Wait for a completion. Return None if it failed and was retried."""
+        fetch = self._take_completed()
         if fetch.error is None:
             return fetch
         if fetch.error.errno == errno.EIO and fetch.try_count == 1:
-            # A disk often answers the second time.
+            # A second read of the same sectors often succeeds.
             fetch.error = None
             self._start(fetch)
             return None
-        fetch.let_go()
+        fetch.drop()
         where = f"{fetch.request.nbytes} bytes at {fetch.request.offset} of {fetch.file.path}"
         raise medium_error(fetch.error, where=where, what="reading") from fetch.error

@@ -1,6 +1,6 @@
-"""In memory: the model every other backend is compared with, and a quick one for tests.
+"""Backends that store nothing durably: ``MemoryBackend`` for tests, ``DiscardingBackend`` for dry runs.
 
-Names are a dict, files are byte arrays, and what was synced is counted.
+``MemoryBackend`` is also the model that tests compare other backends with. It counts syncs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckstore.io.syscalls import PAGE_NBYTES
 
 
 class _File:
-    """Bytes that any number of names may mean."""
+    """Contents of a file, which may have several names."""
 
     __slots__ = ("content", "modified_ns")
 
@@ -29,56 +29,56 @@ class _File:
 
 
 class MemoryBackend:
-    """Names and bytes that vanish with the process.
+    """Files in the memory of this process. Thread-safe.
 
     Args:
-        nbytes_max: All files together hold no more than this; None: no limit.
-        clock: Stamps files.
+        nbytes_max: Largest total size of all files; None: no limit.
+        clock: Source of file times.
     """
 
     def __init__(self, *, nbytes_max: int | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
         self.syncs: Counter[str] = Counter()
-        """How often each file or folder was made durable, by name."""
+        """How many times each file or folder was synced, by name."""
         self.nbytes_max = nbytes_max
-        """May be changed at any time, as a disk fills up and has room again."""
+        """Can be changed at any time, to simulate a full disk."""
         self._clock = clock
         self._files: dict[str, _File] = {}
         self._folders = {""}
         self._lock = threading.RLock()
 
     def files(self) -> dict[str, bytes]:
-        """Return a copy of all files by name, sorted; for tests, which compare it with what a file system holds."""
+        """Return a copy of all files by sorted name, for tests."""
         with self._lock:
             return {name: bytes(self._files[name].content) for name in sorted(self._files)}
 
     def folders(self) -> frozenset[str]:
-        """Return the names of all folders; the root is the empty name."""
+        """Return the names of all folders; the root has the empty name."""
         with self._lock:
             return frozenset(self._folders)
 
     def clone(self, *, modified_ns: int | None = None) -> MemoryBackend:
-        """Return another backend with the same files and folders, as if the disk had been copied.
+        """Return a copy of this backend with all files and folders.
 
         Args:
-            modified_ns: The time of all its files; None keeps that of each.
+            modified_ns: Time of all files in the copy; None keeps the time of each.
         """
-        made = MemoryBackend(nbytes_max=self.nbytes_max, clock=self._clock)
+        copied = MemoryBackend(nbytes_max=self.nbytes_max, clock=self._clock)
         with self._lock:
             copies = {
                 id(file): _File(file.content, file.modified_ns if modified_ns is None else modified_ns)
                 for file in self._files.values()
             }
-            made._files = {name: copies[id(file)] for name, file in self._files.items()}
-            made._folders = set(self._folders)
-        return made
+            copied._files = {name: copies[id(file)] for name, file in self._files.items()}
+            copied._folders = set(self._folders)
+        return copied
 
     def overwrite(self, name: str, content: bytes, *, modified_ns: int | None = None) -> None:
-        """Change the bytes of a file in place, under all its names, as a failing disk or a foreign program does.
+        """Change the bytes of a file in place, as a failing disk or another program does.
 
         Args:
-            name: A file that exists.
-            content: Replaces all that it holds.
-            modified_ns: Its new time in nanoseconds since 1970; None leaves the time as it was.
+            name: An existing file.
+            content: Its new content.
+            modified_ns: Its new time in nanoseconds since 1970; None keeps the time.
         """
         with self._lock:
             file = self._find(name)
@@ -88,12 +88,12 @@ class MemoryBackend:
 
     @property
     def root(self) -> str:
-        """A name for messages."""
+        """The address in messages."""
         return "memory:"
 
     @property
     def engine_name(self) -> str:
-        """Nothing moves packs here but assignment."""
+        """Always ``"memory"``."""
         return "memory"
 
     def location_of(self, name: str) -> str:
@@ -101,7 +101,7 @@ class MemoryBackend:
         return f"memory:{_checked(name)}"
 
     def stat(self, name: str) -> FileInfo | None:
-        """Return size and time, or None when there is no such name; a folder has no bytes."""
+        """Return size and time, or None if the name does not exist. A folder has size 0."""
         with self._lock:
             file = self._files.get(_checked(name))
             if file is not None:
@@ -109,7 +109,7 @@ class MemoryBackend:
             return FileInfo(0, 0) if name in self._folders else None
 
     def list_names(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted; empty when there is no such folder."""
+        """Return the sorted names in a folder; empty if it does not exist."""
         prefix = f"{_checked(folder)}/" if folder else ""
         with self._lock:
             names = [*self._files, *self._folders]
@@ -117,18 +117,18 @@ class MemoryBackend:
         return sorted(tail for tail in tails if tail and "/" not in tail)
 
     def read_bytes(self, name: str, *, nbytes_max: int) -> bytes:
-        """Read a small file whole; MalformedError when it is larger than ``nbytes_max``."""
+        """Read a small file whole; MalformedError if it is larger than ``nbytes_max``."""
         content = bytes(self._find(name).content)
         if len(content) > nbytes_max:
-            raise MalformedError("the file is larger than it can be", where=name, nbytes_max=nbytes_max)
+            raise MalformedError("the file is larger than a valid one", where=name, nbytes_max=nbytes_max)
         return content
 
     def read_head(self, name: str, nbytes: int) -> bytes:
-        """Read the first bytes of a file, fewer when it is shorter."""
+        """Read the first ``nbytes`` bytes of a file, or all of a shorter one."""
         return bytes(self._find(name).content[:nbytes])
 
     def make_folder(self, name: str) -> bool:
-        """Make a folder, parents included; return whether it is new."""
+        """Create a folder and its parents. Return True if it is new."""
         with self._lock:
             if _checked(name) in self._files:
                 raise FileExistsError(name)
@@ -139,7 +139,7 @@ class MemoryBackend:
             return True
 
     def create(self, name: str, content: bytes, *, sync: bool) -> None:
-        """Make a new file; FileExistsError when the name is taken."""
+        """Create a new file; FileExistsError if the name exists."""
         with self._lock:
             self._check_room(len(content))
             self._add(name, _File(content, self._clock.now_ns()))
@@ -147,12 +147,12 @@ class MemoryBackend:
                 self.syncs[name] += 1
 
     def link(self, source: str, target: str) -> None:
-        """Give a file a second name; FileExistsError when the name is taken."""
+        """Give a file a second name; FileExistsError if ``target`` exists."""
         with self._lock:
             self._add(target, self._find(source))
 
     def rename(self, source: str, target: str) -> None:
-        """Move a name, replacing what has the target name."""
+        """Rename a file, replacing ``target``."""
         with self._lock:
             file = self._find(source)
             self._check_folder_of(target)
@@ -160,13 +160,13 @@ class MemoryBackend:
             self._files[target] = file
 
     def rename_new(self, source: str, target: str) -> None:
-        """Move a name; FileExistsError when the target name is taken."""
+        """Rename a file; FileExistsError if ``target`` exists."""
         with self._lock:
             self._add(target, self._find(source))
             del self._files[source]
 
     def unlink(self, name: str) -> None:
-        """Remove a name; FileNotFoundError when there is none."""
+        """Remove a name; FileNotFoundError if it does not exist."""
         with self._lock:
             self._find(name)
             del self._files[name]
@@ -194,16 +194,16 @@ class MemoryBackend:
             self.syncs[name] += 1
 
     def free_nbytes(self) -> int | None:
-        """Return what is left of ``nbytes_max``."""
+        """Return the unused bytes of ``nbytes_max``."""
         if self.nbytes_max is None:
             return None
         with self._lock:
-            # Two names of one file hold its bytes once.
+            # A file with two names counts once.
             files = {id(file): file for file in self._files.values()}.values()
             return self.nbytes_max - sum(len(file.content) for file in files)
 
     def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
-        """Make a new pack; CapacityError when what is expected does not fit."""
+        """Create a new pack; CapacityError if the expected size does not fit."""
         with self._lock:
             self._check_room(nbytes_expected)
             file = _File(b"", self._clock.now_ns())
@@ -211,11 +211,11 @@ class MemoryBackend:
             return _MemoryPackSink(self, name, file)
 
     def open_read(self, name: str) -> ReadFile:
-        """Open a file for ranged reads; FileNotFoundError when there is none."""
+        """Open a file for ranged reads; FileNotFoundError if it does not exist."""
         return _MemoryReadFile(name, self._find(name))
 
     def read_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
-        """Fetch ranges one by one."""
+        """Read ranges sequentially."""
         for request in requests:
             buffer = pool.acquire()
             try:
@@ -230,7 +230,7 @@ class MemoryBackend:
             yield ReadResult(request.tag, buffer.view[: len(content)], buffer)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing; there is nothing to release."""
 
     def _find(self, name: str) -> _File:
         with self._lock:
@@ -252,7 +252,7 @@ class MemoryBackend:
         free = self.free_nbytes()
         if free is not None and nbytes > free:
             full = "the memory backend is full"
-            raise CapacityError(full, where=self.root, todo="collect, or allow more", errno=errno.ENOSPC)
+            raise CapacityError(full, where=self.root, todo="run gc, or raise nbytes_max", errno=errno.ENOSPC)
 
 
 class _MemoryReadFile:
@@ -265,7 +265,7 @@ class _MemoryReadFile:
         return bytes(self._file.content[offset : min(offset + nbytes, self.nbytes)])
 
     def close(self) -> None:
-        """There is no descriptor."""
+        """Do nothing."""
 
 
 class _MemoryPackSink:
@@ -313,7 +313,7 @@ class _MemoryPackSink:
 
 
 class _DiscardingSink:
-    """Takes a pack, and forgets it."""
+    """A pack sink that releases every block unwritten."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -329,10 +329,12 @@ class _DiscardingSink:
 
 
 class DiscardingBackend:
-    """Reads what another backend has; what is written goes nowhere.
+    """Reads from another backend and discards new packs, to measure how large a commit would be.
+
+    Nothing that a commit does before publishing changes the other backend.
 
     Args:
-        backend: What is read.
+        backend: The backend to read from.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -342,23 +344,23 @@ class DiscardingBackend:
         return getattr(self._backend, name)
 
     def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
-        """Begin a pack that is not kept."""
+        """Return a sink that discards the pack."""
         return _DiscardingSink(name)
 
     def make_folder(self, name: str) -> bool:
-        """Make no folder."""
+        """Do nothing."""
         return False
 
     def sync_folder(self, name: str) -> None:
-        """Make nothing durable."""
+        """Do nothing."""
 
     def unlink(self, name: str) -> None:
-        """Remove nothing."""
+        """Do nothing."""
 
 
 def _checked(name: str) -> str:
     if "\0" in name or (name and any(part in ("", ".", "..") for part in name.split("/"))):
-        raise UsageError("a name must be relative, without empty parts and '..'", where=repr(name))
+        raise UsageError("a name must be relative, without empty parts, '.' and '..'", where=repr(name))
     return name
 
 

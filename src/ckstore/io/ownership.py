@@ -1,11 +1,11 @@
-"""Whose the files of a store are, and who may read and write them: the same for each, whoever works on it.
+"""Owner and mode of the files of a store.
 
-The owner and the group are those of the store's folder; the mode is that of the file that every store begins with. So
-what root or a colleague leaves behind can be read, replaced and removed by the trainer.
+New files get the owner and group of the store's folder and the mode of ``store.json``, no matter which user creates
+them. The trainer can therefore read, replace and remove files that root or a colleague has created.
 
 Invariants:
-- A private store (the default) never makes a file that others may read.
-- Only what this process has just made is given away: root never changes what lay there before, or under a link.
+- In a private store (the default) no file is readable by other users.
+- Root changes the owner only of files that this process has just created, never of existing files or through a link.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Literal
 _log = logging.getLogger("ckstore")
 
 Sharing = Literal["group", "umask"]
-"""How a new store is shared: with its group, or as the umask says."""
+"""How a new store is shared: with its group, or as the umask allows."""
 
 SAMPLE_FILE = "store.json"
-"""The file that shows the mode. Nothing else is known here of what a store holds."""
+"""The file whose mode all files of a store get."""
 
 _PRIVATE = 0o600
 _warned: set[int] = set()
@@ -32,11 +32,11 @@ _warned: set[int] = set()
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """What every new file and folder of a store is given.
+    """Owner, group and mode of every new file and folder of a store.
 
     Attributes:
-        uid: The owner; used by root only, who alone can give files away.
-        gid: The group; used by root only, since the folders of a shared store hand down theirs.
+        uid: The owner. Only root can set it.
+        gid: The group. Only root sets it; for other users the folders of a shared store pass on their group (setgid).
         file_mode: Mode of ordinary files.
     """
 
@@ -46,18 +46,18 @@ class Ownership:
 
     @property
     def folder_mode(self) -> int:
-        """Who may read may list; what a group may write hands down its group to what is made in it."""
-        hands_down = stat.S_ISGID if self.file_mode & stat.S_IWGRP else 0
-        return self.file_mode | (self.file_mode & 0o444) >> 2 | hands_down
+        """File mode plus search permission for readers, plus setgid if the group can write."""
+        setgid = stat.S_ISGID if self.file_mode & stat.S_IWGRP else 0
+        return self.file_mode | (self.file_mode & 0o444) >> 2 | setgid
 
     @property
     def pack_mode(self) -> int:
-        """Finished packs are never written again."""
+        """Mode of finished packs, which are read-only."""
         return self.file_mode & 0o444
 
     @property
     def is_plain(self) -> bool:
-        """Whether what the system gives to new files is right: a private store of this very user."""
+        """True if new files already have the right owner and mode: a private store of this user."""
         return self.file_mode == _PRIVATE and not self._gives_away
 
     @property
@@ -65,20 +65,20 @@ class Ownership:
         return os.geteuid() == 0 != self.uid
 
     def give_file(self, fd: int, path: str) -> None:
-        """Give a file that this process has just made, and still has open, its owner and mode."""
+        """Set owner and mode of a file that this process has just created and still has open."""
         if not self.is_plain:
             self._give(fd, path, self.file_mode)
 
     def give_folder(self, path: str, *, inside: int | None = None) -> None:
-        """Give a folder that this process has just made its owner and mode.
+        """Set owner and mode of a folder that this process has just created.
 
         Args:
-            path: Where it is.
-            inside: Descriptor of the folder that it was made in, so that no link above it is followed.
+            path: Path of the folder.
+            inside: Descriptor of the folder above it, so that no link is followed.
         """
         if self.is_plain:
             return
-        # Who owns the folder above may put something else in its place: then it is neither new nor empty.
+        # The owner of the folder above may have replaced it by another one. That one is not empty or has another owner.
         name = path if inside is None else path.rpartition("/")[2]
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside)
         try:
@@ -96,25 +96,25 @@ class Ownership:
             if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
                 os.fchmod(fd, mode)
         except OSError as error:
-            self._complain(path, mode, error)
+            self._warn_once(path, mode, error)
 
-    def _complain(self, path: str, mode: int, error: OSError) -> None:
+    def _warn_once(self, path: str, mode: int, error: OSError) -> None:
         if self.uid in _warned:
             return
         _warned.add(self.uid)
         _log.warning(
-            "%s and what else this process makes cannot be given to user %d with mode %04o (%s): that user may be "
-            "locked out; run as that user",
+            "files that this process creates (first: %s) cannot be given to user %d with mode %04o (%s), so that user "
+            "may be unable to read or remove them; run this process as that user",
             path, self.uid, mode, os.strerror(error.errno or 0),
         )  # fmt: skip
 
 
 def ownership_of(root: str, *, sharing: Sharing | None = None) -> Ownership:
-    """Return what files of a store are given.
+    """Return owner and mode for the files of a store.
 
     Args:
-        root: The folder; of one that is not there yet, this user is the owner.
-        sharing: For a store that is about to be made.
+        root: The folder. If it does not exist, this user is the owner.
+        sharing: How a new store is shared.
     """
     uid, gid, mode = os.geteuid(), os.getegid(), _new_mode(sharing)
     with contextlib.suppress(OSError):
@@ -127,7 +127,7 @@ def ownership_of(root: str, *, sharing: Sharing | None = None) -> Ownership:
 
 
 def is_shared_on_purpose(root: str) -> bool:
-    """Whether a folder that its group may write holds a store that was made to be shared with that group."""
+    """Return True if a group-writable folder holds a store that was created with ``shared="group"`` or by the umask."""
     try:
         folder, sample = Path(root).stat(), Path(root, SAMPLE_FILE).lstat()
     except OSError:
@@ -148,7 +148,7 @@ def _new_mode(sharing: Sharing | None) -> int:
 
 
 def _umask() -> int:
-    """Return the umask, where possible without setting it: another thread may be making a file."""
+    """Return the umask, if possible without changing it, because another thread may be creating a file."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
         return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)

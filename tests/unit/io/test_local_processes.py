@@ -160,7 +160,9 @@ def test_each_errno_has_a_sentence_of_its_own_and_only_eio_blames_the_disk():
 def test_missing_right_names_the_user_and_the_owner(tmp_path):
     error = medium_error(OSError(errno.EACCES, "x"), where=tmp_path / "gone" / "file", what="reading a file")
     assert is_refused(error)
-    assert f"this process is user {os.geteuid()}, and {tmp_path} belongs to user {tmp_path.stat().st_uid}" in str(error)
+    assert f"this process runs as user {os.geteuid()}, and {tmp_path} belongs to user {tmp_path.stat().st_uid}" in str(
+        error
+    )
     assert not is_refused(medium_error(OSError(errno.EROFS, "x"), where=tmp_path, what="writing"))
 
 

@@ -228,5 +228,5 @@ class RemoteBackend:
 
 def _checked(name: str) -> str:
     if "\0" in name or (name and any(part in ("", ".", "..") for part in name.split("/"))):
-        raise UsageError("a name must be relative, without empty parts and '..'", where=repr(name))
+        raise UsageError("a name must be relative, without empty parts, '.' and '..'", where=repr(name))
     return name
