@@ -106,7 +106,7 @@ _FAILED = {
     errno.ENOENT: "the file, or a folder above it, is gone; find out who removes files from the store",
     errno.ENAMETOOLONG: "the path is too long for this file system; use a folder with a shorter path",
     errno.ELOOP: "a symbolic link is not allowed here, or links form a loop; remove the link",
-    errno.ESTALE: "the file server has removed or replaced an open file; open the store again and check its checkpoints",
+    errno.ESTALE: "the file server removed or replaced an open file; open the store again and list its checkpoints",
     errno.ETIMEDOUT: "the file server does not respond; check the network and the server, then try again",
     errno.ENOTCONN: "the process or server behind this mount has ended; mount it again",
     errno.EHOSTDOWN: "the file server is down; try again when it is back",

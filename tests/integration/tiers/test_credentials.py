@@ -145,7 +145,7 @@ def test_endpoint_that_is_no_address_is_an_error_that_names_it(name, monkeypatch
 )
 def test_other_clouds_refuse_such_endpoints_too(address, name, monkeypatch):
     monkeypatch.setenv(name, "127.0.0.1:9")
-    with pytest.raises(UsageError, match=f"http:// or https:// before it: {name}=http://127.0.0.1:9"):
+    with pytest.raises(UsageError, match=f"http:// or https://, as in {name}=http://127.0.0.1:9"):
         backend_for(address)
 
 
@@ -182,5 +182,5 @@ def test_panic_of_the_library_is_an_error_of_ours(address, monkeypatch):
         lambda: list(bucket.get_stream("x", 0, 9, piece_nbytes=9)),
     )
     for call in calls:
-        with pytest.raises(BackendError, match="failed inside"):
+        with pytest.raises(BackendError, match=r"\(obstore\) crashed"):
             call()

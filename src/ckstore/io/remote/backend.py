@@ -1,13 +1,12 @@
-"""A store in a bucket: objects for files, nothing for folders, drafts in memory.
+"""The bucket backend: files are objects, folders do not exist, and drafts stay in memory.
 
-A draft is a file that has no name yet; an object appears whole or not at all, so here a draft needs no object: what is
-made below ``tmp`` stays in this process until it gets a name. That name is given under a condition (``link``), or
-replaces what has it (``rename``).
+An object appears completely or not at all. Files created below ``tmp`` (drafts) therefore stay in the memory of this
+process until ``link`` or ``rename`` gives them their final name.
 
 Invariants:
-- ``create``, ``link`` and ``rename_new`` never replace what has the name, where the server keeps conditions;
-  ``probe`` finds out whether it does.
-- What a call has made is durable when it returns: the syncs have nothing left to do.
+- ``create``, ``link`` and ``rename_new`` never replace an object, if the server supports conditional writes
+  (``If-None-Match``). ``probe`` tests that.
+- Everything is durable when a call returns, so the sync functions do nothing.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from ckstore.io.remote.packs import RemotePackSink, RemoteReadFile, read_remote_
 _DRAFTS = "tmp/"
 _MOVED_NBYTES_MAX = 1 << 26
 _SMALL_NBYTES_MAX = 1 << 30
-"""What is copied by way of this process; packs are copied by the server."""
+"""Largest object that is copied through this process. The server copies packs."""
 
 
 class RemoteBackend:
-    """A store in a bucket, or a copy of one.
+    """A prefix of a bucket. Thread-safe.
 
     Args:
         url: ``s3://bucket/prefix``, or the same with ``gs`` or ``az``.
-        options: How patient it is, and how much it does at once.
-        clock: How it waits, and what stamps drafts.
+        options: Retries, timeouts and concurrency.
+        clock: Used to wait between retries, and for the time of drafts.
     """
 
     def __init__(self, url: str, *, options: RemoteOptions | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -47,46 +46,46 @@ class RemoteBackend:
 
     @property
     def root(self) -> str:
-        """The address, for messages; it holds no credentials."""
+        """The address, for messages. It contains no credentials."""
         return self.bucket.root
 
     @property
     def engine_name(self) -> str:
-        """What moves packs."""
+        """Always ``"obstore"``."""
         return "obstore"
 
     @property
     def requests_at_once(self) -> int:
-        """How many small requests are worth making at the same time."""
+        """How many small requests to run concurrently."""
         return self.bucket.options.reads_at_once
 
     def location_of(self, name: str) -> str:
-        """Return the address of a name."""
+        """Return the URL of a name."""
         return self.bucket.location_of(_checked(name))
 
     def probe(self) -> None:
-        """Refuse a server that replaces what was asked to be new: two writers there would lose checkpoints.
+        """Raise if the server ignores conditional writes, because two writers would then lose checkpoints.
 
         Raises:
-            UnsupportedError: It does; it can hold copies, and no commits.
+            UnsupportedError: It ignores them. The bucket can hold copies, but no commits.
         """
         if not self.honours_conditions():
             raise UnsupportedError(
                 "this server ignores If-None-Match, or does not list what was just written",
                 where=self.root,
-                todo="commit to a store in a folder and `ckstore push` to this bucket: for copies it will do",
+                todo="commit to a store in a folder, and use this bucket for copies with `ckstore push`",
             )
 
     def honours_conditions(self) -> bool:
-        """Whether the server refuses to replace an object that was asked to be new; it is asked once."""
+        """Return True if the server refuses to replace an object in a conditional write. Tested once."""
         if self._honours_conditions is None:
             self._honours_conditions = self.bucket.honours_conditions()
         return self._honours_conditions
 
-    # Looking
+    # Reading
 
     def stat(self, name: str) -> FileInfo | None:
-        """Return size and time of an object, or None when there is none; folders are not there."""
+        """Return size and time of an object, or None if it does not exist. Folders do not exist."""
         draft = self._drafts.get(_checked(name))
         if draft is not None:
             return FileInfo(len(draft), self._clock.now_ns())
@@ -94,44 +93,44 @@ class RemoteBackend:
         return None if found is None else FileInfo(found.nbytes, found.modified_ns)
 
     def list_names(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted; empty when nothing lies there."""
+        """Return the sorted names in a folder; empty if it has no objects."""
         prefix = f"{_checked(folder)}/" if folder else ""
         with self._lock:
             tails = [name[len(prefix) :].split("/")[0] for name in self._drafts if name.startswith(prefix)]
         return sorted({*self.bucket.list_folder(folder), *tails})
 
     def list_deep(self, folder: str) -> list[tuple[str, FileInfo]]:
-        """Return every object below a folder, of whatever depth, with size and time."""
+        """Return every object below a folder, at any depth, with size and time."""
         found = self.bucket.list_deep(_checked(folder))
         return [(name, FileInfo(info.nbytes, info.modified_ns)) for name, info in found]
 
     def read_bytes(self, name: str, *, nbytes_max: int) -> bytes:
-        """Read a small object whole; MalformedError when it is larger than ``nbytes_max``."""
+        """Read a small object whole; MalformedError if it is larger than ``nbytes_max``."""
         draft = self._drafts.get(_checked(name))
         if draft is None:
             return self.bucket.get(name, nbytes_max=nbytes_max)
         if len(draft) > nbytes_max:
-            raise MalformedError("the file is larger than it can be", where=self.location_of(name))
+            raise MalformedError("the file is larger than a valid one", where=self.location_of(name))
         return draft
 
     def read_head(self, name: str, nbytes: int) -> bytes:
-        """Read the first bytes of an object, fewer when it is shorter."""
+        """Read the first ``nbytes`` bytes of an object, or all of a shorter one."""
         draft = self._drafts.get(_checked(name))
         return self.bucket.get_head(name, nbytes) if draft is None else draft[:nbytes]
 
-    # Making and moving
+    # Creating and renaming
 
     def make_folder(self, name: str) -> bool:
-        """There are no folders in a bucket; never new."""
+        """Do nothing, because a bucket has no folders. Always returns False."""
         _checked(name)
         return False
 
     def remove_folder(self, name: str) -> None:
-        """There are no folders in a bucket: one without objects is gone already."""
+        """Do nothing, because a bucket has no folders."""
         _checked(name)
 
     def create(self, name: str, content: bytes, *, sync: bool) -> None:
-        """Make a new object, durably; FileExistsError when the name is taken. A draft stays in memory."""
+        """Durably create a new object; FileExistsError if it exists. A draft stays in memory."""
         if not _checked(name).startswith(_DRAFTS):
             self.bucket.put_new(name, content)
             return
@@ -141,11 +140,11 @@ class RemoteBackend:
             self._drafts[name] = bytes(content)
 
     def link(self, source: str, target: str) -> None:
-        """Give a file a second name; FileExistsError when the name is taken."""
+        """Copy a small object to a new name; FileExistsError if ``target`` exists."""
         self.create(target, self.read_bytes(source, nbytes_max=_SMALL_NBYTES_MAX), sync=True)
 
     def rename(self, source: str, target: str) -> None:
-        """Move a name, replacing what has the target name; between the two steps a file has both."""
+        """Rename an object, replacing ``target``. Between the two requests it has both names."""
         if source.startswith(_DRAFTS) or target.startswith(_DRAFTS):
             content = self.read_bytes(source, nbytes_max=_SMALL_NBYTES_MAX)
             if _checked(target).startswith(_DRAFTS):
@@ -157,9 +156,9 @@ class RemoteBackend:
         self.unlink(source)
 
     def replace_if(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """Replace a small object if it still says ``before`` (None: is not there); return whether it did."""
+        """Replace a small object if its content is ``before`` (None: it does not exist). Return True if replaced."""
         with contextlib.suppress(FileExistsError):
-            # The version first: a content that is newer than it is refused with it.
+            # Read the etag before the content: if the object changes in between, the etag no longer matches.
             info = self.bucket.head(_checked(name))
             if info is None:
                 if before is None:
@@ -171,7 +170,7 @@ class RemoteBackend:
         return False
 
     def rename_new(self, source: str, target: str) -> None:
-        """Move a name; FileExistsError when the target name is taken, which for a large file is looked at first."""
+        """Rename an object; FileExistsError if ``target`` exists. For a large object this check is not atomic."""
         info = self.stat(source)
         if info is not None and info.nbytes > _MOVED_NBYTES_MAX:
             if self.stat(target) is not None:
@@ -182,7 +181,7 @@ class RemoteBackend:
         self.unlink(source)
 
     def unlink(self, name: str) -> None:
-        """Remove a name; FileNotFoundError when there is none."""
+        """Remove an object; FileNotFoundError if it does not exist."""
         with self._lock:
             if self._drafts.pop(_checked(name), None) is not None:
                 return
@@ -191,39 +190,39 @@ class RemoteBackend:
         self.bucket.delete(name)
 
     def sync_file(self, name: str) -> None:
-        """What is there is durable; FileNotFoundError when it is not there."""
+        """Check that the object exists, which makes it durable; FileNotFoundError if it does not."""
         if self.stat(name) is None:
             raise FileNotFoundError(self.location_of(name))
 
     def sync_folder(self, name: str) -> None:
-        """Names are durable as soon as they are there."""
+        """Do nothing, because names are durable when they appear."""
         _checked(name)
 
     def free_nbytes(self) -> int | None:
-        """Nobody says how much a bucket still takes."""
+        """Return None, because a bucket does not report free space."""
         return None
 
     # Packs
 
     def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
-        """Make a new pack, which appears when it is finished; FileExistsError when the name is taken."""
+        """Start a new pack, which appears when it is finished; FileExistsError if the name exists."""
         if self.stat(name) is not None:
             raise FileExistsError(self.location_of(name))
         return RemotePackSink(self.bucket, name, nbytes_expected=nbytes_expected)
 
     def open_read(self, name: str) -> ReadFile:
-        """Look at an object for ranged reads; FileNotFoundError when there is none. It does not outlive its name."""
+        """Open an object for ranged reads; FileNotFoundError if it does not exist. Reads fail once it was removed."""
         info = self.stat(name)
         if info is None:
             raise FileNotFoundError(self.location_of(name))
         return RemoteReadFile(self.bucket, name, info.nbytes)
 
     def read_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
-        """Fetch ranges, many at a time, and yield them as they arrive, in any order."""
+        """Read ranges concurrently and yield results as they arrive, in any order."""
         return read_remote_ranges(requests, pool, count_max=self.requests_at_once)
 
     def close(self) -> None:
-        """Nothing is held between two calls."""
+        """Do nothing, because nothing is held between calls."""
 
 
 def _checked(name: str) -> str:

@@ -1,21 +1,16 @@
-"""Objects in a bucket, by name: the only module that imports obstore.
+"""Requests to a bucket: the only module that imports obstore.
 
-Small objects are made under a condition and then looked at; packs are written in parts, many at a time, and looked at.
-A request whose answer was lost, a conflict and an error in the body of a success all end the same way: read back what
-lies there, and take it for ours only where it proves to be.
-
-Invariants:
-- A name that is taken is never replaced by ``put_new``, whatever is answered to whom; every small object carries the
-  token of the try that made it, by which a lost success is told from somebody else's object.
-- Nothing of what a server or obstore says is passed on but a status and a code.
-- Credentials come from the environment, a profile, or the machine's role; never from an address.
-
-The parts of the standard chain of credentials that obstore leaves out: profiles, endpoints without TLS, checks.
-
-obstore itself takes keys from the environment, web identities, and the roles of containers and machines.
+A small object is written under a condition, and a pack in parts, several concurrently. Afterwards the object is read
+back. If a response was lost, was a conflict, or was an error with a success status, only the read-back decides whether
+the write succeeded.
 
 Invariants:
-- Nothing read here is logged, shown, or kept in a place that is.
+- ``put_new`` never replaces an existing object. Every small object carries a random token of the attempt that wrote it,
+  which tells a success with a lost response from an object of another writer.
+- Messages contain only the HTTP status and error code of a response, never other text.
+- Credentials come from the environment, a profile, or the role of the machine, never from an address. They are not
+  logged, shown or stored. obstore reads keys from the environment, web identities, and roles of containers and
+  machines; this module adds profiles, endpoints without TLS, and checks of the settings.
 """
 
 from __future__ import annotations
@@ -57,15 +52,15 @@ _OTHER_SOURCES = (
 
 
 def allows_plain_http() -> bool:
-    """Whether the environment names an endpoint without TLS: a server on this machine, or in a closed network."""
+    """Return True if the environment sets an endpoint without TLS, such as a server on this machine."""
     return any(os.environ.get(name, "").lower().startswith("http://") for name in _ENDPOINTS)
 
 
 def profile_credentials() -> dict[str, Any]:
-    """Return the keys and the region of the profile in use, for obstore; nothing where something else gives keys.
+    """Return keys and region of the active AWS profile, for obstore; empty if the environment has other credentials.
 
     Raises:
-        UnreachableError: ``AWS_PROFILE`` names a profile that is in no file.
+        UnreachableError: The profile in ``AWS_PROFILE`` does not exist.
     """
     wanted = os.environ.get("AWS_PROFILE", "")
     if not wanted and any(os.environ.get(name) for name in _OTHER_SOURCES):
@@ -75,7 +70,9 @@ def profile_credentials() -> dict[str, Any]:
     settings = _section("AWS_CONFIG_FILE", "config", profile if profile == "default" else f"profile {profile}")
     if wanted and not keys and not settings:
         raise UnreachableError(
-            f"there is no profile {wanted!r}", where="AWS_PROFILE", todo="check ~/.aws/credentials and ~/.aws/config"
+            f"the AWS profile {wanted!r} does not exist",
+            where="AWS_PROFILE",
+            todo="check ~/.aws/credentials and ~/.aws/config",
         )
     merged = {**settings, **keys}
     names = {
@@ -108,29 +105,31 @@ _WORD = re.compile(r"[!-~]*", re.ASCII)
 
 
 def check_settings(scheme: str, profile: Mapping[str, str]) -> None:
-    """Refuse settings in the environment, or a profile, that the client of buckets cannot use.
+    """Check the settings in the environment and the profile that obstore would reject unclearly.
 
     Raises:
-        UsageError: An endpoint is no ``http://`` or ``https://`` address, or a key or region is no single word; the
-            message names the variable, and of a secret nothing else.
+        UsageError: An endpoint is not an ``http://`` or ``https://`` URL, or a key or region contains an
+            invalid character, such as a space. The message names the variable and does not repeat secrets.
     """
     for name in _ADDRESSES[scheme]:
         value = os.environ.get(name, "")
         if value and not _is_endpoint(value):
             lacks_scheme = "//" not in value and _is_endpoint(f"http://{value}")
             raise UsageError(
-                "the address of a server in the environment must be http://HOST or https://HOST, with :PORT if needed",
+                "an endpoint in the environment must be http://HOST or https://HOST, with :PORT if needed",
                 where=f"{name}={'...' if '@' in value else value}"[:200],
-                todo=f"put http:// or https:// before it: {name}=http://{value}" if lacks_scheme else "correct it",
+                todo=f"add http:// or https://, as in {name}=http://{value}"
+                if lacks_scheme
+                else "correct the variable",
             )
     words = {name: os.environ.get(name, "") for name in _WORDS.get(scheme, ())}
     words |= {f"{name} of the profile": value for name, value in profile.items()}
     for name, value in words.items():
         if not _WORD.fullmatch(value):
             raise UsageError(
-                "a setting for the client of buckets holds a space, a line break or another letter that it cannot hold",
+                "a credential or region contains a space, a line break or another invalid character",
                 where=name,
-                todo="set it again, without what an editor or a copied line has added",
+                todo="set it again without the extra characters, which often come from copying",
             )
 
 
@@ -148,29 +147,29 @@ def _section(variable: str, file: str, section: str) -> dict[str, str]:
     try:
         parser.read_string(Path(os.environ.get(variable) or Path.home() / ".aws" / file).read_text())
     except (OSError, UnicodeDecodeError, configparser.Error, RuntimeError):
-        # Not there, or written for others: then it says nothing.
+        # Missing, or not readable by this user: ignore it.
         return {}
     return dict(parser[section]) if parser.has_section(section) else {}
 
 
 PART_NBYTES_MIN = 16 * MIB
 PART_COUNT_MAX = 9_000
-"""A multipart upload has at most 10,000 parts, which must be equal for some servers."""
+"""A multipart upload has at most 10,000 parts. Some servers require parts of equal size."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    """How patient a bucket's client is, and how much it does at once.
+    """Retries, timeouts and concurrency of requests to a bucket.
 
     Args:
-        try_count: How often a request is made before it has failed.
-        pause_seconds: How long to wait before the second time; twice as long before each further one.
-        pause_seconds_max: And never longer.
-        read_timeout_seconds: How long a connection may be silent.
-        request_timeout_seconds: How long one request may take, its body included.
-        connect_timeout_seconds: How long a connection may take to be made.
-        parts_at_once: Parts of one pack that are being written at once.
-        reads_at_once: Ranges that are being read at once.
+        try_count: Attempts per request.
+        pause_seconds: Pause before the second attempt, doubled for each further one.
+        pause_seconds_max: Longest pause.
+        read_timeout_seconds: Longest time without data on a connection.
+        request_timeout_seconds: Longest duration of one request, including its body.
+        connect_timeout_seconds: Longest time to open a connection.
+        parts_at_once: Parts of one pack that are uploaded concurrently.
+        reads_at_once: Ranges that are read concurrently.
     """
 
     try_count: int = 6
@@ -185,13 +184,13 @@ class RemoteOptions:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What is known of an object without reading it.
+    """Metadata of an object.
 
     Attributes:
-        nbytes: Its size.
-        modified_ns: When it was made.
-        etag: The server's name for this version; not always a digest.
-        attempt: The token of the try that made it; empty where it carries none.
+        nbytes: Size.
+        modified_ns: Time of the write, nanoseconds since 1970.
+        etag: Version identifier of the server; not always a digest.
+        attempt: Token of the attempt that wrote it; empty if it has none.
     """
 
     nbytes: int
@@ -203,27 +202,27 @@ class ObjectInfo:
 DEFAULT_OPTIONS = RemoteOptions()
 
 _ATTEMPT = "ckstoreattempt"
-"""Letters only: some servers take nothing else in the name of a property."""
+"""Metadata key of the attempt token. Letters only, because some servers accept nothing else."""
 
 _PAGE_COUNT = 1000
-"""Names in a page of a listing: S3 and GCS give at most so many, Azure five times as many."""
+"""Names per page of a listing: S3 and GCS return at most 1,000, Azure 5,000."""
 
 _ROUNDS = 3
-"""How often is asked anew what obstore has asked as often as the options say, or what was answered in no usable way."""
+"""Attempts in this module, on top of the retries in obstore, for example after an unusable response."""
 
 Mode = Literal["create", "overwrite"] | dict[Literal["e_tag"], str]
-"""Under which condition an object is made: that it is new, none, or that a version of it is there."""
+"""Condition of a write: the object is new, no condition, or the object has this version."""
 
 T = TypeVar("T")
 
 
 class Bucket:
-    """The objects below one prefix of a bucket.
+    """The objects below one prefix of a bucket. Thread-safe.
 
     Args:
         url: ``s3://bucket/prefix``, or the same with ``gs`` or ``az``.
-        options: How patient it is.
-        clock: How it waits.
+        options: Retries, timeouts and concurrency.
+        clock: Used to wait between retries.
     """
 
     def __init__(self, url: str, *, options: RemoteOptions | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -233,22 +232,22 @@ class Bucket:
         self._store = self._connect()
 
     def location_of(self, key: str) -> str:
-        """Return the address of an object."""
+        """Return the URL of an object."""
         return f"{self.root}/{key}" if key else self.root
 
-    # Looking
+    # Reading
 
     def head(self, key: str) -> ObjectInfo | None:
-        """Return what is known of an object, or None when there is none."""
+        """Return the metadata of an object, or None if it does not exist."""
 
-        def ask() -> ObjectInfo:
+        def request() -> ObjectInfo:
             result = obstore.get(self._store, key, options={"head": True})
             check_describes(result.meta)
             attempt = next((text for name, text in result.attributes.items() if str(name).lower() == _ATTEMPT), "")
             return _info_of(result.meta, str(attempt))
 
         try:
-            return self._call("looking at an object", key, ask)
+            return self._call("reading the metadata of an object", key, request)
         except FileNotFoundError:
             return None
 
@@ -256,38 +255,40 @@ class Bucket:
         """Read a small object whole.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: It does not exist.
             MalformedError: It is larger than ``nbytes_max``.
         """
 
-        def ask() -> bytes | None:
+        def request() -> bytes | None:
             result = obstore.get(self._store, key)
             size = result.meta["size"]
             return None if size > nbytes_max else checked(bytes(result.bytes()), size)
 
-        content = self._call("reading an object", key, ask)
+        content = self._call("reading an object", key, request)
         if content is None:
             where = self.location_of(key)
-            raise MalformedError("the object is larger than it can be", where=where, nbytes_max=nbytes_max)
+            raise MalformedError("the object is larger than a valid one", where=where, nbytes_max=nbytes_max)
         return content
 
     def get_range(self, key: str, offset: int, nbytes: int) -> memoryview:
-        """Read exactly these bytes; FileNotFoundError when there is no such object."""
+        """Read exactly these bytes; FileNotFoundError if the object does not exist."""
 
-        def ask() -> memoryview:
+        def request() -> memoryview:
             found = memoryview(obstore.get_range(self._store, key, start=offset, length=nbytes))
             if len(found) != nbytes:
-                raise RequestError("transient", f"{len(found)} bytes came of {nbytes}")
+                raise RequestError("transient", f"{len(found)} of {nbytes} bytes were received")
             return found
 
-        return self._call("reading a range", key, ask)
+        return self._call("reading a range", key, request)
 
     def get_stream(self, key: str, offset: int, nbytes: int, *, piece_nbytes: int) -> Iterator[memoryview]:
-        """Read exactly these bytes in one request, and yield them in pieces of about so many as they come.
+        """Read exactly these bytes with one request and yield them as they arrive, in pieces of about ``piece_nbytes``.
+
+        A broken stream is resumed.
 
         Raises:
-            FileNotFoundError: There is no such object.
-            BackendError: The stream broke, and what was left of it as well, and again.
+            FileNotFoundError: The object does not exist.
+            BackendError: The stream broke several times without progress.
         """
         end, rounds_left = offset + nbytes, _ROUNDS
         while offset < end:
@@ -297,97 +298,98 @@ class Bucket:
                     view = memoryview(piece)
                     offset += len(view)
                     yield view
-                failed = RequestError("transient", f"{offset - begun} bytes came of {end - begun}")
+                failed = RequestError("transient", f"{offset - begun} of {end - begun} bytes were received")
             except FileNotFoundError:
                 raise
             except BaseException as error:
                 failed = classify(error)
             if offset < end:
-                # A stream that got on has earned its tries anew.
+                # Progress resets the number of attempts.
                 rounds_left = _ROUNDS if offset > begun else rounds_left - 1
                 if failed.kind != "transient" or not rounds_left:
-                    raise self._meaning(failed, "reading a range", key) from None
+                    raise self._error(failed, "reading a range", key) from None
                 self._pause(_ROUNDS - rounds_left)
 
     def _open_stream(self, key: str, offset: int, end: int, piece_nbytes: int) -> Iterator[Buffer]:
         options: Any = {"range": (offset, end)}
         result = self._call("reading a range", key, lambda: obstore.get(self._store, key, options=options))
         if tuple(result.range) != (offset, end):
-            raise RequestError("transient", "another range came")
+            raise RequestError("transient", "the response has another range")
         return iter(result.stream(min_chunk_size=piece_nbytes))
 
     def get_head(self, key: str, nbytes: int) -> bytes:
-        """Read the first bytes of an object, fewer when it is shorter."""
+        """Read the first ``nbytes`` bytes of an object, or all of a shorter one."""
 
-        def ask() -> bytes:
+        def request() -> bytes:
             try:
                 found = bytes(obstore.get_range(self._store, key, start=0, length=nbytes))
             except obstore.exceptions.BaseError as error:
-                # Of an empty object no byte can be asked for.
-                if classify(error).said.startswith("416"):
+                # 416: an empty object has no first byte.
+                if classify(error).reason.startswith("416"):
                     return b""
                 raise
             return checked(found, len(found))
 
-        return self._call("reading an object", key, ask)
+        return self._call("reading an object", key, request)
 
     def list_folder(self, folder: str) -> list[str]:
-        """Return the names below a folder, of objects and of further folders, sorted."""
+        """Return the sorted names of objects and subfolders in a folder."""
 
-        def ask() -> dict[str, None]:
+        def request() -> dict[str, None]:
             found = obstore.list_with_delimiter(self._store, folder or None)
             paths = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
             return dict.fromkeys(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
-        return sorted(self._listed(folder, ask))
+        return sorted(self._listed(folder, request))
 
     def list_deep(self, folder: str) -> list[tuple[str, ObjectInfo]]:
-        """Return every object below a folder, of whatever depth."""
+        """Return every object below a folder, at any depth."""
 
-        def ask() -> dict[str, ObjectInfo]:
+        def request() -> dict[str, ObjectInfo]:
             pages = obstore.list(self._store, folder or None)
             return {meta["path"]: _info_of(meta) for page in pages for meta in page}
 
-        return list(self._listed(folder, ask).items())
+        return list(self._listed(folder, request).items())
 
-    def _listed(self, folder: str, ask: Callable[[], dict[str, T]]) -> dict[str, T]:
-        """List, and once more what an error in the body of a success may have cut: it reads as a last page of nothing.
+    def _listed(self, folder: str, request: Callable[[], dict[str, T]]) -> dict[str, T]:
+        """List a folder, twice if the number of names is a multiple of the page size, 0 included.
 
-        Believed, it would be an empty run to who restores, and packs that nobody names to who collects.
+        An error with a success status reads like an empty last page. A truncated listing would show an empty run to a
+        restore, and unreferenced packs to a garbage collection.
         """
-        found = self._call("listing a folder", folder, ask)
+        found = self._call("listing a folder", folder, request)
         if len(found) % _PAGE_COUNT == 0:
-            found |= self._call("listing a folder", folder, ask)
+            found |= self._call("listing a folder", folder, request)
         return found
 
     # Writing
 
     def put_new(self, key: str, content: bytes) -> None:
-        """Make an object that nobody has made; it is there, and it is ours, when this returns.
+        """Create an object. It exists with this content when this returns.
 
         Raises:
-            FileExistsError: Somebody else's has the name.
-            BackendError: The server does not answer; with ``is_uncertain``, the object may still appear.
+            FileExistsError: Another object has the name.
+            BackendError: The server does not respond. With ``is_uncertain`` the object may still appear.
         """
         self._put(key, content, "create")
 
     def put_over(self, key: str, content: bytes) -> None:
-        """Make an object, or replace the one that has the name."""
+        """Create or replace an object."""
         self._put(key, content, "overwrite")
 
     def put_instead(self, key: str, content: bytes, *, etag: str) -> None:
-        """Replace the version of an object that has this etag; FileExistsError where that is not what is there."""
+        """Replace the version of an object that has this etag; FileExistsError if the object has another one."""
         self._put(key, content, {"e_tag": etag})
 
     def _put(self, key: str, content: bytes, mode: Mode) -> None:
-        attempt, last = new_token(), RequestError("transient", "it is not there afterwards")
+        attempt, last = new_token(), RequestError("transient", "the object does not exist afterwards")
         for number in range(_ROUNDS):
             self._pause(number)
             try:
                 self._put_once(key, content, mode, attempt)
             except RequestError as failed:
                 if failed.kind in FINAL:
-                    raise self._meaning(failed, "writing an object", key) from None
+                    raise self._error(failed, "writing an object", key) from None
                 last = failed
             found = self._look_back(key)
             if isinstance(found, RequestError):
@@ -398,7 +400,7 @@ class Bucket:
             is_refused = found is not None if mode == "create" else mode != "overwrite"
             if is_refused and not (found and isinstance(mode, dict) and found.etag == mode["e_tag"]):
                 raise FileExistsError(self.location_of(key))
-        raise self._meaning(last, "writing an object", key, is_uncertain=True) from None
+        raise self._error(last, "writing an object", key, is_uncertain=True) from None
 
     def _put_once(self, key: str, content: bytes, mode: Mode, attempt: str) -> None:
         attributes: Any = {_ATTEMPT: attempt}
@@ -414,19 +416,19 @@ class Bucket:
             return RequestError("transient", error.what)
 
     def put_stream(self, key: str, pieces: Iterable[Buffer], *, nbytes_expected: int) -> None:
-        """Write a large object in parts, many at once; it is there, with its size, when this returns.
+        """Upload a large object in parts, several concurrently. It exists with its size when this returns.
 
         Args:
-            key: Its name, under which only these bytes are ever written.
-            pieces: The bytes, in order; taken from another thread, once.
-            nbytes_expected: About how many there will be: it decides the size of the parts.
+            key: Name of the object. No other content is ever written under it.
+            pieces: The bytes in order. The iterator runs once, on another thread.
+            nbytes_expected: Estimated size, which decides the size of the parts.
 
         Raises:
-            BackendError: It was not written, or nobody knows.
+            BackendError: The upload failed, or its outcome is unknown.
             CapacityError: The bucket's quota is full.
         """
         part_nbytes = max(PART_NBYTES_MIN, (nbytes_expected // PART_COUNT_MAX // MIB + 1) * MIB)
-        count = _Count()
+        count = _ByteCount()
         failed: RequestError | None = None
         try:
             obstore.put(
@@ -442,32 +444,32 @@ class Bucket:
                 raise count.error from None
             failed = classify(error)
             if failed.kind in FINAL:
-                raise self._meaning(failed, "writing a pack", key) from None
-        # The answer may have been lost, and a success may hold an error.
+                raise self._error(failed, "writing a pack", key) from None
+        # The response may have been lost, or may be an error with a success status.
         found = self._look_back(key)
         if isinstance(found, ObjectInfo) and count.is_complete and found.nbytes == count.nbytes:
             return
-        last = failed or RequestError("transient", "it is not there with its size afterwards")
+        last = failed or RequestError("transient", "the object does not have its size afterwards")
         if last.kind != "transient":
-            # What an upload in parts answers to a part of it that is gone says nothing of another try.
-            last = RequestError("transient", last.said)
-        raise self._meaning(last, "writing a pack", key) from None
+            # The upload may have failed because one of its parts had expired, so a retry can succeed.
+            last = RequestError("transient", last.reason)
+        raise self._error(last, "writing a pack", key) from None
 
     def delete(self, key: str) -> None:
-        """Remove an object; one that is not there is no error."""
+        """Remove an object. It may be missing already."""
 
-        def ask() -> None:
+        def request() -> None:
             with contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._store, key)
 
-        self._call("removing an object", key, ask)
+        self._call("removing an object", key, request)
 
     def copy(self, source: str, target: str) -> None:
-        """Copy an object within the bucket, replacing what has the target name."""
+        """Copy an object within the bucket, replacing ``target``."""
         self._call("copying an object", source, lambda: obstore.copy(self._store, source, target))
 
     def honours_conditions(self) -> bool:
-        """Try whether the server refuses to replace an object that was asked to be new, and lists what was made."""
+        """Test that the server refuses to replace an object in a conditional write, and lists it immediately."""
         name, content = f"{new_token()}.probe", b"ckstore probe"
         key = f"tmp/{name}"
         self.put_new(key, content)
@@ -477,11 +479,11 @@ class Bucket:
             found = self.head(key)
             return found is not None and found.nbytes == len(content) and name in self.list_folder("tmp")
         finally:
-            # Whoever may not delete leaves a few bytes in tmp.
+            # Without permission to delete, a few bytes stay in tmp.
             with contextlib.suppress(CkstoreError):
                 self.delete(key)
 
-    # Asking, and asking again
+    # Connecting and retrying
 
     def _connect(self) -> Any:
         options, more = self.options, {}
@@ -508,36 +510,36 @@ class Bucket:
             return obstore.store.from_url(self.root, client_options=client, retry_config=retries, **more)
         except Exception:
             raise UsageError(
-                "this address, or a setting for it in the environment, cannot be used",
+                "obstore rejects this address, or a setting for it in the environment",
                 where=self.root,
-                todo="check the address, and the variables of your cloud's tools",
+                todo="check the address, and the environment variables of your cloud provider",
             ) from None
 
-    def _call(self, what: str, key: str, ask: Callable[[], T]) -> T:
-        """Ask until there is an answer, or no patience left."""
-        last = RequestError("transient", "it was not tried")
+    def _call(self, what: str, key: str, request: Callable[[], T]) -> T:
+        """Run a request, and retry it after transient failures."""
+        last = RequestError("transient", "not tried")
         for number in range(_ROUNDS):
             self._pause(number)
             try:
-                return ask()
+                return request()
             except BaseException as error:
                 last = classify(error)
             if last.kind == "missing":
                 raise FileNotFoundError(self.location_of(key)) from None
             if last.kind != "transient":
                 break
-        raise self._meaning(last, what, key) from None
+        raise self._error(last, what, key) from None
 
     def _pause(self, number: int) -> None:
         if number:
             self._clock.sleep(min(self.options.pause_seconds_max, self.options.pause_seconds * 2 ** (number - 1)))
 
-    def _meaning(self, failed: RequestError, what: str, key: str, *, is_uncertain: bool = False) -> CkstoreError:
+    def _error(self, failed: RequestError, what: str, key: str, *, is_uncertain: bool = False) -> CkstoreError:
         return error_for(failed, what, where=self.location_of(key), root=self.root, is_uncertain=is_uncertain)
 
 
-class _Count:
-    """Counts what passes, and keeps the error of whoever makes it."""
+class _ByteCount:
+    """Counts the bytes of an iterator, and stores the exception that it raises."""
 
     def __init__(self) -> None:
         self.nbytes = 0

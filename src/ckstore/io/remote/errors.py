@@ -1,7 +1,8 @@
-"""What a failed request to a bucket means; of the texts of servers and libraries only a status and a code are kept.
+"""Classify failed requests to a bucket, and translate them to errors of ckstore.
 
 Invariants:
-- A text that a server or a library made is never passed on: it may hold credentials.
+- Only the HTTP status and the error code of a response appear in messages. Other text from a server or library is
+  dropped, because it may contain credentials.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ckstore.errors import BackendError, CapacityError, CkstoreError, Unreachabl
 Kind = Literal["missing", "exists", "wrong place", "refused", "full", "odd name", "other", "transient"]
 
 FINAL: frozenset[Kind] = frozenset({"wrong place", "refused", "full", "odd name"})
-"""What asking again, or reading back, does not change."""
+"""Failures that a retry cannot change."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
@@ -31,46 +32,50 @@ _KINDS: dict[str, Kind] = {
     "AlreadyExistsError": "exists",
     "PreconditionError": "exists",
 }
-"""Classes of obstore's exceptions, by name: this module does not import it."""
+"""Exception classes of obstore by name, because this module does not import it."""
 
 _WORDS: tuple[tuple[str, Kind, str], ...] = (
     ("169.254.169.254", "refused", "no credentials were found"),
-    ("timed out", "transient", "it took too long"),
-    ("object with invalid path", "odd name", "an object there has a name with an empty part, '.', '..' or worse in it"),
+    ("timed out", "transient", "the request timed out"),
+    (
+        "object with invalid path",
+        "odd name",
+        "an object there has a name with an empty part, '.', '..' or a character that is not allowed",
+    ),
 )
 
 
 class RequestError(Exception):
-    """A request that failed.
+    """A failed request, for use inside this package.
 
     Args:
-        kind: What it means.
-        said: Status and code, or a few words of ours.
+        kind: The class of the failure.
+        reason: HTTP status and error code, or a few words.
     """
 
-    def __init__(self, kind: Kind, said: str) -> None:
-        super().__init__(kind, said)
+    def __init__(self, kind: Kind, reason: str) -> None:
+        super().__init__(kind, reason)
         self.kind = kind
-        self.said = said
+        self.reason = reason
 
 
 def classify(error: BaseException) -> RequestError:
-    """Return what an exception of obstore means; one of ours, and what is no failure, is raised again."""
+    """Return the failure for an exception of obstore. Errors of ckstore and KeyboardInterrupt are raised."""
     if isinstance(error, RequestError):
         return error
     if type(error).__name__ == "PanicException":
-        # A fault of the library in another language, which Python is shown as no ordinary exception.
-        return RequestError("other", "the client of buckets has failed inside; a setting for it may be unusable")
+        # A panic of the Rust library, which is not a subclass of Exception.
+        return RequestError("other", "the bucket client (obstore) crashed; one of its settings may be invalid")
     if isinstance(error, CkstoreError) or not isinstance(error, Exception):
         raise error
     text = str(error)
     status = next(iter(_STATUS.findall(text)), "")
     code = next(iter(_CODE.findall(text)), "")
-    for word, kind, meaning in _WORDS:
+    for word, kind, reason in _WORDS:
         if not status and word in text:
-            return RequestError(kind, meaning)
-    said = " ".join(part for part in (status, code) if part) or "no answer, or one that cannot be understood"
-    return RequestError(_kind_of(error, status, code), said)
+            return RequestError(kind, reason)
+    reason = " ".join(part for part in (status, code) if part) or "no response, or one that cannot be parsed"
+    return RequestError(_kind_of(error, status, code), reason)
 
 
 def _kind_of(error: Exception, status: str, code: str) -> Kind:
@@ -93,45 +98,47 @@ def _kind_of(error: Exception, status: str, code: str) -> Kind:
 def error_for(
     failed: RequestError, what: str, *, where: str, root: str, is_uncertain: bool = False
 ) -> BackendError | CapacityError:
-    """Return the error that a failure is to the caller.
+    """Return the error of ckstore for a failed request.
 
     Args:
-        failed: What happened.
-        what: What was tried.
-        where: With which object.
-        root: In which bucket.
-        is_uncertain: What was tried may still take effect.
+        failed: The failure.
+        what: The operation, such as ``"reading an object"``.
+        where: URL of the object.
+        root: URL of the bucket and prefix.
+        is_uncertain: The request may still take effect.
     """
-    reason = f"{what} failed ({failed.said})"
+    reason = f"{what} failed ({failed.reason})"
     if failed.kind == "wrong place":
-        return UnreachableError(f"there is no such bucket ({failed.said})", where=root, todo="check the address")
+        return UnreachableError(
+            f"there is no such bucket ({failed.reason})", where=root, todo="check the bucket name and the endpoint"
+        )
     if failed.kind == "full":
-        return CapacityError(reason, where=where, todo="enlarge the bucket's quota, or remove what lies there")
+        return CapacityError(reason, where=where, todo="enlarge the quota of the bucket, or delete objects")
     if failed.kind == "refused":
-        todo = "check the credentials in the environment, profile or role, and what they may do in this bucket"
+        todo = "check the credentials in the environment, profile or role, and their permissions for this bucket"
         return BackendError(reason, where=where, todo=todo, is_refused=True)
     if failed.kind == "odd name":
-        todo = "find that object with the tools of your bucket and remove it: nothing of ckstore's is named so"
+        todo = "find that object with the tools of your bucket and remove it; ckstore does not use such names"
         return BackendError(reason, where=where, todo=todo)
-    todo = "check the network and the server, then try again; what was not acknowledged is not relied upon"
+    todo = "check the network and the server, then try again; no checkpoint depends on the failed request"
     is_transient = failed.kind == "transient"
     return BackendError(reason, where=where, todo=todo, is_transient=is_transient, is_uncertain=is_uncertain)
 
 
 def check_describes(meta: Any) -> None:
-    """Refuse a success that describes no object: an error in the body of a success has lost its body here.
+    """Raise if a successful response describes no object, which is an error that was sent with a success status.
 
-    Believed, it would be somebody else's object of 0 bytes under a name that is free.
+    Otherwise a name that is free would look like an existing object of 0 bytes.
     """
     if not meta["e_tag"] and meta["last_modified"].timestamp() == 0:
-        raise RequestError("transient", "a success that describes no object")
+        raise RequestError("transient", "a success response without the metadata of an object")
 
 
 def checked(content: bytes, nbytes: int) -> bytes:
-    """Refuse a body that came short, or is an error although its status was a success."""
+    """Return the body of a response; raise if it is too short, or an error sent with a success status."""
     if len(content) != nbytes:
-        raise RequestError("transient", f"{len(content)} bytes came of {nbytes}")
-    # Nothing of ours begins so, but an error in the body of a success does.
+        raise RequestError("transient", f"{len(content)} of {nbytes} bytes were received")
+    # No file of ckstore starts like this, but an XML error does.
     if content[:1] == b"<" and b"<Error>" in content[: 4 * KIB]:
-        raise RequestError("transient", "a success whose body is an error")
+        raise RequestError("transient", "a success response with an error in its body")
     return content

@@ -1,14 +1,11 @@
-"""Write a pack to a bucket while it is being made: blocks arrive in any order, and leave in that of the file.
+"""Write packs to a bucket while they are being made, and read their ranges concurrently.
 
 Invariants:
-- Nothing has the pack's name before ``finish``, and nothing ever has if it is not finished.
-- A block is copied before it is given back, so that what is on its way cannot change.
-
-Read packs of a bucket by ranges, many at a time.
-
-Invariants:
-- Whatever way an iteration ends, it ends with nothing in flight and every unseen buffer given back.
-- A range that came short is asked for again, and never shown.
+- Blocks arrive in any order and are uploaded in file order. A block is copied before its buffer is released, so that
+  bytes in flight cannot change.
+- The pack does not exist before ``finish``, and never exists if it is not finished.
+- However a read ends, nothing is in flight afterwards, and every buffer not yielded is back in the pool.
+- A range that arrives incomplete is requested again and never yielded.
 """
 
 from __future__ import annotations
@@ -29,17 +26,17 @@ from ckstore.io.syscalls import PAGE_NBYTES
 _COPIES_NBYTES_MAX = 64 << 20
 
 
-class _GivenUp(Exception):
-    """Ends an upload that is not wanted any more."""
+class _UploadCancelled(Exception):
+    """Ends the upload of a pack that was closed or has failed."""
 
 
 class RemotePackSink:
-    """A pack on its way to a bucket, sent by a thread of its own.
+    """Uploads one pack on its own thread. ``write`` is thread-safe.
 
     Args:
-        bucket: Where it goes.
-        name: Its name.
-        nbytes_expected: About how long it will be.
+        bucket: The bucket.
+        name: Name of the pack.
+        nbytes_expected: Estimated size.
     """
 
     def __init__(self, bucket: Bucket, name: str, *, nbytes_expected: int) -> None:
@@ -57,16 +54,16 @@ class RemotePackSink:
 
     @property
     def name(self) -> str:
-        """The name it will have."""
+        """Name of the pack."""
         return self._name
 
     def write(self, buffer: AlignedBuffer, nbytes: int, offset: int) -> None:
-        """Take a block; the buffer is released when this returns. Raises an earlier failure."""
+        """Copy a block and release its buffer. Raises an earlier failure."""
         assert nbytes % PAGE_NBYTES == 0 == offset % PAGE_NBYTES, "blocks are multiples of 4096"
         try:
             self._check()
             with self._changed:
-                # What is next must always be taken: everything else waits for it.
+                # The next block in file order is always accepted, because all others wait for it.
                 self._changed.wait_for(
                     lambda: (
                         self._failure is not None
@@ -87,15 +84,15 @@ class RemotePackSink:
         self._check()
 
     def drain(self) -> None:
-        """Raise what has failed so far; before the end there is nothing to wait for."""
+        """Raise an earlier failure. The sink holds no buffers that could be waited for."""
         self._check()
 
     def finish(self, nbytes: int) -> None:
-        """Send the rest, and make the pack exist; its bytes are durable then.
+        """Upload the rest. The pack then exists and is durable.
 
         Raises:
-            CapacityError: The bucket's quota is full.
-            BackendError: It was not written.
+            CapacityError: The quota of the bucket is full.
+            BackendError: The upload failed.
         """
         self._check()
         with self._changed:
@@ -111,7 +108,7 @@ class RemotePackSink:
         self._failure = UsageError("the pack is finished", where=self._bucket.location_of(self._name))
 
     def close(self) -> None:
-        """Give the pack up if it is not finished; repeated calls do nothing."""
+        """Cancel the upload if the pack is not finished. Repeated calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -128,7 +125,7 @@ class RemotePackSink:
     def _send(self) -> None:
         try:
             self._bucket.put_stream(self._name, self._in_order(), nbytes_expected=self._nbytes_expected)
-        except _GivenUp:
+        except _UploadCancelled:
             return
         except BaseException as error:
             with self._changed:
@@ -136,7 +133,7 @@ class RemotePackSink:
                 self._changed.notify_all()
 
     def _in_order(self) -> Iterator[bytes]:
-        """Yield the blocks in order; the last one cut to the true size, so that each waits for the one behind it."""
+        """Yield the blocks in order. Each waits for the next one, because the last one is cut to the true size."""
         held = b""
         while True:
             with self._changed:
@@ -148,7 +145,7 @@ class RemotePackSink:
                     )
                 )
                 if self._failure is not None:
-                    raise _GivenUp
+                    raise _UploadCancelled
                 block = self._arrived.pop(self._sent_nbytes, None)
                 if block is not None:
                     self._sent_nbytes += len(block)
@@ -156,7 +153,7 @@ class RemotePackSink:
                     self._changed.notify_all()
                 total = self._total_nbytes
             if block is None:
-                assert total is not None, "there is a next block, or an end"
+                assert total is not None, "there is a next block, or the pack is complete"
                 rest = total - (self._sent_nbytes - len(held))
                 if not 0 <= rest <= len(held):
                     raise BackendError("a block of the pack is missing", where=self._bucket.location_of(self._name))
@@ -169,12 +166,12 @@ class RemotePackSink:
 
 
 class RemoteReadFile:
-    """An object, to be read by ranges.
+    """An open object of a bucket. Thread-safe.
 
     Args:
-        bucket: Where it lies.
-        name: Its name.
-        nbytes: Its size.
+        bucket: The bucket.
+        name: Name of the object.
+        nbytes: Size of the object.
     """
 
     def __init__(self, bucket: Bucket, name: str, nbytes: int) -> None:
@@ -193,14 +190,14 @@ class RemoteReadFile:
         return self._nbytes
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Read exactly these bytes; shorter only at the end."""
+        """Read exactly these bytes; fewer only at the end of the object."""
         return bytes(self.view_at(offset, nbytes))
 
     def view_at(self, offset: int, nbytes: int) -> memoryview:
-        """Read as ``read_at`` does, without another copy.
+        """Read as ``read_at`` does, but without a copy.
 
         Raises:
-            MissingChunkError: It was removed from the bucket since it was opened.
+            MissingChunkError: The object was removed since it was opened.
         """
         nbytes = min(nbytes, max(0, self._nbytes - offset))
         if nbytes <= 0:
@@ -214,14 +211,14 @@ class RemoteReadFile:
         return MissingChunkError(
             "an object was removed from the bucket while it was being read",
             where=self._bucket.location_of(self._name),
-            todo="find out who removes objects there; restore another checkpoint",
+            todo="find out which program removes objects there; restore another checkpoint",
         )
 
     def stream_at(self, offset: int, nbytes: int, *, piece_nbytes: int) -> Iterator[memoryview]:
-        """Read a long range in one request, and yield it in pieces of about so many bytes.
+        """Read a long range with one request, and yield it in pieces of about ``piece_nbytes``.
 
         Raises:
-            MissingChunkError: It was removed from the bucket since it was opened.
+            MissingChunkError: The object was removed since it was opened.
         """
         try:
             yield from self._bucket.get_stream(self._name, offset, nbytes, piece_nbytes=piece_nbytes)
@@ -229,11 +226,11 @@ class RemoteReadFile:
             raise self._removed() from None
 
     def fetch_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
-        """Fetch ranges of this and other objects, many at a time."""
+        """Read ranges of this and other objects concurrently."""
         return read_remote_ranges(requests, pool, count_max=self._bucket.options.reads_at_once)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because nothing is held."""
 
 
 @dataclass(slots=True)
@@ -245,36 +242,36 @@ class _Fetched:
 
 
 def read_remote_ranges(requests: Iterable[ReadRequest], pool: BufferPool, *, count_max: int) -> Iterator[ReadResult]:
-    """Yield the ranges of requests as they arrive; at most ``count_max`` are under way."""
+    """Yield the ranges of requests as they arrive; at most ``count_max`` are in flight."""
     source: Iterator[ReadRequest] | None = iter(requests)
-    finished: queue.SimpleQueue[_Fetched] = queue.SimpleQueue()
-    under_way: dict[int, _Fetched] = {}
+    completed: queue.SimpleQueue[_Fetched] = queue.SimpleQueue()
+    in_flight: dict[int, _Fetched] = {}
     threads = Pool(count_max, "ckstore-remote")
     try:
         while True:
-            while source is not None and len(under_way) < count_max:
-                # Only with nothing under way is there nothing better to do than to wait for a buffer.
-                buffer = pool.try_acquire() if under_way else pool.acquire()
+            while source is not None and len(in_flight) < count_max:
+                # Wait for a buffer only if nothing is in flight; otherwise a completion may come first.
+                buffer = pool.try_acquire() if in_flight else pool.acquire()
                 if buffer is None:
                     break
                 fetched = _next(source, buffer)
                 if fetched is None:
                     source = None
                     break
-                under_way[id(fetched)] = fetched
-                threads.send(partial(_fetch, fetched, finished))
-            if not under_way:
+                in_flight[id(fetched)] = fetched
+                threads.send(partial(_fetch, fetched, completed))
+            if not in_flight:
                 return
-            done = finished.get()
-            del under_way[id(done)]
+            done = completed.get()
+            del in_flight[id(done)]
             if done.error is not None:
                 done.buffer.release()
                 raise done.error
             yield ReadResult(done.request.tag, done.buffer.view[: done.nbytes], done.buffer)
     finally:
-        # Whatever was interrupted: no count of answers is relied on, which Ctrl-C may have made wrong by one.
+        # Release by identity instead of counting results, because Ctrl-C can make a count wrong by one.
         threads.close()
-        for fetched in under_way.values():
+        for fetched in in_flight.values():
             fetched.buffer.release()
 
 
@@ -295,13 +292,13 @@ def _next(source: Iterator[ReadRequest], buffer: AlignedBuffer) -> _Fetched | No
     return _Fetched(request, buffer)
 
 
-def _fetch(fetched: _Fetched, finished: queue.SimpleQueue[_Fetched]) -> None:
+def _fetch(fetched: _Fetched, completed: queue.SimpleQueue[_Fetched]) -> None:
     try:
         file = fetched.request.file
-        assert isinstance(file, Fetching), "it was looked at before"
+        assert isinstance(file, Fetching), "checked by _next"
         view = file.view_at(fetched.request.offset, fetched.request.nbytes)
         fetched.buffer.view[: len(view)] = view
         fetched.nbytes = len(view)
     except BaseException as error:
         fetched.error = error
-    finished.put(fetched)
+    completed.put(fetched)
