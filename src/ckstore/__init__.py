@@ -1,6 +1,9 @@
 """ckstore: a compressed, incremental, content-addressed checkpoint store for PyTorch training.
 
-Names are resolved on first use, so that ``ckstore ls`` loads neither numpy nor torch.
+Start with ``ckstore.open(path)``, which returns a ``Store``. Its ``commit``, ``commit_async`` and ``restore`` are in
+``api.py`` and ``verbs/``; ``Policy`` in ``config.py`` has every setting.
+
+Names are imported on first use, so that ``ckstore ls`` loads neither numpy nor torch.
 """
 
 from __future__ import annotations

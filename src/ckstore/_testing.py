@@ -1,7 +1,6 @@
-"""The doors for tests into an open store: its repository on disk, and the saver that writes its background commits.
+"""Access to the inside of an open store, for ckstore's own tests. Not public.
 
-Tests reach the inside of a store by these functions only, so that attributes can be renamed without touching tests.
-Nothing here is public.
+Tests use only these functions, so that private attributes can be renamed without changing tests.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ def repository_of(store: Handle) -> Repository:
 
 
 def background_of(store: Store) -> BackgroundCommits:
-    """Return the trainer's side of the background commits of an open store, which the first of them makes."""
+    """Return the background commits of an open store. They exist after the first background commit or prewarming."""
     assert store._background is not None, "no background commit was made and nothing was prewarmed"
     return store._background
 
 
 def guard_memory(store: Store, owner: Any) -> None:
-    """Have an owner say which memory is copied behind the guard, in place of attached optimizers.
+    """Guard the memory of ``owner``, as ``attach`` guards the tensors of an optimizer.
 
     Args:
         store: An open store.
-        owner: Has ``spans()``, a list of (address, bytes), and ``release()``.
+        owner: An object with ``spans()``, which returns a list of (address, bytes), and ``release()``.
     """
     store._guarded = owner
 
 
 def bases_of(store: Store) -> BaseCache:
-    """Return what the next commit of an open store is coded against, and the memory that this takes."""
+    """Return the cache of delta bases for the next commit of an open store."""
     assert store._bases is not None, "nothing was committed or restored, or the store is closed"
     return store._bases
 
 
 def saver_of(store: Store) -> Saver | None:
-    """Return the saver process of an open store, or None where none was started."""
+    """Return the saver process of an open store, or None if it was not started."""
     return None if store._background is None else store._background._saver

@@ -1,4 +1,4 @@
-"""The only place that reads time, so that tests can hand in another clock."""
+"""The only module that reads time, so that tests can pass a fake clock."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall time for records people read, monotonic time for durations."""
+    """Wall-clock time for records, monotonic time for durations."""
 
     def now_ns(self) -> int:
         """Return wall-clock time in nanoseconds since 1970-01-01 UTC."""
         ...
 
     def monotonic(self) -> float:
-        """Return seconds of a clock that never goes back."""
+        """Return seconds of a clock that never goes backwards."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Sleep for a number of seconds."""
         ...
 
 
 class SystemClock:
-    """The clock of this machine."""
+    """The clock of the operating system."""
 
     def now_ns(self) -> int:
         """Return wall-clock time in nanoseconds since 1970-01-01 UTC."""
         return time.time_ns()
 
     def monotonic(self) -> float:
-        """Return seconds of a clock that never goes back."""
+        """Return seconds of a clock that never goes backwards."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Sleep for a number of seconds."""
         time.sleep(seconds)
 
 

@@ -1,7 +1,6 @@
-"""How bytes get their address: BLAKE3-256, its hex form, and random ids.
+"""BLAKE3-256 digests, which are the addresses of chunks, and random ids.
 
-The only module that imports blake3. A digest is 32 bytes; people see 64 lower-case hex digits, or a
-prefix of them.
+The only module that imports blake3. A digest is 32 bytes; users see 64 lower-case hex digits or a prefix of them.
 """
 
 from __future__ import annotations
@@ -24,41 +23,41 @@ PackId = NewType("PackId", bytes)
 DIGEST_NBYTES = 32
 PACK_ID_NBYTES = 16
 NO_BASE = ChunkId(bytes(DIGEST_NBYTES))
-"""The base id of a frame that needs no base."""
+"""Base id of a frame that has no base."""
 
 
 def digest_of(content: Buffer) -> bytes:
-    """Return the BLAKE3-256 of the bytes; the GIL is released for long input."""
+    """Return the BLAKE3-256 of some bytes. Releases the GIL for long input."""
     return blake3(content).digest()
 
 
 def chunk_id_of(plain: Buffer) -> ChunkId:
-    """Return the address of a chunk: the BLAKE3-256 of its plain bytes."""
+    """Return the chunk id of plain bytes: their BLAKE3-256."""
     return ChunkId(blake3(plain).digest())
 
 
 def new_pack_id() -> PackId:
-    """Return 128 fresh random bits."""
+    """Return a random pack id."""
     return PackId(os.urandom(PACK_ID_NBYTES))
 
 
 def new_token() -> str:
-    """Return a fresh random name of 32 hex digits, for drafts and trash folders."""
+    """Return a random name of 32 hex digits, for drafts and trash folders."""
     return os.urandom(16).hex()
 
 
 class Hasher(Protocol):
-    """A running BLAKE3-256."""
+    """An incremental BLAKE3-256."""
 
     def update(self, content: Buffer, /) -> object:
-        """Add bytes; the GIL is released for long input."""
+        """Add bytes. Releases the GIL for long input."""
         ...
 
     def digest(self) -> bytes:
-        """Return the digest of all bytes so far."""
+        """Return the digest of all bytes added so far."""
         ...
 
 
 def new_hasher() -> Hasher:
-    """Return a running BLAKE3-256 of no bytes."""
+    """Return an incremental BLAKE3-256 without any bytes added."""
     return blake3()

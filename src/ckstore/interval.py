@@ -226,7 +226,7 @@ def _percent(share: float) -> str:
 
 
 COMMITS_MAX = 8
-"""Commits in a median. Few, so that the median follows a change soon, but enough to ignore three outliers."""
+"""Commits in a median. Few, so that the median follows a change quickly, but enough to ignore three outliers."""
 
 STEPS_MAX = 64
 """Steps in a median."""
@@ -428,7 +428,7 @@ class AutoInterval:
         return self
 
     def observe(self, step_seconds: float) -> None:
-        """Report the duration of a step without commits. If it is not called, ``due`` measures from call to call.
+        """Report the duration of a step, without time spent in commits. Otherwise ``due`` measures from call to call.
 
         Raises:
             UsageError: The duration is not positive.

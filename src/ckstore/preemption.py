@@ -360,7 +360,7 @@ class LastCommit:
 
     def _log_late(self, step: int, number: signal.Signals) -> None:
         """Log whether the commit is staged although it is not durable at the deadline."""
-        # Copying ends soon by itself. It takes longer only if the saver does not answer or another writer is active.
+        # Copying takes less than a second, unless the saver does not respond or another writer is active.
         if self._awaited is not None and self._awaited.wait_staged(STAGED_SECONDS):
             text = "%s: step %d is staged but not durable at the deadline; the saver continues to write it"
             if self._is_untagged:

@@ -1,4 +1,4 @@
-// What the Python faces of the loops share: buffers that are held, and lengths that are checked.
+// Shared by the Python bindings of the loops: held buffers, and checks of their lengths.
 
 #pragma once
 

@@ -15,12 +15,12 @@ bool equal_bytes(const std::uint8_t *a, const std::uint8_t *b, std::size_t nbyte
 }
 
 bool is_constant(const std::uint8_t *source, std::size_t nbytes) {
-    // Every byte equals its neighbour exactly when all are the same.
+    // All bytes are equal if and only if every byte equals its neighbour.
     return nbytes < 2 || std::memcmp(source, source + 1, nbytes - 1) == 0;
 }
 
 void histogram(const std::uint8_t *source, std::size_t nbytes, std::uint32_t *counts) {
-    // Equal neighbours would wait for each other's store: four tables keep them apart.
+    // Four tables, because equal neighbours in one table would wait for each other's store.
     std::uint32_t tables[4][256] = {};
     std::size_t i = 0;
     for (; i + 8 <= nbytes; i += 8) {

@@ -12,10 +12,10 @@ void copy_bytes(const std::uint8_t *source, std::uint8_t *destination, std::size
 
 bool equal_bytes(const std::uint8_t *a, const std::uint8_t *b, std::size_t nbytes);
 
-// Whether every byte equals the first; true for no bytes.
+// Returns true if all bytes are equal, or if there are none.
 bool is_constant(const std::uint8_t *source, std::size_t nbytes);
 
-// Counts modulo 2^32 how often each of the 256 values occurs.
+// Counts how often each of the 256 values occurs, modulo 2^32.
 void histogram(const std::uint8_t *source, std::size_t nbytes, std::uint32_t *counts);
 
 }  // namespace ckstore

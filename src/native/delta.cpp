@@ -17,7 +17,7 @@ CKSTORE_INLINE Word spread_top(Word word) {
     return static_cast<Word>(0 - static_cast<Word>(word >> (kBits<Word> - 1)));
 }
 
-// Floats as words in the order of the numbers: negative ones are inverted, the others get the top bit.
+// Maps floats to integers that sort like the floats: inverts negative ones, sets the top bit of the others.
 template <class Word, bool kOrdered>
 CKSTORE_INLINE Word in_order(Word word) {
     if constexpr (kOrdered) {
@@ -103,7 +103,7 @@ CKSTORE_INLINE void merge_all(const std::uint8_t *const *planes, const std::uint
     }
 }
 
-// One cloned function for each width and order: what is inlined into it is compiled for its processor.
+// One multi-versioned function for each width and order, so that everything inlined is compiled for its processor.
 #define CKSTORE_DELTA(NAME, WORD, ORDERED)                                                                        \
     CKSTORE_CLONES void split_##NAME(const std::uint8_t *source, const std::uint8_t *base, std::uint8_t *planes,  \
                                      std::size_t count) {                                                         \

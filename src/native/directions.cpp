@@ -9,9 +9,9 @@
 namespace ckstore {
 namespace {
 
-// Added to a number below 2^22 and taken away again, it leaves the nearest integer, of two the even one.
+// Adding and subtracting it rounds a number below 2^22 to the nearest integer, ties to even.
 constexpr float kRounder = 12582912.0f;
-// What is greater than every word, and still rounded well.
+// Larger than every word, and still rounded correctly.
 constexpr float kBeyond = 1048576.0f;
 
 CKSTORE_INLINE float rounded(float value) {
@@ -20,7 +20,7 @@ CKSTORE_INLINE float rounded(float value) {
     return (within + kRounder) - kRounder;
 }
 
-// Rounds up to a tile; the greatest magnitude is kept for each place of it.
+// Rounds one tile, and updates the largest magnitude at each index of the tile.
 CKSTORE_INLINE void round_tile(const float *vector, float factor, std::int16_t *out, float *greatest,
                                std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) {
@@ -148,7 +148,7 @@ CKSTORE_CLONES void split_zigzag(const std::int16_t *words, std::uint8_t *low, s
             split_tile(words + start + at, low + start + at, high + start + at, lanes, kTile);
         }
         split_tile(words + start + at, low + start + at, high + start + at, lanes, length - at);
-        // Sums of squares of words: integers below 2^53, whatever the order.
+        // Sums of squares of words are integers below 2^53, so the order does not matter.
         sums[row] = folded(lanes, kLanes);
     }
 }

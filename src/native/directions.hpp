@@ -1,7 +1,7 @@
-// What encoders do around products: values become what directions are looked for in, and directions become words.
+// Loops of the low-rank encoder around its matrix products: prepare the values, and round the directions to words.
 //
-// ckstore.kernels.directions_on_numpy says what each loop does; results are the same bit for bit, so nothing here may be
-// compiled with contraction of multiplications and additions, or with fast mathematics.
+// The numpy reference in ckstore/codec/kernels defines each loop. Results are bit-identical, so this file must not be
+// compiled with contraction of multiplications and additions, or with fast math.
 // Nothing here allocates, throws or touches a Python object.
 
 #pragma once
@@ -21,22 +21,22 @@ struct Squares {
     double missed, given;
 };
 
-// Takes the root of every value and sums the roots of rows and columns; returns the extremes of the values, which
-// are NaN where one of them is.
+// Replaces every value by its square root, and sums the roots of each row and column. Returns the smallest and largest
+// value, or NaN if a value is NaN.
 Extremes take_roots(float *values, double *rows, double *cols, Matrix matrix);
 
-// Every value becomes itself times its row's scale times its column's, less 1.
+// Replaces every value by its product with its row and column scale, minus 1.
 void subtract_ones(float *values, Scales scales, Matrix matrix);
 
-// Squares of what a product misses of values, and of the values.
+// Sums the squares of the differences of values and a product, and the squares of the values.
 Squares missed_squares(const float *values, const float *product, float scale, std::size_t count);
 
-// Rounds `count` vectors of `length`, each times its factor, to words; returns the greatest magnitude. Of words that do
-// not hold it nothing is said.
+// Rounds `count` vectors of `length`, each times its factor, to words. Returns the largest magnitude. The output
+// is undefined if a magnitude does not fit into a word.
 float round_vectors(const float *vectors, const float *factors, std::int16_t *out, std::size_t count,
                     std::size_t length);
 
-// Zigzags words and splits them into bytes; `sums` receives the sum of the squares of each of `count` vectors.
+// Zigzag-codes words and splits them into bytes; `sums` receives the sum of the squares of each of `count` vectors.
 void split_zigzag(const std::int16_t *words, std::uint8_t *low, std::uint8_t *high, double *sums, std::size_t count,
                   std::size_t length);
 

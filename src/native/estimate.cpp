@@ -10,15 +10,15 @@
 namespace ckstore {
 namespace {
 
-// The sample is the whole, or one run in each sixteenth.
+// The sample is everything, or one run in each sixteenth.
 constexpr std::size_t kRuns = 16;
 constexpr std::size_t kRunNbytes = 1024;
 
-// Planes are judged by these runs first: one in four.
+// One run in four is sampled first, to detect noise early.
 constexpr std::size_t kFirstRuns = 4;
-// Of fewer bytes noise cannot be told.
+// Fewer bytes are not enough to detect noise.
 constexpr std::size_t kFirstCount = 1024;
-// 2^7.9: two bytes of noise are alike less often than once in so many pairs.
+// 2^7.9: in noise, fewer than one in this many pairs of bytes are equal.
 constexpr std::uint64_t kNoisePairs = 238;
 
 struct Run {
@@ -37,7 +37,7 @@ Run run_of(std::size_t index, std::size_t count, std::size_t width) {
     return {index * part + static_cast<std::size_t>(spread % (part - length + 1)), length};
 }
 
-// Tables in which neighbours are counted apart, as equal ones would wait for each other.
+// Separate tables for neighbours, because equal ones in one table would wait for each other's store.
 constexpr std::size_t kTables = 4;
 
 // How often each byte occurs in each plane.
@@ -61,7 +61,7 @@ void count_bytes(const std::uint8_t *bytes, std::size_t count, std::uint32_t (*t
     }
 }
 
-// Adds what the tables of a plane hold, in the first of them.
+// Adds the tables of a plane into the first one.
 CKSTORE_CLONES void fold(Counts &counts, std::size_t plane) {
     for (std::size_t t = 1; t < kTables; ++t) {
         for (std::size_t s = 0; s < kSymbols; ++s) {

@@ -1,7 +1,7 @@
-// What the plane coder would make of byte planes, told from a sample of their elements.
+// Estimates the coded size of byte planes from a sample of their elements.
 //
-// Integers up to the last division: every machine estimates alike. Nothing here allocates, throws or touches a
-// Python object.
+// Uses integers up to the last division, so that every machine gets the same result. Nothing here allocates, throws or
+// touches a Python object.
 
 #pragma once
 
@@ -10,11 +10,11 @@
 
 namespace ckstore {
 
-// Writes the bits that the coder takes for each byte of each of `width` planes: 0 if all are alike, 8 if they are
-// noise. `count` is at least 1.
+// Writes the coded bits per byte of each of `width` planes: 0 if all bytes are equal, 8 for noise. `count` is at least
+// 1.
 void plane_bits(const std::uint8_t *source, double *bits, std::size_t count, std::size_t width, bool rotate);
 
-// The same of what `split_delta` makes.
+// The same for the planes of `split_delta`.
 void delta_bits(const std::uint8_t *source, const std::uint8_t *base, double *bits, std::size_t count,
                 std::size_t width, bool ordered);
 

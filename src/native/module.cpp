@@ -1,4 +1,4 @@
-// The Python face of the loops: checks lengths, takes the buffers, lets go of the GIL, calls one loop.
+// Python bindings of the loops: each one checks lengths, holds the buffers, releases the GIL and calls one loop.
 
 #include <nanobind/nanobind.h>
 
@@ -222,7 +222,7 @@ int launch_copies(std::uintptr_t function, nb::handle table, int kind, std::uint
 
 NB_MODULE(_native, module) {
     using namespace nb::literals;
-    module.doc() = "Native twins of ckstore.kernels.on_numpy; every loop runs without the GIL.";
+    module.doc() = "Compiled versions of the loops in ckstore.codec.kernels; each loop runs without the GIL.";
     module.def("split_planes", &split_planes, "source"_a, "planes_out"_a, "width"_a, "rotate"_a);
     module.def("merge_planes", &merge_planes, "planes"_a, "destination"_a, "width"_a, "rotate"_a);
     module.def("split_delta", &split_delta, "source"_a, "base"_a, "planes_out"_a, "width"_a, "ordered"_a);

@@ -1,4 +1,4 @@
-// The coders of planes as Python calls them.
+// Python bindings of the plane coders; included only by module.cpp.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The Python face of the loops around products; included by module.cpp alone, after module_outer.hpp.
+// Python bindings of the loops around products; included only by module.cpp, after module_outer.hpp.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// How long vectors are of which there are so many.
+// Length of each of `count` vectors in a buffer.
 std::size_t checked_length(std::size_t numbers, std::size_t vectors) {
     require(numbers == 0 ? vectors == 0 : vectors != 0 && numbers % vectors == 0, "lengths differ");
     return vectors == 0 ? 0 : numbers / vectors;

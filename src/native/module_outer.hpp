@@ -1,4 +1,4 @@
-// The Python face of the loops over products; included by module.cpp alone, after module_quant.hpp.
+// Python bindings of the loops over products; included only by module.cpp, after module_quant.hpp.
 
 #pragma once
 

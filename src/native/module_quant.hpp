@@ -1,4 +1,4 @@
-// The Python face of the quantizers' loops; included by module.cpp alone.
+// Python bindings of the loops of the quantizers; included only by module.cpp.
 
 #pragma once
 
@@ -17,7 +17,8 @@
 
 namespace {
 
-// Rounds to the nearest and keeps subnormal numbers while it lives: a trainer may have told its threads otherwise.
+// Sets round-to-nearest and full subnormal arithmetic for its scope, because a trainer may have changed them for the
+// thread.
 class IeeeArithmetic {
 public:
 #if defined(__x86_64__)
@@ -41,7 +42,7 @@ private:
 #endif
 };
 
-// Python is not called while a loop runs; both end in the reverse order.
+// Releases the GIL and sets IEEE arithmetic; destroyed in reverse order.
 struct InLoop {
     nb::gil_scoped_release unlocked;
     IeeeArithmetic arithmetic;

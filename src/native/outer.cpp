@@ -1,4 +1,4 @@
-// What becomes of a product: elements of a chunk.
+// Computes the elements of a chunk from a product.
 
 #include "outer.hpp"
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr float kRatioMin = 1.0f / 16, kLeast = 1.17549435082228750797e-38f;
 
-// What a tile of a row becomes; `others` are the elements of the base. `greatest` are magnitudes of quotients.
+// Writes a tile of a row. `others` are the elements of the base, `greatest` the largest magnitudes of quotients.
 template <int kRule>
 CKSTORE_INLINE void finish_tile(const float *product, float row, const float *cols, const float *others, float scale,
                                 float limit, float *values, float *greatest, std::size_t count) {
@@ -79,7 +79,7 @@ CKSTORE_INLINE float finish_rows(const float *product, Scales scales, const std:
     return most;
 }
 
-// One function for each rule, each in several versions.
+// One multi-versioned function for each rule.
 #define CKSTORE_RULE(NAME, RULE)                                                                                     \
     CKSTORE_CLONES float NAME(const float *product, Scales scales, const std::uint8_t *base,                         \
                               std::uint8_t *destination, Matrix matrix, int kind, float scale, float limit) {        \

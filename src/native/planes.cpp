@@ -66,7 +66,7 @@ CKSTORE_INLINE void merge_all(const std::uint8_t *const *planes, std::uint8_t *d
     }
 }
 
-// One cloned function for each width and rotation: what is inlined into it is compiled for its processor.
+// One multi-versioned function for each width and rotation, so that everything inlined is compiled for its processor.
 #define CKSTORE_PLANES(NAME, WORD, ROTATE)                                                                     \
     CKSTORE_CLONES void split_##NAME(const std::uint8_t *source, std::uint8_t *planes, std::size_t count) {    \
         split_all<WORD, ROTATE>(source, planes, count);                                                        \

@@ -1,6 +1,6 @@
 // Products of matrices by a register-blocked loop over packed panels, and eigenvectors of small symmetric matrices.
 //
-// Compiled with contraction: nothing here promises more than what integers below 2^24 get, exact sums.
+// Compiled with contraction. The only promise is that sums of integers below 2^24 are exact.
 
 #include <cmath>
 #include <cstring>
@@ -13,7 +13,7 @@ namespace ckstore {
 
 namespace {
 
-// A tile has as many sums as fit into the registers, more than enough to hide the latency of an addition.
+// A tile has as many sums as fit into the registers, which hides the latency of an addition.
 constexpr std::size_t kCols = 32, kInner = 256;
 
 // How factors are read: as they are, or as the nearest bf16.
@@ -32,7 +32,7 @@ struct Rounded {
     }
 };
 
-// Columns of a part of the right matrix, one after another in each row.
+// Columns of a part of the right matrix, stored contiguously in each row.
 template <class Read, class Number>
 CKSTORE_INLINE void pack_panel(const Number *right, Strides strides, std::size_t inner, std::size_t width, float *panel) {
     if (strides.col != 1) {
@@ -51,7 +51,7 @@ CKSTORE_INLINE void pack_panel(const Number *right, Strides strides, std::size_t
     }
 }
 
-// One tile. Every sum is made in the order of `k`, whatever the size of the tile: which one is taken changes no bit.
+// One tile. Every sum is in the order of `k`, so the size of the tile does not change the result.
 template <std::size_t kCount>
 CKSTORE_INLINE void multiply_tile(const float *left, const float *panel, std::size_t inner, float *out, Strides strides,
                                   std::size_t width, bool is_first) {
@@ -137,7 +137,7 @@ __attribute__((target("arch=x86-64-v4"))) void multiply_wide(const float *left, 
 bool has_wide() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl"); }
 #endif
 
-// Turns the rows from `first` on of `z` by the reflection 1 - beta v v^T.
+// Applies the reflection 1 - beta v v^T to the rows of `z` from `first` on.
 CKSTORE_INLINE void reflect_rows(double *z, const double *v, double beta, std::size_t first, std::size_t n, double *sums) {
     for (std::size_t j = 0; j < n; ++j) {
         sums[j] = 0.0;
@@ -155,7 +155,8 @@ CKSTORE_INLINE void reflect_rows(double *z, const double *v, double beta, std::s
     }
 }
 
-// Householder: `a` becomes tridiagonal, with `d` and `e` beside it; the rows of `z` turn with it.
+// Householder reduction of `a` to a tridiagonal matrix with diagonal `d` and off-diagonal `e`. `z` accumulates the
+// reflections.
 CKSTORE_CLONES void make_tridiagonal(double *a, double *z, double *d, double *e, double *v, double *w, std::size_t n) {
     for (std::size_t k = 0; k + 2 < n; ++k) {
         double below = 0.0;
@@ -167,14 +168,14 @@ CKSTORE_CLONES void make_tridiagonal(double *a, double *z, double *d, double *e,
         const double norm = std::sqrt(below);
         e[k] = v[k + 1] > 0.0 ? -norm : norm;
         v[k + 1] -= e[k];
-        // Twice over the square of v.
+        // beta = 2 / (v^T v).
         const double square = 2.0 * (below + (v[k + 1] + e[k]) * -e[k]);
         const double beta = square > 0.0 ? 2.0 / square : 0.0;
         if (beta == 0.0 || !std::isfinite(beta)) {
             e[k] = a[(k + 1) * n + k];
             continue;
         }
-        // By rows, which are the columns as well: sums that wait for each other take four times as long.
+        // By rows, which equal the columns, because dependent sums take four times as long.
         for (std::size_t j = k + 1; j < n; ++j) {
             w[j] = 0.0;
         }
@@ -197,7 +198,7 @@ CKSTORE_CLONES void make_tridiagonal(double *a, double *z, double *d, double *e,
                 a[i * n + j] -= v[i] * w[j] + w[i] * v[j];
             }
         }
-        // `w` from its front on is free again.
+        // From here on `w` is free from its start.
         reflect_rows(z, v, beta, k + 1, n, w);
     }
     if (n > 1) {
@@ -216,7 +217,7 @@ CKSTORE_CLONES void step_ql(double *z, double *d, double *e, std::size_t first, 
     double s = 1.0, c = 1.0, p = 0.0;
     for (std::size_t i = last; i-- > first;) {
         const double f = s * e[i], b = c * e[i];
-        // The greatest entry is about 1: what is lost below 1e-154 is nothing beside it.
+        // The largest entry is about 1, so squares that underflow below 1e-154 do not matter.
         const double r = std::sqrt(f * f + g * g);
         e[i + 1] = r;
         if (r == 0.0) {
@@ -311,7 +312,7 @@ CKSTORE_CLONES void products_of_rows(const float *rows, double *out, std::size_t
 }
 
 CKSTORE_CLONES bool inverse_root(double *matrix, double *inverse, std::size_t n) {
-    // By rows throughout: what is subtracted from a row is a multiple of one above it, of the factor and of its inverse.
+    // By rows: a multiple of a row above is subtracted from each row, both in the factor and in its inverse.
     std::memset(inverse, 0, n * n * sizeof(double));
     for (std::size_t k = 0; k < n; ++k) {
         double *row = matrix + k * n, *of_inverse = inverse + k * n;
@@ -359,7 +360,7 @@ bool symmetric_eigen(double *matrix, double *vectors, double *values, double *wo
         most = std::fmax(most, std::fabs(matrix[i]));
     }
     if (most > 0.0) {
-        // To a power of two: no bit of the entries changes.
+        // Scaled by a power of two, which is exact.
         most = std::ldexp(1.0, std::ilogb(most));
         for (std::size_t i = 0; i < n * n; ++i) {
             matrix[i] /= most;
@@ -367,7 +368,7 @@ bool symmetric_eigen(double *matrix, double *vectors, double *values, double *wo
     }
     double *e = work;
     make_tridiagonal(matrix, vectors, values, e, work + n, work + 2 * n, n);
-    // Measured against the whole matrix: where its rank is low, neighbours are but rounding errors themselves.
+    // Relative to the whole matrix: if its rank is low, neighbouring entries are only rounding errors.
     double norm = 0.0;
     for (std::size_t i = 0; i < n; ++i) {
         norm = std::fmax(norm, std::fabs(values[i]) + std::fabs(e[i]));

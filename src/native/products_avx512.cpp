@@ -1,7 +1,7 @@
-// Products of matrices on processors whose registers of 64 bytes multiply pairs: two bf16 factors, or two words of
-// 16 bits, for each sum of 32 bits. Twice as many products an instruction as of floats.
+// Products of matrices with AVX-512 instructions that multiply pairs: two bf16 factors or two 16-bit words for each
+// 32-bit sum. One instruction does twice as many products as with fp32.
 //
-// Both sides are brought into lanes of 32 bits, which hold one float or a pair of neighbours along the inner side.
+// Both matrices are packed into lanes of 32 bits. Each lane has one float, or two neighbours along the inner dimension.
 
 #include "outer.hpp"
 #include "target.hpp"
@@ -9,7 +9,7 @@
 #if defined(CKSTORE_HAS_WIDE)
 
 #if defined(__GNUC__) && !defined(__clang__)
-// The vector headers of GCC 12 start from registers that they leave undefined on purpose.
+// The vector headers of GCC 12 use intentionally uninitialized registers.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
@@ -25,10 +25,10 @@
 namespace ckstore {
 namespace {
 
-// 12 rows by two registers of columns are 24 of the 32 registers; a row of the left side is padded, so that rows do not
-// fall into the same few lines of the cache.
+// 12 rows by two registers of columns are 24 of the 32 registers; rows of the left side are padded, so that they do
+// not map to the same few cache lines.
 constexpr std::size_t kRows = 12, kWidth = 16, kCols = 32, kLanes = 256, kLeftStride = kLanes + 16;
-// Lanes of the side that is kept in the second-level cache while the other passes by.
+// Lanes of the side that stays in the second-level cache while the other side is streamed.
 constexpr std::size_t kKeptLanes = 128 * kLeftStride;
 
 CKSTORE_PAIRS_INLINE __mmask16 first_of(std::size_t count) {
@@ -46,11 +46,11 @@ struct Singles {
         return _mm512_fmadd_ps(_mm512_castsi512_ps(left), _mm512_castsi512_ps(right), sum);
     }
     static CKSTORE_PAIRS_INLINE __m512 floats(Sum sum) { return sum; }
-    // Up to 16 lanes of numbers that lie one after another.
+    // Up to 16 lanes of contiguous numbers.
     static CKSTORE_PAIRS_INLINE __m512i along(const float *numbers, std::size_t count) {
         return _mm512_castps_si512(_mm512_maskz_loadu_ps(first_of(count), numbers));
     }
-    // Up to 16 columns of a lane.
+    // Up to 16 columns of one lane.
     static CKSTORE_PAIRS_INLINE __m512i across(const float *row, std::size_t, std::size_t count, std::size_t) {
         return along(row, count);
     }
@@ -73,7 +73,7 @@ struct Halves {
         const __m512 high = _mm512_maskz_loadu_ps(first_of(more), numbers + (more ? kWidth : 0));
         return (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }
-    // `depth` says how many rows there are: of an odd number the last has no neighbour.
+    // `depth` is the number of rows. If it is odd, the last row has no neighbour.
     static CKSTORE_PAIRS_INLINE __m512i across(const float *row, std::size_t stride, std::size_t count,
                                                std::size_t depth) {
         const __mmask16 mask = first_of(count);
@@ -89,7 +89,7 @@ struct Halves {
 // Two words of 16 bits a lane; sums are exact below 2^31.
 struct Words {
     using Number = std::int16_t;
-    // Of the very type of the instruction: GCC 12 writes sums of another one to memory at every step.
+    // The exact type of the instruction, because GCC 12 spills sums of another type to memory at every step.
     using Sum = __v16si;
     static constexpr std::size_t kStep = 2;
 
@@ -111,7 +111,7 @@ struct Words {
     }
 };
 
-// One row of the left side, or one column of a turned right side: `depth` numbers along the inner side.
+// One row of the left side, or one column of a transposed right side: `depth` numbers along the inner dimension.
 template <class Kind>
 CKSTORE_PAIRS_INLINE void pack_along(const typename Kind::Number *numbers, std::size_t depth, std::int32_t *lanes) {
     constexpr std::size_t kMost = kWidth * Kind::kStep;
@@ -121,7 +121,7 @@ CKSTORE_PAIRS_INLINE void pack_along(const typename Kind::Number *numbers, std::
     }
 }
 
-// Columns of the right side, 32 to each lane of the inner side; those beyond `width` become zero.
+// Columns of the right side, 32 for each lane of the inner dimension; columns beyond `width` are zero.
 template <class Kind>
 CKSTORE_PAIRS_INLINE void pack_panel(const typename Kind::Number *right, Strides strides, std::size_t depth,
                                      std::size_t width, std::int32_t *panel) {
@@ -148,7 +148,7 @@ CKSTORE_PAIRS_INLINE void pack_panel(const typename Kind::Number *right, Strides
     }
 }
 
-// Every sum is made in the order of the lanes, whatever the size of the tile: which one is taken changes no bit.
+// Every sum is in the order of the lanes, so the size of the tile does not change the result.
 template <class Kind, std::size_t kCount, std::size_t kHalves>
 CKSTORE_PAIRS_INLINE void multiply_tile(const std::int32_t *left, std::size_t stride, const std::int32_t *panel,
                                         std::size_t lanes, float *out, Strides strides, std::size_t width,
@@ -197,7 +197,7 @@ CKSTORE_PAIRS_INLINE void multiply_tile(const std::int32_t *left, std::size_t st
     }
 }
 
-// Any number of rows, whose lanes lie `stride` apart, by up to 32 columns.
+// Any number of rows, `stride` lanes apart, by up to 32 columns.
 template <class Kind>
 CKSTORE_PAIRS void multiply_block(const std::int32_t *left, std::size_t stride, std::size_t rows,
                                   const std::int32_t *panel, std::size_t lanes, float *out, Strides strides,
@@ -223,7 +223,7 @@ CKSTORE_PAIRS void multiply_block(const std::int32_t *left, std::size_t stride, 
 
 constexpr std::size_t least(std::size_t one, std::size_t other) { return one < other ? one : other; }
 
-// A part of the inner side: the left rows are kept, and columns pass by.
+// A part of the inner dimension: the left rows stay in the cache, and columns are streamed.
 template <class Kind>
 CKSTORE_PAIRS void keep_left(const typename Kind::Number *left, const typename Kind::Number *right, Strides of_right,
                              float *out, Strides of_out, std::size_t rows, std::size_t inner, std::size_t cols,
@@ -243,7 +243,7 @@ CKSTORE_PAIRS void keep_left(const typename Kind::Number *left, const typename K
     }
 }
 
-// A part of the inner side: panels of columns are kept, as many as the cache holds, and rows pass by.
+// A part of the inner dimension: as many panels of columns as fit stay in the cache, and rows are streamed.
 template <class Kind>
 CKSTORE_PAIRS void keep_right(const typename Kind::Number *left, const typename Kind::Number *right, Strides of_right,
                               float *out, Strides of_out, std::size_t rows, std::size_t inner, std::size_t cols,
@@ -273,7 +273,7 @@ CKSTORE_PAIRS void multiply_all(const typename Kind::Number *left, const typenam
                                 std::size_t cols) {
     constexpr std::size_t kDepth = kLanes * Kind::kStep;
     alignas(64) std::int32_t kept[kKeptLanes], passing[kCols * kLanes];
-    // Where the inner side is short, what is written matters most: whole rows of it, as nearly as the cache allows.
+    // If the inner dimension is short, writing dominates, so write rows as completely as the cache allows.
     const bool keeps_left = rows <= cols && rows <= inner;
     for (std::size_t k = 0; k < inner; k += kDepth) {
         const std::size_t depth = least(inner - k, kDepth);

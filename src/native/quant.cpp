@@ -47,7 +47,7 @@ CKSTORE_INLINE bool changes_of(const std::uint8_t *source, const std::uint8_t *b
         load_values<kKind>(base, start, b, width);
         for (std::size_t i = 0; i < width; ++i) {
             const float change = a[i] - b[i];
-            // Whatever is not finite leaves a change that is not finite.
+            // A value that is not finite makes the change not finite as well.
             wrong |= not_finite(change);
             out[start + i] = change;
         }
@@ -84,12 +84,12 @@ CKSTORE_INLINE void sum_all(const float *values, double *rows, double *cols, Mat
     });
 }
 
-// What is summed in each lane; of the greatest it does not matter in which.
+// Sums per lane. For the maximum the lane does not matter.
 struct LaneSums {
     double greatest[kTile] = {}, errors[kLanes] = {}, squares[kLanes] = {};
 };
 
-// Adds a tile; beyond the last element are zeros, which change no sum.
+// Adds a tile. It is padded with zeros, which do not change the sums.
 CKSTORE_INLINE void add_tile(const float *given, const float *made, LaneSums &sums) {
     double values[kTile], errors[kTile];
     for (std::size_t i = 0; i < kTile; ++i) {
@@ -127,7 +127,7 @@ CKSTORE_INLINE Measure measure_all(const std::uint8_t *source, const std::uint8_
     return {most, folded(sums.errors, kLanes), folded(sums.squares, kLanes)};
 }
 
-// Writes a tile of values as elements.
+// Converts a tile of values to elements.
 template <int kKind>
 CKSTORE_INLINE void store_values(const float *values, std::uint8_t *destination, std::size_t start, std::size_t count) {
     std::uint32_t words[kTile];
@@ -225,7 +225,7 @@ CKSTORE_INLINE void finish_kind(const std::uint8_t *symbols, Scales scales, cons
     }
 }
 
-// One function for each kind, each in several versions.
+// One multi-versioned function for each kind.
 #define CKSTORE_KINDS(NAME, KIND)                                                                                     \
     CKSTORE_CLONES bool values_##NAME(const std::uint8_t *source, float *out, std::size_t count) {                    \
         return values_of<KIND>(source, out, count);                                                                   \

@@ -1,7 +1,7 @@
-// The loops of the quantizers: values, their sums, their symbols, streams of symbols, and values again.
+// Loops of the quantizers: elements to values, their sums, symbols and symbol streams, and back to elements.
 //
-// ckstore.kernels.quant_on_numpy and symbols_on_numpy say what each loop does; results are the same bit for bit, so
-// nothing here may be compiled with contraction of multiplications and additions, or with fast mathematics.
+// The numpy reference in ckstore/codec/kernels defines each loop. Results are bit-identical, so this file must not be
+// compiled with contraction of multiplications and additions, or with fast math.
 // Nothing here allocates, throws or touches a Python object.
 
 #pragma once
@@ -19,7 +19,7 @@ constexpr std::size_t kStreamMax = 16, kClasses = 16, kClassSums = 2 * kClasses 
 constexpr std::size_t kCodes = 256;
 constexpr std::size_t kBoundsMax = 255;
 
-// What a chunk is of its matrix.
+// Position of a chunk in its matrix.
 struct Matrix {
     std::size_t count, row, phase;
 
@@ -57,7 +57,7 @@ Measure measure_values(const std::uint8_t *source, const std::uint8_t *made, std
 void finish_values(const std::uint8_t *symbols, Scales scales, const float *codebook, const std::uint8_t *base,
                    std::uint8_t *destination, Matrix matrix, int kind, int rule, float floor);
 
-// Classes are below kClasses and streams below kStreamMax: the caller has looked.
+// REQUIRES: Classes are below kClasses and streams below kStreamMax.
 void class_counts(const std::uint8_t *symbols, Classes classes, std::uint32_t *counts, Matrix matrix);
 void stream_sizes(Classes classes, std::uint64_t *sizes, Matrix matrix);
 void split_streams(const std::uint8_t *symbols, Classes classes, std::uint8_t *out, Matrix matrix);

@@ -8,18 +8,18 @@ namespace {
 
 constexpr std::size_t kLanes = 8;
 
-// Values are told apart by their upper twelve bits first.
+// Values are first classified by their upper twelve bits.
 constexpr unsigned kCellBits = 12;
 constexpr std::size_t kCells = std::size_t{1} << kCellBits;
 
-// The cell of a float; cells are in the order of the numbers.
+// The cell of a float. Cells sort like the numbers.
 CKSTORE_INLINE std::uint32_t cell_of(float value) {
     const std::uint32_t word = word_of(value);
     const std::uint32_t flipped = word >> 31 ? ~word : word | 0x80000000;
     return flipped >> (32 - kCellBits);
 }
 
-// Calls `body(index, value)` for each value times its factors; these are computed a tile ahead.
+// Calls `body(index, value)` for each value times its factors, which are computed one tile at a time.
 template <class Body>
 CKSTORE_INLINE void for_scaled(const float *values, Scales scales, Matrix matrix, Body body) {
     for_rows(matrix, [&](std::size_t row, std::size_t left, std::size_t start, std::size_t width) {
@@ -37,7 +37,7 @@ CKSTORE_INLINE void for_scaled(const float *values, Scales scales, Matrix matrix
     });
 }
 
-// Where the next symbol of each stream lies.
+// Position of the next symbol of each stream.
 void set_places(Classes classes, std::size_t *places, Matrix matrix) {
     std::uint64_t sizes[kStreamMax];
     stream_sizes(classes, sizes, matrix);
@@ -48,7 +48,7 @@ void set_places(Classes classes, std::size_t *places, Matrix matrix) {
     }
 }
 
-// The columns of a part of a row, those of a class together.
+// The columns of a part of a row, grouped by class.
 class ColumnOrder {
 public:
     void set(const std::uint8_t *classes, std::size_t count) {
@@ -76,8 +76,8 @@ private:
     std::size_t begins_[kClasses + 1];
 };
 
-// Calls `body(place, columns, first, count)` for each class of columns in each row: where its symbols lie in the
-// streams, and which columns they belong to, counted from element `first`.
+// Calls `body(place, columns, first, count)` for each class of columns in each row: the position of its symbols in the
+// streams, and their columns, relative to element `first`.
 template <class Body>
 CKSTORE_INLINE void for_segments(Classes classes, Matrix matrix, Body body) {
     std::size_t places[kStreamMax];
@@ -99,7 +99,7 @@ CKSTORE_INLINE void for_segments(Classes classes, Matrix matrix, Body body) {
     });
 }
 
-// `digits` symbols of one byte.
+// The `digits` symbols of one byte.
 template <unsigned kDigits>
 void pack_digits(const std::uint8_t *symbols, std::size_t bytes, std::uint8_t *out, unsigned lowest, unsigned alphabet) {
     for (std::size_t b = 0; b < bytes; ++b) {
@@ -111,7 +111,7 @@ void pack_digits(const std::uint8_t *symbols, std::size_t bytes, std::uint8_t *o
     }
 }
 
-// Eight bytes for each packed one: as many symbols as it holds come first.
+// Eight bytes for each packed byte; its symbols come first.
 struct DigitTable {
     std::uint8_t digits[kCodes][8];
     std::uint8_t is_wrong[kCodes];
@@ -135,7 +135,7 @@ bool unpack_digits(const std::uint8_t *packed, std::uint8_t *out, std::size_t co
     const std::size_t bytes = (count + kDigits - 1) / kDigits;
     unsigned wrong = 0;
     std::size_t b = 0;
-    // Eight symbols are written, of which the next byte writes over those that are none.
+    // Always writes eight bytes; those beyond the symbols are overwritten by the next byte.
     for (; b * kDigits + 8 <= count; ++b) {
         std::memcpy(out + b * kDigits, table.digits[packed[b]], 8);
         wrong |= table.is_wrong[packed[b]];
@@ -159,7 +159,7 @@ bool unpack_digits(const std::uint8_t *packed, std::uint8_t *out, std::size_t co
 
 void bin_values(const float *values, Scales scales, const float *bounds, std::size_t bound_count, std::uint8_t *out,
                 Matrix matrix) {
-    // How many bounds lie in lower cells.
+    // Number of bounds in lower cells.
     std::uint8_t below[kCells];
     std::size_t next = 0;
     for (std::size_t cell = 0; cell < kCells; ++cell) {

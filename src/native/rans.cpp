@@ -19,7 +19,7 @@ std::size_t put_raw(std::uint8_t *out, const std::uint8_t *plane, std::size_t co
     return put_block(out, kRaw, count);
 }
 
-// Codes one block behind its table: 64 states, bytes that fill no step, words. Returns its length.
+// Encodes one block after its table: 64 states, bytes beyond the last full step, words. Returns its length.
 std::size_t encode_body(const std::uint8_t *plane, std::size_t count, const Model &model, std::uint8_t *out,
                         const Loops &loops) {
     const std::size_t steps = count / kLanes;
@@ -33,7 +33,7 @@ std::size_t encode_body(const std::uint8_t *plane, std::size_t count, const Mode
     return static_cast<std::size_t>(end - out);
 }
 
-// The table of the last block that had its own, if there was one.
+// The table of the last block with a table of its own, if any.
 struct Kept {
     Model model;
     bool is_there = false;
@@ -55,7 +55,7 @@ std::size_t encode_block(const std::uint8_t *plane, std::size_t count, Kept &kep
     const std::uint64_t same_bits = kept.is_there ? bits_with(kept.model, weights) : kNoCode;
     const bool is_same = same_bits <= own_bits;
     const std::uint64_t expected = (is_same ? same_bits : own_bits) >> 11;
-    // Not worth a decoder's time: less than one part in fifty.
+    // Store plain if coding saves less than one fiftieth.
     const std::size_t worth = count - count / 50;
     if (expected + kStatesNbytes >= worth) {
         return put_raw(out, plane, count);
@@ -67,7 +67,7 @@ std::size_t encode_block(const std::uint8_t *plane, std::size_t count, Kept &kep
     }
     const Model &model = is_same ? kept.model : own;
     const std::size_t nbytes = at - kBlockHeader + encode_body(plane, count, model, out + at, loops);
-    // A sample may deceive.
+    // The estimate from the sample may be wrong.
     if (nbytes >= worth) {
         return put_raw(out, plane, count);
     }
@@ -82,7 +82,7 @@ std::size_t encode_block(const std::uint8_t *plane, std::size_t count, Kept &kep
 
 std::size_t rans_bound(std::size_t count) {
     const std::size_t blocks = (count + kRansBlock - 1) / kRansBlock;
-    // While a block is coded each of its bytes may become a word, before plain bytes turn out to be shorter.
+    // Coding may expand each byte to a word before the block is stored plain instead.
     const std::size_t last = count < kRansBlock ? count : kRansBlock;
     return count + blocks * kBlockHeader + last + kTableMax + kStatesNbytes + kWordsSlack;
 }

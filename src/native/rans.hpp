@@ -1,7 +1,7 @@
 // The plane coder: order-0 rANS over byte planes, 64 lanes, 12-bit probabilities, 16-bit renormalisation.
 //
-// docs/FORMAT.md, section 9, is the layout. Every set of loops makes the same bytes. Nothing here allocates, throws
-// or touches a Python object.
+// docs/FORMAT.md, section 9, defines the layout. Every set of loops writes the same bytes. Nothing here allocates,
+// throws or touches a Python object.
 
 #pragma once
 
@@ -10,28 +10,27 @@
 
 namespace ckstore {
 
-// The inner loops in one set of instructions (rans_steps.hpp): "avx512", "avx2" or "portable".
+// The inner loops for one instruction set (rans_steps.hpp): "avx512", "avx2" or "portable".
 struct Loops;
 
-// Those that this processor can run, the fastest first; a null pointer ends them.
+// The sets that this processor can run, fastest first, ended by a null pointer.
 const Loops *const *loops_here();
 
-// Returns null where there are none of that name, or this processor cannot run them.
+// Returns null if the name is unknown or this processor cannot run the set.
 const Loops *loops_named(const char *name);
 
 const char *name_of(const Loops &loops);
 
-// Plane bytes coded together, with one table; the last block of a plane may be shorter.
+// Plane bytes per block, which has one table. The last block of a plane may be shorter.
 constexpr std::size_t kRansBlock = 256 * 1024;
 
-// Returns the most bytes that `rans_encode` writes for `count` plane bytes.
+// Returns the maximum number of bytes that `rans_encode` writes for `count` plane bytes.
 std::size_t rans_bound(std::size_t count);
 
-// Codes a plane; returns the bytes that count of what it wrote to `out`, which has room for `rans_bound(count)`.
+// Encodes a plane into `out`, which has `rans_bound(count)` bytes. Returns the coded length.
 std::size_t rans_encode(const std::uint8_t *plane, std::size_t count, std::uint8_t *out, const Loops &loops);
 
-// Decodes exactly `count` bytes; returns false for every payload that does not hold them, and never reads or
-// writes beyond its arguments.
+// Decodes exactly `count` bytes. Returns false for an invalid payload. Never reads or writes outside of its arguments.
 bool rans_decode(const std::uint8_t *payload, std::size_t nbytes, std::uint8_t *plane, std::size_t count,
                  const Loops &loops);
 

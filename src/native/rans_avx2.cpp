@@ -1,7 +1,7 @@
-// The loops in vectors of 256 bits, for processors without AVX-512.
+// The loops with vectors of 256 bits, for processors without AVX-512.
 //
-// Tables are read by loads of single elements. Gathers are no faster on AMD's processors, and many of Intel's have
-// them slowed down by microcode (CVE-2022-40982).
+// Tables are read with scalar loads. Gathers are not faster on AMD processors, and microcode slows them down on many
+// Intel processors (CVE-2022-40982).
 
 #include "rans_steps.hpp"
 
@@ -18,16 +18,16 @@ namespace {
 
 constexpr std::size_t kEight = 8;                 // lanes of a vector
 constexpr std::size_t kGroups = kLanes / kEight;  // vectors of a step
-constexpr std::size_t kHalf = kGroups / 2;        // those of the even bytes come first
-constexpr std::uint8_t kZero = 0x80;              // shuffles make a zero of it
+constexpr std::size_t kHalf = kGroups / 2;        // vectors of the even bytes, which come first
+constexpr std::uint8_t kZero = 0x80;              // a shuffle index that gives zero
 
-// Shuffles that pack or spread, one for every choice of eight.
+// Shuffles that pack or spread, one for every subset of eight.
 struct Shuffles {
-    // Words of chosen lanes to the front, from the highest lane down: so encoding appends them.
+    // Moves the words of the chosen lanes to the front, highest lane first, the order in which encoding appends them.
     alignas(64) std::uint8_t pack_words[256][2 * kEight];
-    // To chosen lanes a word each, from the last one down: so decoding takes them from the end. Zero to others.
+    // Gives each chosen lane a word, starting with the last word, the order in which decoding takes them; others get 0.
     alignas(64) std::uint8_t spread_words[256][2 * kEight];
-    // Chosen bytes to the front, and the first bytes to chosen places.
+    // Moves chosen bytes to the front, and the first bytes to chosen positions.
     alignas(64) std::uint8_t pack_bytes[256][kEight];
     alignas(64) std::uint8_t spread_bytes[256][kEight];
 
@@ -78,7 +78,7 @@ CKSTORE_AVX2 inline void store_8(void *at, __m128i value) { _mm_storel_epi64(sta
 CKSTORE_AVX2 inline void store_16(void *at, __m128i value) { _mm_storeu_si128(static_cast<__m128i *>(at), value); }
 CKSTORE_AVX2 inline void store_32(void *at, __m256i value) { _mm256_storeu_si256(static_cast<__m256i *>(at), value); }
 
-// A bit for each lane that is negative.
+// Returns a bit for each negative lane.
 CKSTORE_AVX2 inline std::uint32_t signs_of(__m256i lanes) {
     return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(lanes)));
 }
@@ -87,8 +87,8 @@ CKSTORE_AVX2 inline std::size_t bits_in(std::uint32_t choice) {
     return static_cast<std::size_t>(__builtin_popcount(choice));
 }
 
-// What coding a symbol takes: its frequency and start << 16, and a little less than the reciprocal of its frequency.
-// 2^-21 outweighs all rounding here and later, so that a quotient, which is below 2^20, is right or one too small.
+// Encoding data of a symbol: its frequency, start << 16, and slightly less than the reciprocal of its frequency. The
+// margin of 2^-21 exceeds all rounding errors, so that a quotient, which is below 2^20, is exact or one too small.
 struct alignas(8) Code {
     std::uint32_t freq_and_start;
     float reciprocal;
@@ -110,7 +110,7 @@ struct Codes {
     }
 };
 
-// Codes eight symbols, those of every other byte, in eight lanes.
+// Encodes eight symbols, those of every other byte, in eight lanes.
 CKSTORE_AVX2 inline void push(__m256i &state, const Codes &codes, const std::uint8_t *bytes, std::uint8_t *&words) {
     const __m256 outer = _mm256_insertf128_ps(_mm256_castps128_ps256(codes.two(bytes)), codes.two(bytes + 8), 1);
     const __m256 inner = _mm256_insertf128_ps(_mm256_castps128_ps256(codes.two(bytes + 4)), codes.two(bytes + 12), 1);
@@ -122,15 +122,15 @@ CKSTORE_AVX2 inline void push(__m256i &state, const Codes &codes, const std::uin
     const std::uint32_t full = signs_of(has_room) ^ 0xFF;
     const __m256i low = _mm256_and_si256(state, word_mask);
     const __m128i low_words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
-    // Stored whole; what is too much is overwritten later.
+    // Stores the whole vector; the excess is overwritten later.
     store_16(words, _mm_shuffle_epi8(low_words, load_16(kShuffles.pack_words[full])));
     words += 2 * bits_in(full);
     const __m256i kept = _mm256_blendv_epi8(_mm256_srli_epi32(state, 16), state, has_room);
-    // Only numbers with a sign are converted: halves are, and put together with one rounding.
+    // AVX2 converts only signed integers, so convert the halves and combine them with one rounding.
     const __m256 value = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(kept, 16)), _mm256_set1_ps(0x1p16f),
                                          _mm256_cvtepi32_ps(_mm256_and_si256(kept, word_mask)));
     const __m256i quotient = _mm256_cvttps_epi32(_mm256_mul_ps(value, reciprocal));
-    // The rest is below 2^13: low words tell it, and their product is made sooner.
+    // The remainder is below 2^13, so low words suffice, and their product is faster.
     const __m256i rest = _mm256_and_si256(_mm256_sub_epi16(kept, _mm256_mullo_epi16(quotient, freq)), word_mask);
     const __m256i is_right = _mm256_cmpgt_epi32(freq, rest);
     const __m256i next = _mm256_add_epi32(_mm256_add_epi32(_mm256_slli_epi32(quotient, kScaleBits), rest),
@@ -166,7 +166,7 @@ CKSTORE_AVX2 inline __m128i four_slots(const std::uint32_t *slots, __m128i at) {
     return _mm_insert_epi32(found, static_cast<int>(slots[high >> 32]), 3);
 }
 
-// Decodes a symbol in each of eight lanes and takes the words that these need; returns their entries of the table.
+// Decodes a symbol in each of eight lanes and takes the words they need. Returns their table entries.
 CKSTORE_AVX2 inline __m256i pop(__m256i &state, const SlotTable &table, const std::uint8_t *&end) {
     const __m256i slot_mask = _mm256_set1_epi32(kScale - 1);
     const __m256i slot = _mm256_and_si256(state, slot_mask);
@@ -185,12 +185,12 @@ CKSTORE_AVX2 inline __m256i pop(__m256i &state, const SlotTable &table, const st
     return entry;
 }
 
-// The symbols of 16 lanes as words: half of a symbol lies on top of each word of its entry.
+// Returns the symbols of 16 lanes as words. The upper bits of each word of an entry hold half of the symbol.
 CKSTORE_AVX2 inline __m256i symbols_of(__m256i first, __m256i second) {
     const __m256i weights = _mm256_set1_epi32(16 << 16 | 1);
     const __m256i low = _mm256_madd_epi16(_mm256_srli_epi16(first, 12), weights);
     const __m256i high = _mm256_madd_epi16(_mm256_srli_epi16(second, 12), weights);
-    // Packing takes its words by halves of a vector.
+    // The pack instruction works on halves of a vector.
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
 }
 
@@ -212,7 +212,7 @@ CKSTORE_AVX2 bool decode_stream(Stream &stream, std::size_t steps) {
             const __m256i odd = symbols_of(first, pop(own[kHalf + g + 1], table, end));
             store_32(stream.plane + 2 * kEight * g, _mm256_or_si256(even[g / 2], _mm256_slli_epi16(odd, 8)));
         }
-        // A step takes at most 128 bytes, and so many before the words may be read.
+        // A step takes at most 128 bytes, and 128 bytes before the words may be read.
         if (end < stream.words) {
             return false;
         }
@@ -225,7 +225,7 @@ CKSTORE_AVX2 bool decode_stream(Stream &stream, std::size_t steps) {
     return true;
 }
 
-// One after the other: two tables at once are as long as the first-level cache of many processors.
+// Sequentially, because two tables fill the first-level cache of many processors.
 CKSTORE_AVX2 bool decode_steps(Stream *streams, std::size_t count, std::size_t steps) {
     for (std::size_t i = 0; i < count; ++i) {
         if (!decode_stream(streams[i], steps)) {
@@ -235,8 +235,8 @@ CKSTORE_AVX2 bool decode_steps(Stream *streams, std::size_t count, std::size_t s
     return true;
 }
 
-// Which symbols were seen, a bit each: the low half of a symbol chooses a byte, of `upper` if its highest bit is
-// set, and the rest of the high half a bit.
+// Set of symbols seen, one bit each. The low half of a symbol selects a byte, in `upper` if the highest bit of the
+// symbol is set; the rest of its high half selects the bit.
 struct Seen {
     __m256i lower, upper;
 
@@ -250,7 +250,7 @@ struct Seen {
     }
 
     CKSTORE_AVX2 bool has_all(__m256i symbols) const {
-        // Only indices without the highest bit choose; others make zeros.
+        // A shuffle index with the highest bit set gives zero.
         const __m256i index_mask = _mm256_set1_epi8(static_cast<char>(0x8F));
         const __m256i top = _mm256_set1_epi8(static_cast<char>(0x80));
         const __m256i bits = _mm256_broadcastsi128_si256(_mm_set1_epi64x(static_cast<long long>(0x8040201008040201u)));
@@ -267,7 +267,7 @@ CKSTORE_AVX2 void see_others(const std::uint8_t *bytes, std::size_t count, std::
     Seen known(seen);
     std::size_t i = 0;
     for (; i + 32 <= count; i += 32) {
-        // Fails at most once for each symbol.
+        // Taken at most once for each symbol.
         if (!known.has_all(load_32(bytes + i))) {
             kPortableLoops.see_others(bytes + i, 32, seen);
             known = Seen(seen);
@@ -301,7 +301,7 @@ CKSTORE_AVX2 std::size_t take_others(const std::uint8_t *plane, std::size_t coun
 CKSTORE_AVX2 void put_others(std::uint8_t *plane, std::size_t count, std::uint8_t common, const std::uint8_t *bitmap,
                              std::size_t other_count) {
     const __m128i commons = _mm_set1_epi8(static_cast<char>(common));
-    // What is left to be put never needs more room than is left: it is read before it is overwritten.
+    // The other bytes left never exceed the plane bytes left, so they are read before they are overwritten.
     const std::uint8_t *next = plane + count - other_count;
     std::size_t i = 0;
     for (; i + kEight <= count && next + kEight <= plane + count; i += kEight) {

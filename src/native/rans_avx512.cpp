@@ -3,7 +3,7 @@
 #ifdef CKSTORE_RANS_VECTORS
 
 #if defined(__GNUC__) && !defined(__clang__)
-// The vector headers of GCC 12 start from registers that they leave undefined on purpose.
+// The vector headers of GCC 12 use intentionally uninitialized registers.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
@@ -17,11 +17,11 @@
 namespace ckstore {
 namespace {
 
-// 32 lanes of a step are handled together, as 32 words: even lanes are the low words of double words.
+// 32 lanes of a step are processed together as 32 words; even lanes are the low words of double words.
 constexpr std::size_t kWords = 32;
 constexpr __mmask32 kOdd = 0xAAAAAAAAu;
 
-// 256 bytes to look up by byte, in four registers.
+// A table of 256 bytes in four registers, indexed by byte.
 struct Lookup {
     __m512i quarter[4];
 };
@@ -39,7 +39,7 @@ CKSTORE_AVX512 inline __m512i look_up(const Lookup &lookup, __m512i bytes, __mma
                                   _mm512_permutex2var_epi8(lookup.quarter[2], bytes, lookup.quarter[3]));
 }
 
-// Words that count down from 31: what encoding compresses upwards, decoding expands from the top.
+// Words that count down from 31, because decoding expands from the top what encoding compresses upwards.
 CKSTORE_AVX512 inline __m512i mirror() {
     alignas(64) std::uint16_t places[kWords];
     for (std::size_t i = 0; i < kWords; ++i) {
@@ -48,8 +48,8 @@ CKSTORE_AVX512 inline __m512i mirror() {
     return _mm512_load_si512(places);
 }
 
-// A little less than the reciprocal: 2^-21 outweighs all rounding here and later, so that a quotient, which is below
-// 2^20, is right or one too small. The error of 2^-14 at first is squared away.
+// Slightly less than the reciprocal. The margin of 2^-21 exceeds all rounding errors, so that a quotient, which is
+// below 2^20, is exact or one too small. One Newton step squares the initial error of 2^-14.
 CKSTORE_AVX512 inline __m512 reciprocal_of(__m512i freq) {
     const __m512 divisor = _mm512_cvtepi32_ps(freq);
     const __m512 rough = _mm512_rcp14_ps(divisor);
@@ -57,17 +57,17 @@ CKSTORE_AVX512 inline __m512 reciprocal_of(__m512i freq) {
     return _mm512_fmadd_ps(rough, error, rough);
 }
 
-// What coding one symbol in each of sixteen lanes takes.
+// Encoding data of one symbol in each of sixteen lanes.
 struct Codes {
     __m512i freq, start;
     __m512 reciprocal;
 };
 
-// Divides by the frequency and puts quotient, rest and start together, in sixteen lanes.
+// Divides by the frequency, and combines quotient, remainder and start, in sixteen lanes.
 CKSTORE_AVX512 inline __m512i put_together(__m512i state, const Codes &codes) {
     const __m512i freq = codes.freq;
     const __m512i quotient = _mm512_cvttps_epu32(_mm512_mul_ps(_mm512_cvtepu32_ps(state), codes.reciprocal));
-    // The rest is below 2^13: low words tell it, and their product is made sooner.
+    // The remainder is below 2^13, so low words suffice, and their product is faster.
     const __m512i rest = _mm512_maskz_sub_epi16(~kOdd, state, _mm512_mullo_epi16(quotient, freq));
     const __mmask16 is_over = _mm512_cmpge_epu32_mask(rest, freq);
     const __m512i next = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(quotient, kScaleBits), codes.start), rest);
@@ -79,13 +79,13 @@ struct Pair {
     __m512i even, odd;
 };
 
-// One symbol of each of 32 lanes; `freq` are the frequencies of both as words.
+// Encodes one symbol in each of 32 lanes; `freq` are their frequencies as words.
 CKSTORE_AVX512 inline void push(Pair &pair, __m512i freq, const Codes &even_codes, const Codes &odd_codes,
                                 std::uint8_t *&words) {
     const __m512i high = _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(pair.even, 16), pair.odd);
     const __m512i low = _mm512_mask_blend_epi16(kOdd, pair.even, _mm512_slli_epi32(pair.odd, 16));
     const __mmask32 is_full = _mm512_cmpge_epu16_mask(_mm512_srli_epi16(high, 4), freq);
-    // Stored whole, as a masked store is slow; what is too much is overwritten later.
+    // Stores the whole vector, because a masked store is slow; the excess is overwritten later.
     _mm512_storeu_si512(words, _mm512_maskz_compress_epi16(is_full, low));
     words += 2 * static_cast<unsigned>(__builtin_popcount(is_full));
     const __m512i kept_low = _mm512_mask_mov_epi16(low, is_full, high);
@@ -96,7 +96,7 @@ CKSTORE_AVX512 inline void push(Pair &pair, __m512i freq, const Codes &even_code
     pair.odd = put_together(odd, odd_codes);
 }
 
-// Codes of any symbols, looked up byte by byte.
+// Codes of arbitrary symbols, looked up by byte.
 struct ManySymbols {
     Lookup freq_low, freq_high, start_low, start_high;
 
@@ -136,7 +136,7 @@ struct ManySymbols {
     }
 };
 
-// Codes of at most 32 symbols, looked up by rank: fewer steps, and the exponents of weights are no more.
+// Codes of at most 32 symbols, looked up by rank, which is faster. Exponents of weights have at most 32 symbols.
 struct FewSymbols {
     static constexpr std::size_t kMax = 32;
     Lookup ranks;
@@ -160,7 +160,7 @@ struct FewSymbols {
         }
     }
 
-    // Only the lowest five bits of an index count.
+    // The instruction uses only the lowest five bits of an index.
     CKSTORE_AVX512 void push_ranks(Pair &pair, __m512i even, __m512i odd, std::uint8_t *&words) const {
         const __m512i word_mask = _mm512_set1_epi32(0xFFFF);
         const __m512i even_code = _mm512_permutex2var_epi32(code[0], even, code[1]);
@@ -209,7 +209,7 @@ struct Halves {
     __m512i high, low;
 };
 
-// One symbol of each of 32 lanes; returns them as words and takes what is needed from the end of the words.
+// Decodes one symbol in each of 32 lanes. Returns them as words, and takes the needed words from the end.
 CKSTORE_AVX512 inline __m512i pop(Halves &halves, const SlotTable &table, __m512i mirrored, const std::uint8_t *&end) {
     const __m512i slot_mask = _mm512_set1_epi32(kScale - 1);
     const __m512i word_mask = _mm512_set1_epi16(kScale - 1);
@@ -219,8 +219,8 @@ CKSTORE_AVX512 inline __m512i pop(Halves &halves, const SlotTable &table, __m512
     const __m512i first = _mm512_mask_blend_epi16(kOdd, even, _mm512_slli_epi32(odd, 16));
     const __m512i second = _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(even, 16), odd);
     const __m512i freq = _mm512_and_si512(second, word_mask);
-    // freq * (state >> 12) + slot - start, in halves: the product of the high word, four bits up, and a rest of
-    // at most 4095 * 15 + 4094, which fits a word.
+    // freq * (state >> 12) + slot - start, in halves: the product of the high word, shifted up by four bits, and a
+    // remainder of at most 4095 * 15 + 4094, which fits into a word.
     const __m512i rest = _mm512_add_epi16(_mm512_mullo_epi16(freq, _mm512_srli_epi16(halves.low, 12)),
                                           _mm512_and_si512(first, word_mask));
     const __m512i product = _mm512_mullo_epi16(freq, halves.high);
@@ -232,12 +232,12 @@ CKSTORE_AVX512 inline __m512i pop(Halves &halves, const SlotTable &table, __m512
     halves.low = _mm512_mask_expand_epi16(low, needs, fresh);
     halves.high = _mm512_mask_mov_epi16(high, needs, low);
     end -= 2 * static_cast<unsigned>(__builtin_popcount(needs));
-    // Half of the symbol lies on top of each word: (first >> 12) | (second >> 8 & 0xF0).
+    // The upper bits of each word hold half of the symbol: (first >> 12) | (second >> 8 & 0xF0).
     return _mm512_or_si512(_mm512_srli_epi16(first, 12),
                            _mm512_and_si512(_mm512_srli_epi16(second, 8), _mm512_set1_epi16(0xF0)));
 }
 
-// States of a stream, in the registers while its steps are decoded.
+// States of a stream, kept in registers while its steps are decoded.
 struct Lanes {
     Halves halves[2];
     const std::uint8_t *end;
@@ -285,7 +285,7 @@ CKSTORE_AVX512 inline bool decode_streams(Stream *streams, std::size_t steps) {
         for (std::size_t i = 0; i < kCount; ++i) {
             const __m512i second = pop(lanes[i].halves[1], *streams[i].table, mirrored, lanes[i].end);
             _mm512_storeu_si512(streams[i].plane + step * kLanes, _mm512_or_si512(first[i], _mm512_slli_epi16(second, 8)));
-            // A step takes at most 128 bytes, and so many before the words may be read.
+            // A step takes at most 128 bytes, and 128 bytes before the words may be read.
             if (lanes[i].end < streams[i].words) {
                 return false;
             }
@@ -298,10 +298,10 @@ CKSTORE_AVX512 inline bool decode_streams(Stream *streams, std::size_t steps) {
     return true;
 }
 
-// A mask of the first bytes of a vector, fewer than 64.
+// A mask of the first `count` bytes of a vector, fewer than 64.
 CKSTORE_AVX512 inline __mmask64 first_bytes(std::size_t count) { return ~(~0ull << count); }
 
-// Returns how many others there are in `bytes`, those inside the mask, and writes them and their bits.
+// Writes the other bytes in `bytes` that are inside the mask, and their bits. Returns their number.
 CKSTORE_AVX512 inline std::size_t take_step(__m512i bytes, __mmask64 inside, __m512i commons, std::uint8_t *bitmap,
                                             std::uint8_t *others) {
     const std::uint64_t set = _mm512_mask_cmpneq_epi8_mask(inside, bytes, commons);
@@ -316,7 +316,7 @@ CKSTORE_AVX512 void see_others(const std::uint8_t *bytes, std::size_t count, std
     for (; i + 64 <= count; i += 64) {
         const __m512i symbols = _mm512_loadu_si512(bytes + i);
         const __m512i found = look_up(lookup, symbols, _mm512_movepi8_mask(symbols));
-        // Happens at most once for each symbol.
+        // Taken at most once for each symbol.
         if (_mm512_testn_epi8_mask(found, found) != 0) {
             for (std::size_t j = 0; j < 64; ++j) {
                 seen[bytes[i + j]] = 0xFF;
@@ -362,7 +362,7 @@ CKSTORE_AVX512 std::size_t take_others(const std::uint8_t *plane, std::size_t co
 CKSTORE_AVX512 void put_others(std::uint8_t *plane, std::size_t count, std::uint8_t common,
                                const std::uint8_t *bitmap, std::size_t other_count) {
     const __m512i commons = _mm512_set1_epi8(static_cast<char>(common));
-    // What is left to be put never needs more room than is left: it is read before it is overwritten.
+    // The other bytes left never exceed the plane bytes left, so they are read before they are overwritten.
     const std::uint8_t *next = plane + count - other_count;
     std::size_t i = 0;
     for (; i + 64 <= count && next + 64 <= plane + count; i += 64) {

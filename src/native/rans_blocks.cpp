@@ -26,7 +26,7 @@ bool is_at_end(const Body &body) {
     if (body.stream.end != body.stream.words) {
         return false;
     }
-    // Coding began with every state at its lowest, so decoding must end there.
+    // Encoding starts with every state at its minimum, so decoding must end there.
     for (std::uint32_t state : body.states) {
         if (state != kLow) {
             return false;

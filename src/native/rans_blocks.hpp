@@ -1,4 +1,4 @@
-// Blocks of the plane coder, as docs/FORMAT.md, section 9, has them, and how their coded bodies are decoded in pairs.
+// Blocks of the plane coder (docs/FORMAT.md, section 9), and the decoding of their coded bodies in pairs.
 
 #pragma once
 
@@ -26,10 +26,10 @@ struct Piece {
     }
 };
 
-// The last table of a plane, and the one before it, which a body that waits for its turn may still need.
+// The last table of a plane, and the one before it, which a waiting body may still need.
 class TableReader {
 public:
-    // Returns the table that a block is coded with, or null if there is none; takes the block's own from the body.
+    // Returns the table of a block, or null if there is none. Reads the block's own table from the body.
     const SlotTable *table_of(Mode mode, Piece &body);
 
 private:
@@ -38,7 +38,7 @@ private:
     bool is_there_ = false;
 };
 
-// A coded body: what of it is to be decoded, and where to.
+// The rest of a coded body, and the destination of its bytes.
 struct Body {
     Stream stream;
     std::uint32_t states[kLanes];
@@ -47,15 +47,15 @@ struct Body {
     std::size_t rest_nbytes;
 };
 
-// Coded bodies are decoded two at a time, of whichever planes they are.
+// Decodes coded bodies two at a time, also of different planes.
 class Bodies {
 public:
     explicit Bodies(const Loops &loops) : loops_(loops) {}
 
-    // Opens a body, and decodes it if another one waits; returns false if it cannot be decoded.
+    // Opens a body, and decodes it together with a waiting one. Returns false if it is invalid.
     bool add(Piece coded, const SlotTable *table, std::uint8_t *plane, std::size_t count);
 
-    // Decodes what still waits.
+    // Decodes the waiting body.
     bool finish();
 
 private:
@@ -64,7 +64,7 @@ private:
     const Loops &loops_;
 };
 
-// Decodes the blocks of a plane, all of `payload`; some bodies may be left waiting, together with the tables.
+// Decodes the blocks of a plane, which are all of `payload`. A body may stay waiting, and still needs the tables.
 bool decode_blocks(Piece payload, std::uint8_t *plane, std::size_t count, TableReader &tables, Bodies &bodies);
 
 }  // namespace ckstore

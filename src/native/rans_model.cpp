@@ -8,7 +8,7 @@
 namespace ckstore {
 namespace {
 
-// Blocks from the one length on are sampled, those from the other one on less; a sample is runs of 64 bytes.
+// Blocks of at least the first length are sampled, and of at least the second one more sparsely, in runs of 64 bytes.
 constexpr std::size_t kSampledFrom = 16 * 1024;
 constexpr std::size_t kSampledLessFrom = 128 * 1024;
 constexpr unsigned kSpacing = 2;
@@ -28,7 +28,7 @@ std::size_t run_of_group(std::size_t group, unsigned spacing) {
     return (static_cast<std::uint32_t>(group) * 0x9E3779B1u) >> (32 - spacing);
 }
 
-// log2(kScale / freq) in 1/256 bits, rounded up: integers only, so that every machine decides alike.
+// log2(kScale / freq) in 1/256 bits, rounded up. Uses integers only, so that every machine decides the same.
 std::uint32_t cost_of(std::uint32_t freq) {
     unsigned whole = kScaleBits;
     while (!(freq >> whole)) {
@@ -65,7 +65,7 @@ const Costs &costs() {
 }  // namespace
 
 std::uint32_t count_sample(const std::uint8_t *bytes, std::size_t count, unsigned spacing, std::uint32_t *counts) {
-    // Several tables, so that equal neighbours do not wait for each other's increment.
+    // Several tables, because equal neighbours in one table would wait for each other's increment.
     std::uint32_t tables[4][kSymbols];
     std::memset(tables, 0, sizeof tables);
     const std::size_t groups = count / (kRun << spacing);
@@ -112,7 +112,7 @@ void set_model(const std::uint32_t *weights, std::uint32_t total, Model &model) 
         model.freq[s] = static_cast<std::uint16_t>(weights[s] != 0 && scaled == 0 ? 1 : scaled);
         rest -= model.freq[s];
     }
-    // What is over or missing goes to the most frequent symbol, the lowest of equals.
+    // The difference to kScale goes to the most frequent symbol, the lowest one of equals.
     while (rest != 0) {
         std::size_t largest = 0;
         for (std::size_t s = 1; s < kSymbols; ++s) {
@@ -120,7 +120,7 @@ void set_model(const std::uint32_t *weights, std::uint32_t total, Model &model) 
                 largest = s;
             }
         }
-        // No symbol may vanish, and no single one pays for all.
+        // Every symbol keeps a frequency of at least 1, and no single symbol pays the whole difference.
         const std::int32_t least = -static_cast<std::int32_t>(model.freq[largest] / 2);
         const std::int32_t change = rest < least ? least : rest;
         model.freq[largest] = static_cast<std::uint16_t>(model.freq[largest] + change);

@@ -24,7 +24,7 @@ std::uint8_t *encode_steps(const std::uint8_t *plane, std::size_t steps, const M
                 const std::uint32_t symbol = bytes[kHalves * i];
                 const std::uint32_t freq = model.freq[symbol];
                 const std::uint32_t state = own[i];
-                // Without a branch: whether a state is full is a coin toss that no predictor learns.
+                // Without a branch, because whether a state is full is unpredictable.
                 const std::uint32_t is_full = (state >> 20) >= freq ? 1u : 0u;
                 put_u16(words, state & 0xFFFF);
                 words += 2 * is_full;
@@ -54,7 +54,7 @@ bool decode_stream(Stream &stream, std::size_t steps) {
                 end -= 2 * needs;
             }
         }
-        // A step takes at most 128 bytes, and so many before the words may be read.
+        // A step takes at most 128 bytes, and 128 bytes before the words may be read.
         if (end < stream.words) {
             return false;
         }
@@ -101,7 +101,7 @@ void put_others(std::uint8_t *plane, std::size_t count, std::uint8_t common, con
                 std::size_t other_count) {
     const std::uint8_t *next = plane + count - other_count;
     for (std::size_t i = 0; i < count; ++i) {
-        // What is left to be put never needs more room than is left.
+        // The other bytes left never exceed the plane bytes left.
         const std::uint32_t is_other = bitmap[i / 8] >> (i % 8) & 1u;
         const std::uint8_t byte = is_other ? *next : common;
         plane[i] = byte;

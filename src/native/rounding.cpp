@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::uint32_t kInfinity = 0x7F800000;
 
-// Elements compared before the verdict is looked at.
+// Elements compared before the result is checked.
 constexpr std::size_t kBlock = 4096;
 
 CKSTORE_INLINE std::uint32_t to_bf16(std::uint32_t word) {
@@ -19,7 +19,7 @@ CKSTORE_INLINE std::uint32_t to_fp16(std::uint32_t word) {
     const std::uint32_t magnitude = word & 0x7FFFFFFF;
     // Exponent bias 15 instead of 127, and 13 bits of the mantissa rounded away.
     const std::uint32_t normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
-    // Next to a half, the unit of the last place is that of the subnormal numbers: the addition rounds to it.
+    // Next to 0.5, the unit in the last place equals that of fp16 subnormals, so the addition rounds to it.
     const std::uint32_t below = magnitude < 0x38800000 ? magnitude : 0x38800000;
     float small;
     std::memcpy(&small, &below, sizeof small);

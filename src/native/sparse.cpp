@@ -11,9 +11,9 @@
 namespace ckstore {
 namespace {
 
-constexpr std::size_t kHeader = 9;      // the common byte (u8), how many others (u32), length of the coded bitmap (u32)
-constexpr std::size_t kOthersPart = 4;  // at most one byte in four is another
-constexpr unsigned kSpacing = 6;        // one run in 64 tells which byte is common
+constexpr std::size_t kHeader = 9;      // common byte (u8), number of others (u32), length of coded bitmap (u32)
+constexpr std::size_t kOthersPart = 4;  // at most one byte in four differs
+constexpr unsigned kSpacing = 6;        // one run in 64 is sampled to find the common byte
 
 CKSTORE_CLONES std::size_t count_bits(const std::uint8_t *bitmap, std::size_t nbytes) {
     std::size_t bits = 0;
@@ -21,7 +21,7 @@ CKSTORE_CLONES std::size_t count_bits(const std::uint8_t *bitmap, std::size_t nb
     for (; i + 8 <= nbytes; i += 8) {
         std::uint64_t word;
         std::memcpy(&word, bitmap + i, sizeof word);
-        // Bits of pairs, of halves of bytes, of bytes, of the word.
+        // Counts the bits of pairs, half-bytes, bytes, and the word.
         word -= word >> 1 & 0x5555555555555555u;
         word = (word & 0x3333333333333333u) + (word >> 2 & 0x3333333333333333u);
         word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0Fu;
@@ -50,7 +50,7 @@ std::size_t sparse_encode(const std::uint8_t *plane, std::size_t count, std::uin
     if (total - counts[common] > total / kOthersPart) {
         return 0;
     }
-    // Bitmap and others lie at the end of the room; what they are coded to ends far before that.
+    // Bitmap and other bytes are at the end of `out`; their coded form ends long before that.
     const std::size_t limit = count / kOthersPart;
     const std::size_t bitmap_nbytes = (count + 7) / 8;
     std::uint8_t *const others = out + rans_bound(count) - limit - kLanes;
@@ -85,7 +85,7 @@ bool sparse_decode(const std::uint8_t *payload, std::size_t nbytes, std::uint8_t
     TableReader bitmap_tables;
     TableReader tables;
     Bodies bodies(loops);
-    // The others are decoded to the end of the plane, from where they are spread.
+    // The other bytes are decoded to the end of the plane and then spread.
     if (!decode_blocks(coded_bitmap, bitmap, bitmap_nbytes, bitmap_tables, bodies) ||
         !decode_blocks(coded_others, plane + count - other_count, other_count, tables, bodies) || !bodies.finish()) {
         return false;

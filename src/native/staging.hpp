@@ -1,4 +1,4 @@
-// Copies a state from where it lies into a staging area, a unit at a time, on as many threads as call.
+// Copies a state into a staging area, one unit at a time, on every thread that calls `copy_units`.
 
 #pragma once
 
@@ -7,26 +7,25 @@
 
 namespace ckstore {
 
-// What the threads of one staging share. Row i of `table` is three words: source address, destination address, length;
-// the rows of unit u are those from firsts[u] up to firsts[u + 1].
+// Shared by the threads that stage one state. Row i of `table` is three words: source, destination, length. Unit u has the rows from firsts[u] up to firsts[u + 1].
 struct Units {
     const std::uint64_t *table;
     const std::uint64_t *firsts;
     std::size_t count;
     std::uint8_t *marks;
     std::uint64_t *turn;
-    // An eventfd that tells whoever waits for marks, or -1.
+    // An eventfd that wakes the thread waiting for marks, or -1.
     int bell;
 };
 
-// Takes units by counting `turn` up until there are no more, copies each, and marks it when its bytes are there.
-// Returns how many this call has copied.
+// Takes units by incrementing `turn`, copies each one, and then marks it. Returns the number of units copied
+// by this call.
 std::size_t copy_units(const Units &units);
 
-// A device runtime's function that begins a copy: destination, source, length, kind, stream. 0: it has begun.
+// A device runtime's function that starts a copy: destination, source, length, kind, stream. Returns 0 on success.
 using Launch = int (*)(void *, const void *, std::size_t, int, void *);
 
-// Calls it for each row of a table as in `Units`, until one fails; returns what that returned, or 0.
+// Calls it for each row of a table as in `Units`, until one call fails. Returns the error code of that call, or 0.
 int launch_copies(Launch launch, const std::uint64_t *table, std::size_t count, int kind, void *stream);
 
 }  // namespace ckstore

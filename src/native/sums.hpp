@@ -1,4 +1,4 @@
-// Sums in lanes that take turns, and are then added in halves: an order that every machine can keep.
+// Sums in interleaved lanes that are then added in halves, an order that every machine can reproduce.
 
 #pragma once
 
@@ -22,7 +22,7 @@ CKSTORE_INLINE double folded(const double *lanes, std::size_t count) {
     return sums[0];
 }
 
-// Adds the values of a row, or their squares, to the sums of their columns; returns their own.
+// Adds the values of a row, or their squares, to the sums of their columns. Returns the sum of the row.
 template <bool kSquared>
 CKSTORE_INLINE double sum_row(const float *x, double *column, std::size_t width) {
     double lanes[kRowLanes] = {};
@@ -44,7 +44,7 @@ CKSTORE_INLINE double sum_row(const float *x, double *column, std::size_t width)
     return folded(lanes, kRowLanes);
 }
 
-// Adds the squares of a tile to lanes; beyond the last element are zeros, which change no sum.
+// Adds the squares of a tile to the lanes. The tile is padded with zeros, which do not change the sums.
 template <std::size_t kCount>
 CKSTORE_INLINE void add_squares(const double *values, double *lanes) {
     double squares[kCount];

@@ -1,4 +1,4 @@
-// What the loops over elements share: tiles of words that stay in registers, and byte planes of them.
+// Shared by the loops over elements: tiles of words that stay in registers, and their byte planes.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace ckstore {
 
-// Elements handled at once: small enough to stay in registers and the first-level cache, a multiple of every
-// vector length, and a constant, so that compilers turn the inner loops into vector code.
+// Elements per tile. Small enough for registers and the first-level cache, a multiple of every vector length, and
+// constant, so that compilers vectorize the inner loops.
 constexpr std::size_t kTile = 64;
 
 template <class Word>
@@ -27,8 +27,8 @@ CKSTORE_INLINE Word from_little_endian(Word word) {
 #endif
 }
 
-// One element at a time, in loops of constant length: for larger pieces compilers put in string instructions,
-// which are slow to start.
+// One element at a time in loops of constant length, because compilers replace longer copies by string instructions,
+// which start slowly.
 template <class Word>
 CKSTORE_INLINE void load_tile(const std::uint8_t *source, Word *words, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) {

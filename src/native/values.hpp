@@ -26,14 +26,14 @@ CKSTORE_INLINE std::uint32_t word_of(float value) {
 CKSTORE_INLINE std::uint32_t from_fp16(std::uint32_t half) {
     const std::uint32_t magnitude = half & 0x7FFF;
     const std::uint32_t normal = (magnitude << 13) + 0x38000000;
-    // The least subnormal number is 2^-24; the product is exact.
+    // The smallest subnormal is 2^-24; the product is exact.
     const std::uint32_t subnormal = word_of(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 5.9604644775390625e-08f);
     const std::uint32_t special = (magnitude << 13) + 0x70000000;
     const std::uint32_t finite = magnitude < 0x400 ? subnormal : normal;
     return (magnitude >= 0x7C00 ? special : finite) | (half & 0x8000) << 16;
 }
 
-// Calls `body(row, column, start, count)` for each row of a matrix, or the part of it that the chunk has.
+// Calls `body(row, column, start, count)` for each row of a matrix, or for the part of it in the chunk.
 template <class Body>
 CKSTORE_INLINE void for_rows(Matrix matrix, Body body) {
     std::size_t start = 0, left = matrix.phase;
@@ -45,7 +45,7 @@ CKSTORE_INLINE void for_rows(Matrix matrix, Body body) {
     }
 }
 
-// Reads `count` elements from element `start` on; at most a tile.
+// Reads at most one tile: `count` elements from element `start` on.
 template <int kKind>
 CKSTORE_INLINE void load_values(const std::uint8_t *source, std::size_t start, float *values, std::size_t count) {
     if constexpr (kKind == kValueFp32) {

@@ -19,10 +19,21 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 from ckstore.concurrency import map_in_threads
+from ckstore.errors import UsageError
 from ckstore.io.buffers import AlignedBuffer, BufferPool
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+_INVALID_PARTS = frozenset({"", ".", ".."})
+
+
+def checked_name(name: str) -> str:
+    """Return a name that is empty (the root) or a relative path inside the root; else raise UsageError."""
+    if "\0" in name or (name and not _INVALID_PARTS.isdisjoint(name.split("/"))):
+        raise UsageError("a name must be relative, without empty parts, '.' and '..'", where=repr(name))
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing import Literal
 
 from ckstore.config import EngineName
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
-from ckstore.io.backend import FileInfo, FileLock, PackSink, ReadFile, ReadRequest, ReadResult
+from ckstore.io.backend import FileInfo, FileLock, PackSink, ReadFile, ReadRequest, ReadResult, checked_name
 from ckstore.io.buffers import BufferPool
 from ckstore.io.direct_io import Engine, IoQueue, choose_engine, supports_direct_io
 from ckstore.io.local_packs import LocalPackSink, LocalReadFile, RangeReader
@@ -31,7 +31,6 @@ from ckstore.io.ownership import Ownership, Sharing, ownership_of
 from ckstore.io.syscalls import medium_error, medium_errors, rename_noreplace
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_INVALID_PARTS = frozenset({"", ".", ".."})
 _FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV})
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
@@ -66,7 +65,7 @@ class LocalBackend:
         self._try_direct = try_direct
         self._sharing = sharing
         self._ownership_cache: Ownership | None = None
-        self._takes_direct: bool | None = None
+        self._supports_direct: bool | None = None
         self._chosen: tuple[Engine, str] | None = None
         self._queues: dict[str, IoQueue] = {}
         self._pid = os.getpid()
@@ -90,9 +89,9 @@ class LocalBackend:
     @property
     def is_direct(self) -> bool:
         """True if packs are written with O_DIRECT."""
-        if self._takes_direct is None:
-            self._takes_direct = self._try_direct and supports_direct_io(self.root)
-        return self._takes_direct
+        if self._supports_direct is None:
+            self._supports_direct = self._try_direct and supports_direct_io(self.root)
+        return self._supports_direct
 
     def location_of(self, name: str) -> str:
         """Return the full path of a name."""
@@ -361,11 +360,7 @@ class LocalBackend:
 
     def _path(self, name: str) -> str:
         # A str and not a Path: a commit names many files, and creating a Path takes longer than a stat call.
-        if not name:
-            return self._root
-        if "\0" in name or not _INVALID_PARTS.isdisjoint(name.split("/")):
-            raise UsageError("a name must be relative, without empty parts, '.' and '..'", where=repr(name))
-        return os.path.join(self._root, name)
+        return os.path.join(self._root, checked_name(name)) if name else self._root
 
     def _open_lock(self, folder: int, last: str, path: str) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW

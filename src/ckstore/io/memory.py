@@ -13,7 +13,7 @@ from typing import Any
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedError, UsageError
-from ckstore.io.backend import Backend, FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
+from ckstore.io.backend import Backend, FileInfo, PackSink, ReadFile, ReadRequest, ReadResult, checked_name
 from ckstore.io.buffers import AlignedBuffer, BufferPool
 from ckstore.io.syscalls import PAGE_NBYTES
 
@@ -98,19 +98,19 @@ class MemoryBackend:
 
     def location_of(self, name: str) -> str:
         """Return the name with a scheme, for messages."""
-        return f"memory:{_checked(name)}"
+        return f"memory:{checked_name(name)}"
 
     def stat(self, name: str) -> FileInfo | None:
         """Return size and time, or None if the name does not exist. A folder has size 0."""
         with self._lock:
-            file = self._files.get(_checked(name))
+            file = self._files.get(checked_name(name))
             if file is not None:
                 return FileInfo(len(file.content), file.modified_ns)
             return FileInfo(0, 0) if name in self._folders else None
 
     def list_names(self, folder: str) -> list[str]:
         """Return the sorted names in a folder; empty if it does not exist."""
-        prefix = f"{_checked(folder)}/" if folder else ""
+        prefix = f"{checked_name(folder)}/" if folder else ""
         with self._lock:
             names = [*self._files, *self._folders]
         tails = (name[len(prefix) :] for name in names if name.startswith(prefix))
@@ -130,7 +130,7 @@ class MemoryBackend:
     def make_folder(self, name: str) -> bool:
         """Create a folder and its parents. Return True if it is new."""
         with self._lock:
-            if _checked(name) in self._files:
+            if checked_name(name) in self._files:
                 raise FileExistsError(name)
             if name in self._folders:
                 return False
@@ -174,7 +174,7 @@ class MemoryBackend:
     def remove_folder(self, name: str) -> None:
         """Remove an empty folder."""
         with self._lock:
-            if _checked(name) not in self._folders:
+            if checked_name(name) not in self._folders:
                 raise FileNotFoundError(name)
             if self.list_names(name):
                 raise BackendError("removing a folder failed (ENOTEMPTY)", where=self.location_of(name))
@@ -189,7 +189,7 @@ class MemoryBackend:
     def sync_folder(self, name: str) -> None:
         """Count a sync of a folder."""
         with self._lock:
-            if _checked(name) not in self._folders:
+            if checked_name(name) not in self._folders:
                 raise FileNotFoundError(name)
             self.syncs[name] += 1
 
@@ -234,12 +234,12 @@ class MemoryBackend:
 
     def _find(self, name: str) -> _File:
         with self._lock:
-            if _checked(name) not in self._files:
+            if checked_name(name) not in self._files:
                 raise FileNotFoundError(name)
             return self._files[name]
 
     def _add(self, name: str, file: _File) -> None:
-        self._check_folder_of(_checked(name))
+        self._check_folder_of(checked_name(name))
         if name in self._files or name in self._folders:
             raise FileExistsError(name)
         self._files[name] = file
@@ -356,12 +356,6 @@ class DiscardingBackend:
 
     def unlink(self, name: str) -> None:
         """Do nothing."""
-
-
-def _checked(name: str) -> str:
-    if "\0" in name or (name and any(part in ("", ".", "..") for part in name.split("/"))):
-        raise UsageError("a name must be relative, without empty parts, '.' and '..'", where=repr(name))
-    return name
 
 
 def _folder_of(name: str) -> str:

@@ -1,24 +1,16 @@
-"""Copy checkpoints of a store to another place, where they are a store of the same identity, and prove that they are.
+"""Copy packs and manifests of a store to another place, and check that they arrived.
 
-What is copied can be opened there as a store of its own: ``store.json``, packs, claims and manifests have the names
-that they have here, and a manifest there says of every pack that it is local.
-
-Invariants:
-- A manifest is put only after every pack that it names was seen there, with its size and its directory's digest.
-- What lies there under a name of ours and is not ours is told, never replaced.
-- A pack that is in place in a folder was durable before it got its name.
-
-Read a pack from afar in a few long requests at once, and write it block by block as it comes.
+The copy can be opened as a store of its own: ``store.json``, packs, claims and manifests have the same names, and its
+manifests say that every pack is local. ``PackCopy`` copies packs, ``StoreCopy`` creates the store and puts manifests,
+``forget_tier`` removes the name of an unused tier.
 
 Invariants:
-- Every block of a pack is written once, whole; a span that breaks off goes on where it was.
-- Whatever fails, nothing is read or written any more when this returns, and every buffer is given back.
-
-Forget a tier that nothing names: one that was mistyped, or that is not wanted any more.
-
-Invariants:
-- What names a tier can find it: it is looked for before the tier is forgotten, and once more after that. A push
-  publishes what names the tier first, and sees to its address second; one of the two sees the other.
+- A manifest is put only after every pack that it names was found there with its size and directory digest.
+- A different file under one of our names is reported and never replaced.
+- In a folder a pack is durable before it gets its name. Every block of a pack is written once, completely.
+- If copying fails, nothing is read or written when the function returns, and every buffer is released.
+- ``forget_tier`` searches for manifests that name the tier before and after it removes the name. A push publishes such
+  a manifest first and checks the address of the tier afterwards. One of the two therefore notices the other.
 """
 
 from __future__ import annotations
@@ -57,20 +49,22 @@ from ckstore.store.tier_checks import NOT_OURS, check_pack, forget_turns
 
 BLOCK_NBYTES = 4 * MIB
 SPAN_NBYTES = 512 * MIB
-"""One request. Some servers read an object whole for each range of it; large packs still come in several at once."""
+"""Bytes per request. Large, because some servers read the whole object for each range of it."""
 
 SPANS_AT_ONCE = 3
 
 
-def send_spans(file: Streaming, nbytes: int, sink: PackSink, pool: BufferPool, *, at_once: int = SPANS_AT_ONCE) -> None:
-    """Read a whole pack, and hand it to a sink in blocks of ``BLOCK_NBYTES``; the last one may be shorter.
+def send_spans(
+    file: Streaming, nbytes: int, sink: PackSink, pool: BufferPool, *, request_count: int = SPANS_AT_ONCE
+) -> None:
+    """Read a whole pack with a few long concurrent requests, and write it in blocks of ``BLOCK_NBYTES``.
 
     Args:
         file: The pack.
         nbytes: Its size, a multiple of 4096.
-        sink: Where it goes.
-        pool: Blocks; more of them than spans that are read at once.
-        at_once: How many spans.
+        sink: Where to write it.
+        pool: Buffers of ``BLOCK_NBYTES``; more of them than concurrent requests.
+        request_count: Number of concurrent requests.
     """
     stop = Latch()
 
@@ -79,7 +73,7 @@ def send_spans(file: Streaming, nbytes: int, sink: PackSink, pool: BufferPool, *
         _send_span(file.stream_at(begin, count, piece_nbytes=BLOCK_NBYTES), begin, sink, pool, stop)
 
     begins = range(0, nbytes, SPAN_NBYTES)
-    for _ in map_in_threads(send, begins, count_max=at_once, name="ckstore-copy", on_stop=stop.set):
+    for _ in map_in_threads(send, begins, count_max=request_count, name="ckstore-copy", on_stop=stop.set):
         pass
 
 
@@ -109,116 +103,118 @@ def _send_span(pieces: Iterable[memoryview], offset: int, sink: PackSink, pool: 
 
 
 def forget_tier(repository: Repository, tier: str) -> str:
-    """Forget a tier, and return where it was; what lies there stays.
+    """Remove a tier from the configuration and return its address. Its files are not changed.
 
     Args:
         repository: The store.
-        tier: Its name.
+        tier: Name of the tier.
 
     Raises:
         NotFoundError: There is no such tier.
-        UsageError: Manifests name it.
-        ConflictError: A manifest cannot be read, and may name it; or one names it since it was looked for.
+        UsageError: A manifest names it.
+        ConflictError: A manifest cannot be read, so it may name the tier; or a new manifest names it.
     """
     address, where = repository.tiers.addresses().get(tier), repository.backend.location_of(paths.CONFIG_FILE)
     if address is None:
-        known = ", ".join(repository.tiers.addresses()) or "none"
-        raise NotFoundError(f"there is no tier {tier!r}", where=where, todo=f"tiers there are: {known}")
+        names = ", ".join(repository.tiers.addresses()) or "none"
+        raise NotFoundError(f"there is no tier {tier!r}", where=where, todo=f"existing tiers: {names}")
     user = next(_users(repository, tier), None)
     if user is not None:
         raise UsageError(
             f"{user} names the tier {tier!r}",
             where=address,
-            todo="`ckstore pull` brings checkpoints back from there, and `ckstore trash purge` frees what was replaced",
+            todo="bring its checkpoints back with `ckstore pull`, then run `ckstore trash purge`",
         )
     repository.tiers.forget(tier)
     user = next(_users(repository, tier), None)
     if user is not None:
         repository.tiers.name_for(address, name=tier)
-        raise ConflictError(f"{user} has come to name the tier {tier!r}, which stays", where=address, todo="try again")
+        raise ConflictError(
+            f"{user} now names the tier {tier!r}, so it was not removed", where=address, todo="try again"
+        )
     forget_turns(repository, tier)
     return address
 
 
 def require_unused(repository: Repository, place: Backend) -> None:
-    """Check, of a place where nothing is, that no checkpoint is said to be there; then it may be made anew.
+    """Check that no checkpoint is in an empty place before a new store is created there.
 
     Raises:
-        UnreachableError: One is; a new store there would pass for the one that holds it.
-        ConflictError: A manifest cannot be read, and may say so.
+        UnreachableError: A manifest says that its packs are there. A new store would hide that they are missing.
+        ConflictError: A manifest cannot be read, so it may name the place.
     """
     tier = repository.tiers.name_at(place.root)
     user = None if tier is None else next(_users(repository, tier), None)
     if user is not None:
         raise UnreachableError(
-            f"{user} is in the tier {tier!r}, and nothing is there",
+            f"{user} is in the tier {tier!r}, but the place is empty",
             where=place.root,
-            todo="mount its file system, or bring back what was there; then try again",
+            todo="mount its file system, or restore its files; then try again",
         )
     if tier is not None:
         forget_turns(repository, tier)
 
 
 def _users(repository: Repository, tier: str) -> Iterator[str]:
-    """Yield what names a tier, in words; manifests in the trash can be brought back, and count."""
+    """Yield a description of everything that names a tier, including manifests in the trash, which can be restored."""
     marker = Marker(repository)
-    look = marker.mark()
-    if look.unreadable:
-        bad = look.unreadable[0]
+    marks = marker.mark()
+    if marks.unreadable:
+        bad = marks.unreadable[0]
         raise ConflictError(
-            f"a manifest cannot be read, and may name the tier {tier!r}: {bad.problem}",
+            f"a manifest cannot be read, so it may name the tier {tier!r}: {bad.problem}",
             where=repository.backend.location_of(bad.path),
-            todo="`ckstore verify` tells more",
+            todo="run `ckstore verify` for details",
         )
-    for marked in look.manifests.values():
+    for marked in marks.manifests.values():
         if any(pack.tier == tier for pack in marker.packs_of(marked)):
             yield f"seq {marked.name.seq} (step {marked.name.step}) of run {marked.name.run!r}"
-    if any(tier.encode() in content for content in look.quarantined):
+    if any(tier.encode() in content for content in marks.quarantined):
         yield "a manifest in quarantine"
     for folder in repository.trash.contents():
         for trashed in folder.manifests:
             try:
                 marked, _ = marker.read(trashed.name, trashed.path)
             except FileNotFoundError:
-                # Purged or brought back meanwhile; brought back, it is seen in place by whoever looks again.
+                # Purged or undeleted meanwhile. forget_tier checks again and finds an undeleted one in its place.
                 continue
             except UNREADABLE as error:
-                yield f"what cannot be read in the trash ({error.what}) perhaps"
+                yield f"possibly an unreadable manifest in the trash ({error.what})"
                 continue
             if any(pack.tier == tier for pack in marker.packs_of(marked)):
-                yield f"seq {trashed.name.seq} of run {trashed.name.run!r}, in the trash,"
+                yield f"seq {trashed.name.seq} of run {trashed.name.run!r} (in the trash)"
 
 
 PACKS_AT_ONCE = 3
 BLOCKS_PER_PACK = 6
-"""Of each pack that is being copied so much lies in buffers, and in parts on their way."""
+"""Buffers per pack being copied."""
 
 _TRIES = 3
 
 
 class RelocatedError(ConflictError):
-    """The name of a manifest is taken by the same checkpoint in other places: one of both was rewritten."""
+    """A manifest of the same checkpoint has the name there but names other packs: one of the two was rewritten."""
 
 
 class PackCheck(Protocol):
-    """Checks every byte of a pack that arrives, and raises where they are not its own."""
+    """Checks every byte of a pack, and raises if they are not the bytes of the pack."""
 
     def __call__(self, pack: PackRef, file: ReadFile, *, is_new: bool) -> None:
-        """Check a file that holds a pack: one that was just copied and has no name yet, or one that lay there."""
+        """Check a file that holds a pack: a new copy without its final name, or a file that existed already."""
         ...
 
 
 class PackCopy:
-    """Copies packs to one place, several at once, each once.
+    """Copies packs to one place, several concurrently, each one once.
 
     Args:
-        repository: The store that they belong to.
-        target: Where they go.
-        reads_back: Read every pack there whole, and compare.
-        check: Checks a pack by itself before it gets its name there, and one that lies there already; for places where
-            what is there is believed and not compared again.
-        check_new: Checks a pack by itself before it gets its name there; one that lies there already is compared.
-        on_bytes: Called with bytes that were copied or found to be there, from any thread.
+        repository: The store of the packs.
+        target: Where to copy them.
+        reads_back: Read every copied pack back and compare it with the source.
+        check: Checks new packs before they get their name, and existing packs instead of comparing them with the
+            source.
+        check_new: Checks new packs only; packs that exist there already are compared with the source.
+        on_bytes: Called with the bytes of each pack copied or found; from any thread.
     """
 
     def __init__(
@@ -240,15 +236,15 @@ class PackCopy:
         self._lock = threading.Lock()
         self._seen: set[PackId] = set()
         self.copied: dict[PackId, int] = {}
-        """Packs that were copied, and their sizes."""
+        """Copied packs and their sizes."""
 
     def run(self, packs: Iterable[PackRef]) -> None:
-        """Copy what is not there yet, and see all of them there.
+        """Copy the missing packs, and check that all packs are there.
 
         Raises:
-            CorruptError: A pack there is another one; or one here is damaged or missing.
+            CorruptError: A pack there has other bytes, or a pack here is damaged or missing.
             CapacityError: The place is full.
-            BackendError: It does not answer.
+            BackendError: The place does not respond.
         """
         wanted = [pack for pack in packs if pack.pack_id not in self._seen]
         for _ in map_in_threads(self._copy, wanted, count_max=PACKS_AT_ONCE, name="ckstore-copy"):
@@ -259,7 +255,7 @@ class PackCopy:
         if self._check is not None and not is_new:
             self._check_file(self._check, pack, paths.pack_name(pack.pack_id), is_new=False)
         elif self._reads_back or not is_new:
-            # What lay there already is not believed: it may have been changed since.
+            # An existing pack may have been changed since it was copied.
             self._read_back(pack)
         with self._lock:
             self._seen.add(pack.pack_id)
@@ -268,7 +264,7 @@ class PackCopy:
         self._on_bytes(pack.nbytes)
 
     def _ensure(self, pack: PackRef) -> bool:
-        """Write a pack unless it is there, and see it there; return whether it was written."""
+        """Write a pack unless it exists, and check that it exists. Return True if it was written."""
         is_new = False
         for _ in range(_TRIES):
             if self._target.stat(paths.pack_name(pack.pack_id)) is None:
@@ -278,10 +274,10 @@ class PackCopy:
                 self._see(pack, is_new=is_new)
                 return is_new
             except FileNotFoundError:
-                # What was said to be there was not, or has gone again.
+                # The pack was removed between the two calls.
                 continue
         raise CorruptError(
-            "a pack that was just written is not there",
+            "a pack does not exist right after it was written",
             where=self._target.location_of(paths.pack_name(pack.pack_id)),
             todo=NOT_OURS,
         )
@@ -301,7 +297,7 @@ class PackCopy:
     def _write_once(self, pack: PackRef, file: ReadFile) -> None:
         name, target = paths.pack_name(pack.pack_id), self._target
         if isinstance(target, Distant):
-            # It appears whole or not at all, so that only its source can be checked before it does.
+            # An object has no draft, so the source is checked before the object is written.
             if self._check_new is not None:
                 self._check_new(pack, file, is_new=True)
             with contextlib.suppress(FileExistsError):
@@ -332,9 +328,9 @@ class PackCopy:
         try:
             with BufferPool(BLOCK_NBYTES, BLOCKS_PER_PACK) as pool:
                 if isinstance(file, Streaming):
-                    # What goes on to another bucket goes in order, and would wait.
-                    at_once = 1 if isinstance(self._target, Distant) else SPANS_AT_ONCE
-                    send_spans(file, pack.nbytes, sink, pool, at_once=at_once)
+                    # An upload takes blocks in order, so concurrent reads would wait for each other.
+                    request_count = 1 if isinstance(self._target, Distant) else SPANS_AT_ONCE
+                    send_spans(file, pack.nbytes, sink, pool, request_count=request_count)
                 else:
                     self._send_blocks(file, pack, sink, pool)
                 sink.finish(pack.nbytes)
@@ -347,17 +343,19 @@ class PackCopy:
             for result in results:
                 if len(result.view) != min(BLOCK_NBYTES, pack.nbytes - result.tag):
                     result.release()
-                    raise CorruptError("a pack ends early", where=file.name, pack_id=pack.pack_id.hex())
-                # The blocks begin where pages do, so that a range lies at the front of its buffer.
+                    raise CorruptError(
+                        "a pack is shorter than its manifest says", where=file.name, pack_id=pack.pack_id.hex()
+                    )
+                # Blocks start on pages, so the bytes of a result are at the start of its buffer.
                 sink.write(result.buffer, len(result.view), result.tag)
         finally:
             results.close()  # type: ignore[attr-defined]
 
     def _see(self, pack: PackRef, *, is_new: bool) -> None:
-        """See that a pack lies there; of one that this process has just written to a bucket, its size says enough.
+        """Check that a pack is there. For an object that this process has just uploaded, only the size is checked.
 
-        Its parts were sent from a pack that was read whole, and the directory is compared before anything here is
-        freed (``tier_proof``).
+        Its bytes came from a pack that was read completely, and ``tier_checks`` compares the directory before any local
+        pack is freed.
         """
         if not (is_new and isinstance(self._target, Distant)):
             self.check(pack)
@@ -371,16 +369,16 @@ class PackCopy:
             raise CorruptError(f"a pack of {pack.nbytes} bytes has {info.nbytes} there", where=where, todo=NOT_OURS)
 
     def check(self, pack: PackRef) -> None:
-        """See that a pack lies there, with its size and the digest of its directory.
+        """Check that a pack is there, with its size and directory digest.
 
         Raises:
-            FileNotFoundError: There is none.
-            CorruptError: It is another one.
+            FileNotFoundError: It does not exist.
+            CorruptError: It is a different file.
         """
         check_pack(self._repository, self._target, pack)
 
     def _read_back(self, pack: PackRef) -> None:
-        """Compare every byte there with what lies here."""
+        """Compare every byte of a pack there with the pack here."""
         name = paths.pack_name(pack.pack_id)
         here, there = open_pack(self._repository, pack, keeps_ranges=False), self._target.open_read(name)
         try:
@@ -392,7 +390,7 @@ class PackCopy:
                         raise ChecksumError(
                             f"a pack differs from the one here within {BLOCK_NBYTES} bytes of offset {result.tag}",
                             where=self._target.location_of(name),
-                            todo="`ckstore verify` tells which is damaged; nothing here was let go of",
+                            todo="run `ckstore verify` on both to see which one is damaged; nothing was deleted here",
                             pack_id=pack.pack_id.hex(),
                         )
         finally:
@@ -407,11 +405,11 @@ def _blocks(file: ReadFile, nbytes: int) -> Iterator[ReadRequest]:
 
 
 class StoreCopy:
-    """The store that a copy of this store's checkpoints is.
+    """The store in another place that holds copies of this store's checkpoints.
 
     Args:
         repository: This store.
-        target: Where the copy is.
+        target: The other place.
     """
 
     def __init__(self, repository: Repository, target: Backend) -> None:
@@ -419,11 +417,11 @@ class StoreCopy:
         self._target = target
 
     def prepare(self) -> None:
-        """Make it a store, with this one's identity, if nothing is there and nothing was.
+        """Create a store with the identity of this one, unless it exists.
 
         Raises:
-            UsageError: Something else is there, or another store.
-            UnreachableError: It is a tier that checkpoints are in, and nothing is there.
+            UsageError: The place holds other files, or another store.
+            UnreachableError: The place is empty although it is a tier with checkpoints.
         """
         try:
             found = self._target.read_bytes(paths.STORE_FILE, nbytes_max=RECORD_NBYTES_MAX)
@@ -432,48 +430,50 @@ class StoreCopy:
         record = decode_record(found, StoreRecord, where=self._target.location_of(paths.STORE_FILE))
         if bytes.fromhex(record.store_id) != self._repository.store_id:
             raise UsageError(
-                "another store lies there", where=self._target.root, todo="name another bucket, prefix or folder"
+                "another store is there", where=self._target.root, todo="name another bucket, prefix or folder"
             )
 
     def _make(self) -> bytes:
         target = self._target
         require_unused(self._repository, target)
         target.make_folder("")
-        # Another push may have begun meanwhile.
+        # Another push may have started to create the store.
         ours = (*paths.TOP_FOLDERS, paths.STORE_FILE, "lost+found")
         foreign = [name for name in target.list_names("") if name not in ours]
         if foreign:
             raise UsageError(
-                f"the place is not empty and no store: it holds {foreign[0]!r}",
+                f"not a ckstore store, and not empty (contains {foreign[0]!r})",
                 where=target.root,
                 todo="name an empty prefix or folder",
             )
         for folder in paths.TOP_FOLDERS:
             target.make_folder(folder)
         content = self._repository.backend.read_bytes(paths.STORE_FILE, nbytes_max=RECORD_NBYTES_MAX)
-        # Two who push at once: the first one's stays, and both have the same.
+        # If two pushes create it, both write the same content and the first file stays.
         return self._ensure(paths.STORE_FILE, content, nbytes_max=RECORD_NBYTES_MAX)
 
     def claim(self, header: ManifestHeader) -> None:
-        """Take the seq there too, so that nobody who commits there gives it to something else.
+        """Claim the seq of a checkpoint there, so that a commit there cannot use it.
 
         Raises:
-            ConflictError: Someone did.
+            ConflictError: The seq belongs to another checkpoint.
         """
         name, content = paths.claim_name(header.run, header.seq), f"{header.step} {header.time_ns}".encode()
         if self._ensure(name, content, nbytes_max=RECORD_NBYTES_MAX) != content:
             raise ConflictError(
-                f"seq {header.seq} of run {header.run!r} is another checkpoint there",
+                f"seq {header.seq} of run {header.run!r} belongs to another checkpoint there",
                 where=self._target.location_of(name),
-                todo="someone commits or pushes there too; push to another prefix. Nothing here was let go of",
+                todo="another process commits or pushes there; push to another prefix. Nothing was deleted here",
             )
 
     def put_manifest(self, manifest: Manifest) -> None:
-        """Make the checkpoint exist there; all its packs were seen there.
+        """Publish a checkpoint there.
+
+        REQUIRES: All packs of the manifest were checked there.
 
         Raises:
-            RelocatedError: A manifest of the same checkpoint has the name, and names other places.
-            ConflictError: Another manifest has the name.
+            RelocatedError: A manifest of the same checkpoint has the name, but names other packs.
+            ConflictError: A manifest of another checkpoint has the name.
         """
         header = manifest.header
         there = replace(manifest, packs=tuple(replace(pack, tier=LOCAL_TIER) for pack in manifest.packs))
@@ -483,36 +483,36 @@ class StoreCopy:
         found = self._ensure(name.path, encoded, nbytes_max=self._repository.limits.manifest_nbytes_max)
         if found == encoded:
             return
-        # Another version of this program may have put the same in other bytes.
+        # Another version of ckstore may have encoded the same manifest differently.
         other = decode_manifest(found, limits=self._repository.limits, expect=name, where=where)
         if (other.checkpoint_id, other.packs, other.frames) != (there.checkpoint_id, there.packs, there.frames):
             kind = RelocatedError if other.checkpoint_id == there.checkpoint_id else ConflictError
             raise kind(
-                f"another manifest of seq {header.seq} lies there",
+                f"another manifest of seq {header.seq} is there",
                 where=where,
-                todo="someone commits or pushes there too; push to another prefix. Nothing here was let go of",
+                todo="another process commits or pushes there; push to another prefix. Nothing was deleted here",
             )
 
     def highest_generation(self, header: ManifestHeader) -> int:
-        """Return the highest generation of a checkpoint there; -1: there is none."""
+        """Return the highest generation of a checkpoint there, or -1 if it is not there."""
         files = self._target.list_names(paths.manifests_folder(header.run))
         names = (paths.parse_manifest_file(header.run, file) for file in files)
         return max((name.generation for name in names if name is not None and name.seq == header.seq), default=-1)
 
     def _ensure(self, name: str, content: bytes, *, nbytes_max: int) -> bytes:
-        """Make a small file unless it is there; return what is there then, whosever it is."""
+        """Create a small file unless it exists. Return the content that is there afterwards."""
         for _ in range(_TRIES):
             with contextlib.suppress(FileExistsError):
-                # Looked at first, too: some servers do not refuse to replace.
+                # Checked first, because some servers ignore conditional writes.
                 if self._target.stat(name) is None:
                     put_small(self._target, name, content)
-            # What was said to be there may not be.
+            # The file may have been removed between the two calls.
             with contextlib.suppress(FileNotFoundError):
                 return self._target.read_bytes(name, nbytes_max=nbytes_max)
         raise BackendError(
-            "a file that was just written is not there", where=self._target.location_of(name), is_transient=True
+            "a file does not exist right after it was written", where=self._target.location_of(name), is_transient=True
         )
 
     def replace_small(self, name: str, content: bytes) -> None:
-        """Make a small file there, or replace the one that has the name, durably."""
+        """Durably create or replace a small file there."""
         replace_small(self._target, name, content)

@@ -1,31 +1,22 @@
-"""Collect in a tier: remove there what was dropped here, and the packs that nobody needs any more, here or there.
+"""Garbage collection in a tier: delete dropped checkpoints, and packs that no manifest in the tier or the store names.
 
-Packs of which much is needed by nobody are rewritten (``tier_repack``), and go when nothing names them any more.
+``collect_tier`` runs these steps::
 
-A bucket has no atomic rename, so nothing is moved to a trash there: see ``doomed``.
+    delete manifests in the tier that were dropped here and have left the trash here, and superseded generations
+    mark: packs named by manifests in the tier, in the store, its trash and its quarantine   # TierMarker
+    delete unmarked packs in the tier that are old enough
+    rewrite packs with many unreferenced bytes, publish in the store, then in the tier       # plan_rewrites
 
-Invariants:
-- Only the store whose tier it is collects there, one collector at a time; what its trash still has is kept there.
-- A manifest that cannot be read, here or there, stops the removal of packs: it may name anything.
-
-Which packs of a tier manifests name: those there, those here, in the trash here and in quarantine.
-
-Invariants:
-- A manifest that cannot be read, here or there, is told: it may name anything.
-- What is moved from its place to the trash meanwhile is seen in one of both.
-
-Rewrite packs in a tier of which much is needed by nobody: first for this store's manifests, then for those there.
-
-What lies in the tier is a copy of this store's checkpoints. So a pack there is rewritten as one here is: its needed
-frames are copied to a new one there, the manifests here are replaced, and what is here then is put there too, as the
-next generation of what is there. The old pack goes when nothing names it any more, the trash here included: see
-``tier_gc``.
+A bucket has no atomic rename, so a tier has no trash; ``store/pending_deletes.py`` protects readers instead.
 
 Invariants:
-- A manifest is put there only after the one here, which names the same packs, was published and has seen them all.
-- What an interrupted collection has left is what the next one finds to do: each checkpoint is compared with its copy.
-- A pack is rewritten only if all that names it can follow, and if it does not lie here too: the copy here is freed by
-  the proof that it lies there.
+- Only the store that owns the tier collects in it, one collector at a time. Packs that its trash needs are kept.
+- If a manifest cannot be read, no pack is deleted, because the manifest may name any of them.
+- A manifest that is moved to the trash during the marking is found in its old or its new place.
+- A manifest is put in the tier only after the one in the store, which names the same packs and has checked them.
+- A pack is rewritten only if every manifest that names it can follow, and if it has no local copy. A local copy is
+  freed by the proof that the same pack is in the tier.
+- The next collection completes an interrupted one, because it compares each checkpoint with its copy.
 """
 
 from __future__ import annotations
@@ -56,79 +47,79 @@ from ckstore.tiers.copy import StoreCopy
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """What manifests name, here and there, each pack by its id, wherever they say that it lies.
+class NamedPacks:
+    """Pack ids named by the manifests of a store and of one of its tiers.
 
     Attributes:
-        there: By each manifest there.
-        look: The manifests in place here.
-        here: By these.
-        held: By those in the trash here; and what one in quarantine may name.
+        in_tier: Packs named by each manifest in the tier.
+        marks: The manifests of the store.
+        in_store: Packs named by these.
+        in_trash: Packs named by manifests in the trash, and packs that quarantined manifests may name.
     """
 
-    there: dict[ManifestName, frozenset[PackId]]
-    look: MarkResult
-    here: frozenset[PackId]
-    held: frozenset[PackId]
+    in_tier: dict[ManifestName, frozenset[PackId]]
+    marks: MarkResult
+    in_store: frozenset[PackId]
+    in_trash: frozenset[PackId]
 
     @property
     def packs(self) -> frozenset[PackId]:
-        """All of them."""
-        return self.here.union(self.held, *self.there.values())
+        """All packs named by any manifest."""
+        return self.in_store.union(self.in_trash, *self.in_tier.values())
 
 
 class TierMarker:
-    """Looks at all manifests of a store and of a tier of it, again and again.
+    """Reads all manifests of a store and of one of its tiers, and caches the pack tables of the tier.
 
     Attributes:
-        here: Looks at those of the store.
+        store_marker: Reads the manifests of the store.
     """
 
     def __init__(self, repository: Repository, target: Backend) -> None:
         self._repository = repository
         self._target = target
         self._tables: dict[ManifestName, frozenset[PackId]] = {}
-        self.here = Marker(repository)
+        self.store_marker = Marker(repository)
 
     def seqs_here(self) -> set[tuple[str, int]]:
-        """Return run and seq of every manifest in place here or in the trash, looked for there on both sides."""
+        """Return run and seq of every manifest here, including the trash, which is listed twice."""
         trashed = self._trashed()
-        look = self.here.mark()
-        kept = {(name.run, name.seq) for name in look.manifests}
-        return kept | {(name.run, name.seq) for name, _ in (*trashed, *self._trashed())}
+        marks = self.store_marker.mark()
+        in_place = {(name.run, name.seq) for name in marks.manifests}
+        return in_place | {(name.run, name.seq) for name, _ in (*trashed, *self._trashed())}
 
-    def named(self, there: Iterable[ManifestName]) -> Named:
-        """Look at everything that names packs now.
+    def named(self, names: Iterable[ManifestName]) -> NamedPacks:
+        """Return everything that names packs now.
 
         Args:
-            there: The manifests in the tier that count.
+            names: The manifests in the tier to include.
 
         Raises:
-            CkstoreError: One cannot be read.
+            CkstoreError: A manifest cannot be read.
         """
-        there = list(there)
-        unread = [name for name in there if name not in self._tables]
+        names = list(names)
+        unread = [name for name in names if name not in self._tables]
         self._tables |= zip(unread, map_concurrent(self._target, self._table_there, unread), strict=True)
         trashed = self._trashed()
-        look = self.here.mark()
-        if look.unreadable:
-            raise BackendError("a manifest cannot be read", where=look.unreadable[0].path)
-        for sentence in missing_in(self._repository, look).values():
-            raise CorruptError(sentence, where=self._repository.backend.root)
+        marks = self.store_marker.mark()
+        if marks.unreadable:
+            raise BackendError("a manifest cannot be read", where=marks.unreadable[0].path)
+        for problem in missing_in(self._repository, marks).values():
+            raise CorruptError(problem, where=self._repository.backend.root)
         held = set[PackId]()
-        packs = [pack_id for pack_id, _ in packs_in(self._target)] if look.quarantined else []
-        for content in look.quarantined:
-            # Any bytes of it may be a name.
+        packs = [pack_id for pack_id, _ in packs_in(self._target)] if marks.quarantined else []
+        for content in marks.quarantined:
+            # The content may be damaged, so search it for each pack id.
             held |= {pack_id for pack_id in packs if bytes(pack_id) in content}
-        for found in self.here.read_each({*trashed, *self._trashed()}):
+        for found in self.store_marker.read_each({*trashed, *self._trashed()}):
             if isinstance(found, FileNotFoundError):
                 continue
             if isinstance(found, Exception):
                 raise found
-            held |= {ref.pack_id for ref in self.here.packs_of(found[0])}
-        refs = self.here.numbers.refs
-        here = frozenset(refs[number].pack_id for marked in look.manifests.values() for number in marked.packs)
-        return Named({name: self._tables[name] for name in there}, look, here, frozenset(held))
+            held |= {ref.pack_id for ref in self.store_marker.packs_of(found[0])}
+        refs = self.store_marker.numbers.refs
+        here = frozenset(refs[number].pack_id for marked in marks.manifests.values() for number in marked.packs)
+        return NamedPacks({name: self._tables[name] for name in names}, marks, here, frozenset(held))
 
     def _trashed(self) -> list[tuple[ManifestName, str]]:
         folders = self._repository.trash.contents()
@@ -149,34 +140,37 @@ Checkpoint = tuple[str, int]
 
 
 class _Pairs:
-    """The checkpoints of a store beside their copies in a tier."""
+    """Pairs the checkpoints of a store with their copies in a tier."""
 
-    def __init__(self, tier: str, named: Named, marker: Marker) -> None:
+    def __init__(self, tier: str, named: NamedPacks, marker: Marker) -> None:
         self._tier = tier
         self.marker = marker
-        self._dropped = {(run, seq) for run, seqs in named.look.dropped.items() for seq in seqs}
+        self._dropped = {(run, seq) for run, seqs in named.marks.dropped.items() for seq in seqs}
         self.home: dict[Checkpoint, MarkedManifest] = {}
-        """For each checkpoint, its manifest here of the highest generation."""
-        for name in sorted(named.look.manifests):
-            self.home[name.run, name.seq] = named.look.manifests[name]
+        """The newest generation here of each checkpoint."""
+        for name in sorted(named.marks.manifests):
+            self.home[name.run, name.seq] = named.marks.manifests[name]
 
     def follower(self, name: ManifestName) -> MarkedManifest | None:
-        """Return what is here in place of a copy there: a form as late or later, all of which lies in the tier."""
+        """Return the manifest of the store that can replace a copy in the tier, or None.
+
+        It has the same or a higher generation, was not dropped, and all its packs are in the tier.
+        """
         marked = self.home.get((name.run, name.seq))
         if marked is None or (name.run, name.seq) in self._dropped or marked.name.generation < name.generation:
             return None
         return marked if all(ref.tier == self._tier for ref in self.marker.packs_of(marked)) else None
 
 
-def outdated_copies(tier: str, named: Named, marker: Marker) -> list[tuple[MarkedManifest, ManifestName]]:
-    """Return the manifests here whose copies in a tier name other packs, with these: some packs were rewritten."""
+def outdated_copies(tier: str, named: NamedPacks, marker: Marker) -> list[tuple[MarkedManifest, ManifestName]]:
+    """Return pairs of a manifest here and its copy in the tier that names other packs, because some were rewritten."""
     pairs, highest = _Pairs(tier, named, marker), dict[Checkpoint, ManifestName]()
-    for name in sorted(named.there):
+    for name in sorted(named.in_tier):
         highest[name.run, name.seq] = name
     found = []
     for name in highest.values():
         marked = pairs.follower(name)
-        if marked is not None and {ref.pack_id for ref in marker.packs_of(marked)} != named.there[name]:
+        if marked is not None and {ref.pack_id for ref in marker.packs_of(marked)} != named.in_tier[name]:
             found.append((marked, name))
     return found
 
@@ -184,7 +178,7 @@ def outdated_copies(tier: str, named: Named, marker: Marker) -> list[tuple[Marke
 def plan_rewrites(
     repository: Repository,
     tier: str,
-    named: Named,
+    named: NamedPacks,
     marker: Marker,
     stored: Mapping[PackId, int],
     are_ours: Callable[[Iterable[ManifestName]], bool],
@@ -193,17 +187,17 @@ def plan_rewrites(
     """Choose the packs of a tier that are worth rewriting.
 
     Args:
-        repository: The store whose tier it is.
-        tier: Its name.
-        named: What manifests name, here and there.
-        marker: The one that has looked at those here.
-        stored: Packs that lie there, and their sizes.
-        are_ours: Whether a push put all of these manifests there.
-        limits: How much of a pack may be waste, and how much may be written.
+        repository: The store that owns the tier.
+        tier: Name of the tier.
+        named: Packs named by manifests of the store and the tier.
+        marker: The marker that has read the manifests here.
+        stored: Packs in the tier, and their sizes.
+        are_ours: Returns True if a push has put all of these manifests in the tier.
+        limits: How much of a pack may be unreferenced, and how much may be written.
 
     Raises:
-        FileNotFoundError: A manifest was moved meanwhile: nothing is known of what it needed.
-        CorruptError: One cannot be read any more.
+        FileNotFoundError: A manifest was moved meanwhile, so its packs are unknown.
+        CorruptError: A manifest cannot be read.
     """
     if limits.repack_nbytes_max == 0:
         return []
@@ -211,39 +205,38 @@ def plan_rewrites(
 
     pairs, refs = _Pairs(tier, named, marker), marker.numbers.refs
     current = list(pairs.home.values())
-    barred = named.held | _barred_here(repository, tier, named, pairs, stored)
+    barred = named.in_trash | _barred_here(repository, tier, named, pairs, stored)
     naming: dict[PackId, list[ManifestName]] = {}
-    for name, packs in named.there.items():
+    for name, packs in named.in_tier.items():
         if pairs.follower(name) is None:
-            # Pulled, dropped, demoted, or committed there by another: its copy has nothing to follow.
+            # The checkpoint was pulled, dropped, demoted, or committed in the tier: no manifest here replaces the copy.
             barred |= packs
         for pack_id in packs:
             naming.setdefault(pack_id, []).append(name)
-    staying = [marked for marked in current if any(ref.pack_id not in barred for ref in marker.packs_of(marked))]
+    candidates = [marked for marked in current if any(ref.pack_id not in barred for ref in marker.packs_of(marked))]
     uses = []
-    for use in count_frames(marker, staying):
+    for use in count_frames(marker, candidates):
         ref = refs[use.number]
         if ref.pack_id not in barred and stored.get(ref.pack_id) == ref.nbytes:
             uses.append(use)
 
     def may_rewrite(pack_id: PackId) -> bool:
-        return not _lies_here(repository, pack_id) and are_ours(naming.get(pack_id, ()))
+        return not _is_local(repository, pack_id) and are_ours(naming.get(pack_id, ()))
 
-    # Each manifest is written here, and there.
-    return list(worthwhile_rewrites(uses, marker, staying, limits, manifest_copies=2, may_rewrite=may_rewrite))
+    # Each manifest is written to the store and to the tier.
+    return list(worthwhile_rewrites(uses, marker, candidates, limits, manifest_copies=2, may_rewrite=may_rewrite))
 
 
 def _barred_here(
-    repository: Repository, tier: str, named: Named, pairs: _Pairs, stored: Mapping[PackId, int]
+    repository: Repository, tier: str, named: NamedPacks, pairs: _Pairs, stored: Mapping[PackId, int]
 ) -> frozenset[PackId]:
-    """Return the packs of manifests here that cannot be replaced, or that would still name them after that."""
+    """Return the packs that must not be rewritten, because a manifest here that names them cannot be replaced."""
     marker, barred = pairs.marker, set[PackId]()
-    wanted = {ref for marked in named.look.manifests.values() for ref in marker.packs_of(marked)}
+    wanted = {ref for marked in named.marks.manifests.values() for ref in marker.packs_of(marked)}
     missing = missing_packs(repository, wanted)
-    for marked in named.look.manifests.values():
+    for marked in named.marks.manifests.values():
         refs = list(marker.packs_of(marked))
-        # A lower generation that an interrupted replacement has left is for the next collection here; and who replaces
-        # a manifest has to see all of its packs.
+        # A superseded generation is left to the next local collection. Replacing a manifest requires all of its packs.
         is_replaceable = pairs.home[marked.name.run, marked.name.seq] is marked and all(
             stored.get(ref.pack_id) == ref.nbytes
             if ref.tier == tier
@@ -254,8 +247,8 @@ def _barred_here(
     return frozenset(barred)
 
 
-def _lies_here(repository: Repository, pack_id: PackId) -> bool:
-    """Whether a pack lies here too: what frees it looks for it in the tier, by the manifests that say so."""
+def _is_local(repository: Repository, pack_id: PackId) -> bool:
+    """Return True if the pack also exists here. Before it is freed here, it is looked up in the tier."""
     return any(repository.backend.stat(path) is not None for path in repository.trash.paths_of(pack_id))
 
 
@@ -265,11 +258,13 @@ def renew_copies(
     outdated: Iterable[tuple[MarkedManifest, ManifestName]],
     troubles: list[str],
 ) -> int:
-    """Put manifests to a tier whose copies there name other packs; return how many; what cannot be is told.
+    """Put the next generation of outdated copies to a tier, and return how many were put.
+
+    A copy that cannot be renewed is described in ``troubles``.
 
     Raises:
-        CapacityError: The place is full.
-        BackendError: It does not answer.
+        CapacityError: The tier is full.
+        BackendError: The tier does not respond.
     """
     count = 0
     for marked, copy in outdated:
@@ -278,41 +273,41 @@ def renew_copies(
         try:
             manifest = run.manifests.load(name)
             if run.rescue_packs(manifest.packs):
-                # Replaced or dropped since, and collected; or damage, which a reader of it tells.
+                # Replaced or dropped, and collected, since it was read. If it is damage, verify and restore report it.
                 continue
-            # Never above what is here: a push finds the next number here free there.
+            # At most the generation here, so that the next generation stays free for a later push.
             header = replace(manifest.header, generation=copy.generation + 1)
             StoreCopy(run, target).put_manifest(replace(manifest, header=header))
             count += 1
         except FileNotFoundError:
-            # Dropped or replaced since.
+            # Dropped or replaced since it was read.
             continue
         except (CapacityError, BackendError):
             raise
         except CkstoreError as error:
-            troubles.append(f"the copy of seq {name.seq} of run {name.run} is as it was: {error}")
+            troubles.append(f"the copy of seq {name.seq} of run {name.run} was not renewed: {error}")
     return count
 
 
 @dataclass(slots=True)
 class TierGc:
-    """What a collection in a tier removes, or has removed.
+    """Plan or result of a collection in a tier.
 
     Attributes:
-        tier: Its name.
-        address: Where it is.
-        is_dry_run: Nothing was removed.
-        dropped: Checkpoints that were dropped here, and that the trash here has no longer.
-        superseded: Lower generations there.
-        packs: Packs that nobody needs, and their sizes.
-        young_nbytes: Bytes of packs that nobody names, but are too young to go.
-        rewrites: Packs of which much is needed by nobody, which are rewritten; they go in a later collection, when the
-            trash here has none of the manifests any more that named them.
-        repacked: What rewriting them came to.
-        renewed: Manifests that were put there anew, since they named a pack that was rewritten; in a dry run those that
-            an interrupted collection has left.
-        lists: Lists of dead collectors that were removed; they had kept others from using what they named.
-        stop: Why no pack was removed; empty where nothing spoke against it.
+        tier: Name of the tier.
+        address: Address of the tier.
+        is_dry_run: True if nothing was deleted.
+        dropped: Manifests of checkpoints that were dropped here and are no longer in the trash here.
+        superseded: Lower generations of manifests in the tier.
+        packs: Packs that no manifest names, and their sizes.
+        young_nbytes: Bytes of packs that no manifest names, but that are too young to delete.
+        rewrites: Packs to rewrite. The old packs are deleted by a later collection, after the manifests that named
+            them have left the trash here.
+        repacked: Result of rewriting them.
+        renewed: Manifests put in the tier again because they named a rewritten pack. In a dry run, those left by
+            an interrupted collection.
+        lists: Deletion lists of crashed collectors that were removed. Packs on such a list cannot be reused.
+        stop: Why no pack was deleted; empty if there was no obstacle.
     """
 
     tier: str
@@ -330,41 +325,40 @@ class TierGc:
 
     @property
     def freed_nbytes(self) -> int:
-        """Bytes of the packs that nobody needs."""
+        """Bytes of the packs that no manifest names."""
         return sum(self.packs.values())
 
     @property
     def rewritten_nbytes(self) -> int:
-        """Bytes of the packs that are rewritten, before."""
+        """Bytes of the packs to rewrite."""
         return sum(rewrite.nbytes for rewrite in self.rewrites)
 
     @property
     def written_nbytes(self) -> int:
-        """Bytes of the packs that take their place."""
+        """Bytes of the packs that replace them."""
         return sum(rewrite.packed_nbytes for rewrite in self.rewrites)
 
 
 def collect_tier(
     repository: Repository, tier: str, limits: GcLimits, *, dry_run: bool, clear_lists: bool = False
 ) -> TierGc:
-    """Remove from a tier what nobody needs.
+    """Delete dropped checkpoints and unreferenced packs in a tier.
 
     Args:
-        repository: The store whose tier it is; any run of it.
-        tier: Its name.
-        limits: Ages and budgets; packs that no manifest names are left alone until they are old: someone may be
-            pushing. Nothing lies in a trash there.
-        dry_run: Only say what would be removed.
-        clear_lists: No other collector is at work in the tier, whatever lists there say: remove them.
+        repository: The store that owns the tier; any run of it.
+        tier: Name of the tier.
+        limits: Ages and budgets. Young packs that no manifest names are kept, because a push may be copying them.
+        dry_run: Only report what would be deleted.
+        clear_lists: Remove all deletion lists in the tier. Use it only if no other collection is running on that tier.
 
     Raises:
-        LockHeldError: Another collection is at work in the store.
-        NotFoundError: No such tier is configured.
-        UnreachableError: This store is not there.
+        LockHeldError: Another collection is running in the store.
+        NotFoundError: The tier does not exist.
+        UnreachableError: The place does not hold this store.
         ConflictError: This folder is a copy of the store that owns the tier.
-        BackendError: It does not answer; what was removed so far is gone, and nothing that is needed.
+        BackendError: The tier does not respond. Only unreferenced files were deleted so far.
     """
-    # Of a name that was mistyped, before what is in the tier is thought of.
+    # Raises for a mistyped name before anything else.
     repository.tiers.address_of(tier)
     collector = _Collector(repository, tier, limits)
     with collector_lock(repository.backend, repository.clock):
@@ -388,16 +382,16 @@ class _Collector:
         check(self._repository, self._tier, self._target)
         if not dry_run:
             found.lists = remove_dead_lists(self._target, self._repository.clock, everyone=clear_lists)
-        there = manifests_in(self._target)
-        kept = self._marker.seqs_here()
-        gone = [name for name in sorted(there) if (name.run, name.seq) not in kept and self._is_dropped(name)]
+        in_tier = manifests_in(self._target)
+        seqs_here = self._marker.seqs_here()
+        gone = [name for name in sorted(in_tier) if (name.run, name.seq) not in seqs_here and self._is_dropped(name)]
         found.dropped += [name for name, is_ours in zip(gone, self._ours(gone), strict=True) if is_ours]
-        found.superseded = self._superseded(there - set(found.dropped))
-        doomed = {*found.dropped, *found.superseded}
+        found.superseded = self._superseded(in_tier - set(found.dropped))
+        removable = {*found.dropped, *found.superseded}
         if not dry_run:
-            self._remove_manifests(doomed)
+            self._remove_manifests(removable)
         try:
-            named = self._marker.named(there - doomed)
+            named = self._marker.named(in_tier - removable)
         except UNREADABLE as error:
             found.stop = str(error)
             return found
@@ -409,31 +403,31 @@ class _Collector:
             else:
                 self._carry_out(found)
         except (CorruptError, UnsupportedError) as error:
-            # A manifest that was read a moment ago.
+            # A manifest that was readable before can no longer be read.
             found.stop = str(error)
         return found
 
     # Manifests
 
     def _is_dropped(self, name: ManifestName) -> bool:
-        """Whether the mark lies here: that a manifest is not here any more would not be enough."""
+        """Return True if the checkpoint has a drop mark here. A missing manifest alone is not enough."""
         return self._repository.backend.stat(paths.drop_mark_name(name.run, name.seq)) is not None
 
     def _ours(self, names: Iterable[ManifestName]) -> list[bool]:
         return list(map_concurrent(self._target, self._is_ours, names))
 
     def _is_ours(self, name: ManifestName) -> bool:
-        """Whether a push put it there: the claim of a copy says of which commit; that of a commit there is empty."""
+        """Return True if a push put the manifest in the tier. Only the claim of a pushed checkpoint has its step."""
         try:
             claim = self._target.read_bytes(paths.claim_name(name.run, name.seq), nbytes_max=_CLAIM_NBYTES_MAX)
         except FileNotFoundError:
             return False
         return claim.split()[:1] == [str(name.step).encode()]
 
-    def _superseded(self, there: Iterable[ManifestName]) -> list[ManifestName]:
-        """Return the lower generations whose highest one is whole there."""
+    def _superseded(self, in_tier: Iterable[ManifestName]) -> list[ManifestName]:
+        """Return the lower generations of checkpoints whose highest generation is complete in the tier."""
         highest: dict[tuple[str, int], ManifestName] = {}
-        names = sorted(there)
+        names = sorted(in_tier)
         for name in names:
             highest[name.run, name.seq] = name
         lower = [name for name in names if highest[name.run, name.seq] != name]
@@ -465,27 +459,27 @@ class _Collector:
 
     # Packs
 
-    def _choose_packs(self, found: TierGc, named: Named) -> dict[PackId, int]:
-        """Choose what nobody names; return the packs that lie there, and their sizes."""
+    def _choose_packs(self, found: TierGc, named: NamedPacks) -> dict[PackId, int]:
+        """Choose the packs that no manifest names. Return all packs in the tier and their sizes."""
         packs, now_ns, stored = named.packs, self._repository.clock.now_ns(), dict[PackId, int]()
         for pack_id, info in packs_in(self._target):
             stored[pack_id] = info.nbytes
             if pack_id in packs:
                 continue
-            # One whose time lies far ahead of the clock is not in anybody's hands now either.
+            # A time far in the future counts as old, because no push is writing that pack now.
             if abs(now_ns - info.modified_ns) < self._limits.min_age_seconds * 1e9:
                 found.young_nbytes += info.nbytes
             else:
                 found.packs[pack_id] = info.nbytes
         return stored
 
-    def _choose_rewrites(self, found: TierGc, named: Named, stored: dict[PackId, int]) -> None:
+    def _choose_rewrites(self, found: TierGc, named: NamedPacks, stored: dict[PackId, int]) -> None:
         def are_ours(names: Iterable[ManifestName]) -> bool:
             return all(self._ours(names))
 
-        # Another replaces or drops checkpoints just now: what is wasted is for the next collection to find.
+        # Another process is replacing or dropping checkpoints; the next collection rewrites.
         with contextlib.suppress(FileNotFoundError):
-            here, limits = self._marker.here, self._limits
+            here, limits = self._marker.store_marker, self._limits
             found.rewrites = plan_rewrites(self._repository, self._tier, named, here, stored, are_ours, limits)
 
     def _carry_out(self, found: TierGc) -> None:
@@ -495,11 +489,11 @@ class _Collector:
             found.packs, found.stop = removed.packs, removed.stop
         if found.stop:
             return
-        found.repacked = rewrite_packs(self._repository, marker.here, found.rewrites, tier=self._tier)
+        found.repacked = rewrite_packs(self._repository, marker.store_marker, found.rewrites, tier=self._tier)
         outdated = self._outdated(marker.named(manifests_in(target)))
         found.renewed = renew_copies(self._repository, target, outdated, found.repacked.troubles)
 
-    def _outdated(self, named: Named) -> list[tuple[MarkedManifest, ManifestName]]:
-        found = outdated_copies(self._tier, named, self._marker.here)
+    def _outdated(self, named: NamedPacks) -> list[tuple[MarkedManifest, ManifestName]]:
+        found = outdated_copies(self._tier, named, self._marker.store_marker)
         ours = self._ours(copy for _, copy in found)
         return [pair for pair, is_ours in zip(found, ours, strict=True) if is_ours]

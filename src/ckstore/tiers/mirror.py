@@ -1,14 +1,12 @@
-"""The story of a mirror: keep a second copy of a store elsewhere, all runs of it, that is a store of its own.
+"""Keep a second copy of a whole store, all runs of it, in another place. The copy is a store of its own.
 
-For each checkpoint that is not there in its newest form: take its seq there, copy its packs and see them there, put its
-manifest. Then tags. Nothing here changes, and nothing there is removed: what was dropped here stays there.
+For each checkpoint whose newest generation is not there: claim its seq there, copy and check its packs, put its
+manifest. Then the tags. Nothing changes here, and nothing is removed there: checkpoints dropped here stay there.
 
 Invariants:
-- A checkpoint exists there only when all that it needs was seen there, and every byte of it was found to be what was
-  committed: a copy of damage is none.
-- One that is damaged, or in a tier that cannot be reached, keeps no other from being copied; which those were is told
-  at the end, by an error.
-- A mirror that was interrupted is done again, and copies what is missing.
+- A checkpoint exists there only after every byte of its packs was checked, so damage is never copied.
+- A damaged or unreachable checkpoint does not keep others from being copied. An error at the end names them all.
+- An interrupted mirror can be run again and copies the rest.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ from ckstore.tiers.verify_copy import IncomingPackCheck, partial_copy_error
 
 @dataclass(frozen=True, slots=True)
 class MirrorRun:
-    """What a mirror did with one run, or would do.
+    """Result of a mirror for one run.
 
     Attributes:
-        run: The run.
-        checkpoint_count: Checkpoints of it here.
-        copied_count: Those that were not there in their newest form.
-        partial_count: Those of which parts are lost; they are left out.
-        kept_count: Checkpoints there that are not here any more.
+        run: Name of the run.
+        checkpoint_count: Checkpoints of the run here.
+        copied_count: Checkpoints whose newest generation was not there; copied unless it is a dry run.
+        partial_count: Checkpoints with lost packs, which are not copied.
+        kept_count: Checkpoints there that no longer exist here.
         tag_count: Tags that were set or moved there.
-        damaged_count: Those that are damaged here, or there; they were not copied.
-        unreachable_count: Those that are in a tier that cannot be reached; they were not copied.
+        damaged_count: Checkpoints that are damaged here or there, which were not copied.
+        unreachable_count: Checkpoints in a tier that cannot be reached, which were not copied.
     """
 
     run: str
@@ -60,14 +58,14 @@ class MirrorRun:
 
 @dataclass(frozen=True, slots=True)
 class MirrorReport:
-    """What a mirror did, or would do.
+    """Result of a mirror.
 
     Attributes:
-        address: Where the copy is.
-        is_dry_run: Nothing was copied.
-        runs: Each run.
-        bytes_copied: Bytes of packs that were not there.
-        packs_copied: How many.
+        address: Address of the copy.
+        is_dry_run: True if nothing was copied.
+        runs: Result for each run.
+        bytes_copied: Bytes of the packs that were copied.
+        packs_copied: Number of packs that were copied.
     """
 
     address: str
@@ -85,28 +83,28 @@ def mirror(
     dry_run: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> MirrorReport:
-    """Copy what is not there.
+    """Copy the checkpoints that are missing in another place.
 
     Args:
         repository: The store; any run of it.
-        address: Where the copy is: a bucket, or a folder.
-        read_back: Read every pack that is copied back, and compare.
+        address: Address of the copy: a bucket or a folder.
+        read_back: Read every copied pack back and compare it.
         dry_run: Only count.
-        on_progress: Called with checkpoints done, and in all.
+        on_progress: Called with the number of checkpoints done, and in total.
 
     Raises:
-        UsageError: Another store lies there, or it is the same place.
-        ConflictError: A checkpoint there is another one.
-        CorruptError: Of some, a pack here is damaged or missing, or one there is not ours: these were not copied, and
-            all others were. Its ``checkpoints`` names them, its ``report`` tells of all.
-        UnreachableError: Some are in a tier that cannot be reached: these were not copied, and all others were; it has
-            the same facts. Without a ``report``, it is the address of the copy that cannot be reached.
-        BackendError: The place does not answer.
+        UsageError: Another store is there, or it is the same place.
+        ConflictError: A seq there belongs to another checkpoint.
+        CorruptError: Some packs here are damaged or missing, or packs there have other bytes. Their checkpoints were
+            not copied, all others were. ``checkpoints`` names them, ``report`` is the whole result.
+        UnreachableError: Some checkpoints are in a tier that cannot be reached; all others were copied. It has the same
+            attributes. Without a ``report``, the copy itself cannot be reached.
+        BackendError: The place does not respond.
     """
     repository.require_same_store()
     target = backend_for(address)
     if target.root == repository.backend.root:
-        raise UsageError("a store is no copy of itself", where=target.root, todo="name another place")
+        raise UsageError("a store cannot be mirrored to itself", where=target.root, todo="choose another place")
     try:
         return _Mirror(repository, target, read_back=read_back).run(dry_run=dry_run, on_progress=on_progress)
     finally:
@@ -114,19 +112,19 @@ def mirror(
 
 
 class _Mirror:
-    """One run of a mirror."""
+    """Copies one store to one place."""
 
     def __init__(self, repository: Repository, target: Backend, *, read_back: bool) -> None:
         self._repository = repository
         self._target = target
         self._store = StoreCopy(repository, target)
         self._packs = PackCopy(repository, target, reads_back=read_back, check=self._check)
-        self._arrivals: IncomingPackCheck | None = None
+        self._pack_check: IncomingPackCheck | None = None
         self._damaged: dict[ManifestName, CorruptError | UnreachableError] = {}
         self._left_out: set[tuple[str, int]] = set()
 
     def run(self, *, dry_run: bool, on_progress: Callable[[int, int], None] | None) -> MirrorReport:
-        tell = on_progress or (lambda done, total: None)
+        report_progress = on_progress or (lambda done, total: None)
         runs = self._repository.runs()
         if not dry_run:
             self._store.prepare()
@@ -145,7 +143,7 @@ class _Mirror:
                         self._left_out.add((run, name.seq))
                 copied += is_new
                 done += 1
-                tell(done, total)
+                report_progress(done, total)
             tags = 0 if dry_run else sum(self._copy_tags(run))
             gone = {name.seq for name in there[run]} - {name.seq for name in here[run]}
             reports.append(MirrorRun(run, len(here[run]), copied, partial, len(gone), tags, *self._counts(run)))
@@ -156,7 +154,7 @@ class _Mirror:
         return report
 
     def _counts(self, run: str) -> tuple[int, int]:
-        """Return how many of a run are damaged, and how many cannot be reached."""
+        """Return how many checkpoints of a run are damaged, and how many cannot be reached."""
         found = [isinstance(error, UnreachableError) for name, error in self._damaged.items() if name.run == run]
         return found.count(False), found.count(True)
 
@@ -165,13 +163,13 @@ class _Mirror:
         return {name for file in files if (name := paths.parse_manifest_file(run, file)) is not None}
 
     def _copy(self, name: ManifestName) -> bool:
-        """Copy a checkpoint; return False for one that is partial, damaged, out of reach, or gone."""
+        """Copy a checkpoint. Return False if it is partial, damaged, unreachable or dropped."""
         try:
             manifest = self._loaded(name)
             if any(pack.tier == LOST_TIER for pack in manifest.packs):
                 return False
             self._store.claim(manifest.header)
-            self._arrivals = IncomingPackCheck(self._repository, manifest.header.name, manifest, copy=self._target)
+            self._pack_check = IncomingPackCheck(self._repository, manifest.header.name, manifest, copy=self._target)
             self._packs.run(manifest.packs)
             self._store.put_manifest(manifest)
         except DroppedError:
@@ -182,8 +180,8 @@ class _Mirror:
         return True
 
     def _check(self, pack: PackRef, file: ReadFile, *, is_new: bool) -> None:
-        assert self._arrivals is not None, "a checkpoint is being copied"
-        self._arrivals.check(pack, file, is_new=is_new)
+        assert self._pack_check is not None, "a checkpoint is being copied"
+        self._pack_check.check(pack, file, is_new=is_new)
 
     def _loaded(self, name: ManifestName) -> Manifest:
         if name.run == self._repository.run:
@@ -191,13 +189,13 @@ class _Mirror:
         return load_whole(self._repository.for_run(name.run), name)
 
     def _copy_tags(self, run: str) -> Iterator[bool]:
-        """Set each tag there that is not as it is here; yield whether it was set."""
+        """Set each tag there that differs from the tag here; yield True for each."""
         there = Tags(self._target, run, self._repository.clock)
         for name, record in sorted(Tags(self._repository.backend, run, self._repository.clock).all().items()):
             if (run, record.seq) in self._left_out:
-                # It would point to nothing there.
+                # The checkpoint was not copied, so the tag would point to nothing.
                 continue
-            # A damaged one is set anew.
+            # A damaged tag there is replaced.
             with contextlib.suppress(NotFoundError, CorruptError):
                 if there.get(name) == record:
                     continue

@@ -1,13 +1,12 @@
-"""The story of a pull: bring checkpoints of a run back from other tiers, one after another, the newest first.
+"""Bring checkpoints of a run back from other tiers, the newest first.
 
-For each: copy the packs that are not here, durably, under drafts; check every byte of these before they get their
-names; then replace the manifest by its next generation, which says that they are local. What lies in the tier stays
-there.
+For each checkpoint: copy its missing packs durably under draft names, check every byte, give them their names, then
+publish the next generation of the manifest, which says that the packs are local. The copies in the tier stay.
 
 Invariants:
-- Between any two steps every checkpoint can be restored.
-- One that cannot be brought back keeps no other from it; which those were is told at the end.
-- A pack has its name here only when all its bytes are durable, and were found to be those that were committed.
+- Every checkpoint can be restored at any time.
+- A checkpoint that cannot be brought back does not stop the others. An error at the end names them all.
+- A pack has its name here only after all its bytes are durable and were checked.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ _TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class PullEntry:
-    """One checkpoint that lay, in part or whole, in other tiers.
+    """One checkpoint with packs in other tiers.
 
     Attributes:
-        seq: Its number in the run.
+        seq: Commit number within the run.
         step: The trainer's step.
-        tiers: Where it lay, besides here.
-        packs_nbytes: Bytes of its packs there; other checkpoints may name them too.
-        is_done: Whether it is here now.
-        problem: Why it is not: what lies there is not what was pushed; empty otherwise.
+        tiers: The other tiers that held its packs.
+        packs_nbytes: Bytes of its packs there; other checkpoints may share them.
+        is_done: True if it is completely here now.
+        problem: Why it could not be brought back; else empty.
     """
 
     seq: int
@@ -53,15 +52,15 @@ class PullEntry:
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """What a pull planned or did, the newest checkpoint first.
+    """Plan or result of a pull, the newest checkpoint first.
 
     Attributes:
-        run: The run.
-        is_dry_run: Nothing was changed.
-        entries: Every checkpoint asked for that did not lie here.
-        bytes_to_pull: Bytes of their packs in other tiers, each once.
-        bytes_copied: Bytes of packs that were not here.
-        packs_copied: How many.
+        run: Name of the run.
+        is_dry_run: True if nothing was changed.
+        entries: Every requested checkpoint with packs in other tiers.
+        bytes_to_pull: Bytes of these packs; a shared pack counts once.
+        bytes_copied: Bytes of the packs that were copied.
+        packs_copied: Number of packs that were copied.
     """
 
     run: str
@@ -79,21 +78,21 @@ def pull(
     dry_run: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PullReport:
-    """Plan, and unless it is a dry run, act.
+    """Bring checkpoints of a run back from other tiers.
 
     Args:
         repository: The store.
-        refs: Which checkpoints; None: all of the run.
+        refs: References of the checkpoints; None: all of the run.
         dry_run: Only plan.
-        on_progress: Called with bytes of packs done, and in all.
+        on_progress: Called with the bytes of packs done, and in total.
 
     Raises:
         NotFoundError: No such checkpoint.
-        UnreachableError: It is in a tier that cannot be reached.
-        CorruptError: Of some, a pack there is not what was pushed, or the manifest here is damaged: these are as they
-            were, and all others are here. Its ``checkpoints`` names them, its ``report`` tells of all.
-        CapacityError: The disk is full; what was brought back so far is here.
-        BackendError: A server does not answer.
+        UnreachableError: A checkpoint is in a tier that cannot be reached.
+        CorruptError: A pack in the tier is not what was pushed, or a manifest here is damaged. These checkpoints are
+            unchanged, all others are here. ``checkpoints`` names them, ``report`` is the whole result.
+        CapacityError: The disk is full. Checkpoints brought back so far are here.
+        BackendError: A server does not respond.
     """
     repository.require_same_store()
     listed = repository.manifests.listing().names
@@ -135,9 +134,9 @@ def _loaded(repository: Repository, name: ManifestName, *, is_asked_for: bool) -
     except FileNotFoundError:
         if is_asked_for:
             raise NotFoundError(
-                f"seq {name.seq} was dropped or replaced while it was read",
+                f"seq {name.seq} was dropped or replaced while it was being read",
                 where=repository.backend.root,
-                todo="look again",
+                todo="run `ckstore ls` and try again",
             ) from None
         return None
 
@@ -147,7 +146,7 @@ def _is_away(tier: str) -> bool:
 
 
 class _Puller:
-    """Brings checkpoints back."""
+    """Brings checkpoints of one run back."""
 
     def __init__(
         self, repository: Repository, on_progress: Callable[[int, int], None] | None, total_nbytes: int
@@ -155,17 +154,17 @@ class _Puller:
         self._repository = repository
         self._done_nbytes = 0
         self._total_nbytes = total_nbytes
-        self._tell = on_progress or (lambda done, total: None)
+        self._report_progress = on_progress or (lambda done, total: None)
         self._packs = PackCopy(repository, repository.backend, check=self._check, on_bytes=self._on_bytes)
-        self._arrivals: IncomingPackCheck | None = None
+        self._pack_check: IncomingPackCheck | None = None
 
     @property
     def copied(self) -> dict[PackId, int]:
-        """Packs that were not here."""
+        """Copied packs and their sizes."""
         return self._packs.copied
 
     def pull(self, name: ManifestName) -> bool:
-        """Bring one back; return whether it is here now, which it is not where it was dropped meanwhile."""
+        """Bring a checkpoint back. Return False if it was dropped meanwhile."""
         for _ in range(_TRIES):
             try:
                 if self._pull_once(name):
@@ -173,18 +172,18 @@ class _Puller:
             except DroppedError:
                 return False
         raise ConflictError(
-            f"seq {name.seq} is replaced again and again while it is pulled",
+            f"seq {name.seq} was replaced several times while it was being pulled",
             where=self._repository.backend.root,
             todo="wait until a repack or a push has ended",
         )
 
     def _pull_once(self, name: ManifestName) -> bool:
-        """Bring one back; return False where someone else has replaced it meanwhile."""
+        """Bring a checkpoint back. Return False if another process has replaced its manifest meanwhile."""
         manifest = load_whole(self._repository, name)
         away = [pack for pack in manifest.packs if _is_away(pack.tier)]
         if not away:
             return True
-        self._arrivals = IncomingPackCheck(self._repository, name, manifest)
+        self._pack_check = IncomingPackCheck(self._repository, name, manifest)
         self._packs.run(away)
         header = manifest.header
         replacement = replace(
@@ -200,9 +199,9 @@ class _Puller:
         return True
 
     def _check(self, pack: PackRef, file: ReadFile, *, is_new: bool) -> None:
-        assert self._arrivals is not None, "a checkpoint is being pulled"
-        self._arrivals.check(pack, file, is_new=is_new)
+        assert self._pack_check is not None, "a checkpoint is being pulled"
+        self._pack_check.check(pack, file, is_new=is_new)
 
     def _on_bytes(self, nbytes: int) -> None:
         self._done_nbytes += nbytes
-        self._tell(min(self._done_nbytes, self._total_nbytes), self._total_nbytes)
+        self._report_progress(min(self._done_nbytes, self._total_nbytes), self._total_nbytes)

@@ -1,13 +1,13 @@
-"""The story of a push: move old checkpoints of a run to another tier, one after another, the oldest first.
+"""Move old checkpoints of a run to another tier, the oldest first.
 
-For each: take its seq there, copy its packs and see them there, put its manifest and read it back, and only then
-replace the manifest here by its next generation, which says that its packs lie in that tier. What nobody needs here any
-more is then freed by an ordinary collection.
+For each checkpoint: claim its seq there, copy and check its packs, put its manifest there and read it back. Then
+publish the next generation of the manifest here, which says that the packs are in that tier. A later gc frees the local
+packs that are no longer referenced.
 
 Invariants:
-- Between any two steps every checkpoint can be restored, from here or from there.
-- Nothing here is let go of before all of the checkpoint was seen there.
-- Done twice, at once or after a crash, a push does what is left to do.
+- Every checkpoint can be restored at any time, from here or from there.
+- The manifest here changes only after the whole checkpoint was checked there.
+- A push that runs twice, concurrently or after a crash, does what is left to do.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class PushPolicy:
-    """Which checkpoints of a run go to another tier.
+    """Which checkpoints of a run are pushed.
 
     Args:
-        keep_local: So many of the newest stay here.
-        older_than_seconds: Only what is older goes; None: age does not matter.
-        read_back: Read every pack there whole before anything is let go of.
+        keep_local: This many of the newest checkpoints stay here.
+        older_than_seconds: Push only older checkpoints; None: of any age.
+        read_back: Read every copied pack back and compare it before the manifest here changes.
 
     Raises:
-        UsageError: A field has a value that it cannot have.
+        UsageError: A field has an invalid value.
     """
 
     keep_local: int = 1
@@ -58,10 +58,12 @@ class PushPolicy:
 
     def __post_init__(self) -> None:
         if isinstance(self.keep_local, bool) or not isinstance(self.keep_local, int) or self.keep_local < 0:
-            raise UsageError("keep_local counts checkpoints", where=f"PushPolicy(keep_local={self.keep_local!r})")
+            raise UsageError(
+                "keep_local must be an integer of at least 0", where=f"PushPolicy(keep_local={self.keep_local!r})"
+            )
         if self.older_than_seconds is not None and not self.older_than_seconds >= 0:
             raise UsageError(
-                "older_than is not negative", where=f"PushPolicy(older_than_seconds={self.older_than_seconds!r})"
+                "older_than must not be negative", where=f"PushPolicy(older_than_seconds={self.older_than_seconds!r})"
             )
 
 
@@ -70,12 +72,12 @@ class PushEntry:
     """One checkpoint of a push.
 
     Attributes:
-        seq: Its number in the run.
+        seq: Commit number within the run.
         step: The trainer's step.
-        action: ``"push"``, ``"keep"`` here, or ``"there"``: in a tier already.
-        reason: Why it does not go, in a few words.
-        packs_nbytes: Bytes of the packs here that it names; other checkpoints may name them too.
-        is_done: Whether it was pushed.
+        action: ``"push"``, ``"keep"`` (stays here), or ``"there"`` (in a tier already).
+        reason: Why it is not pushed, in a few words.
+        packs_nbytes: Bytes of its local packs; other checkpoints may share them.
+        is_done: True if it was pushed.
     """
 
     seq: int
@@ -88,17 +90,17 @@ class PushEntry:
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What a push planned or did, the oldest checkpoint first.
+    """Plan or result of a push, the oldest checkpoint first.
 
     Attributes:
-        run: The run.
-        tier: Name of the tier; empty where a dry run found none yet.
-        address: Where it is.
-        is_dry_run: Nothing was changed.
+        run: Name of the run.
+        tier: Name of the tier; empty in a dry run if the address has no name yet.
+        address: Address of the tier.
+        is_dry_run: True if nothing was changed.
         entries: Every checkpoint of the run.
-        bytes_to_push: Bytes of the packs of what goes, each once.
-        bytes_copied: Bytes of packs that were not there yet.
-        packs_copied: How many.
+        bytes_to_push: Bytes of the packs of all checkpoints to push; a shared pack counts once.
+        bytes_copied: Bytes of the packs that were copied.
+        packs_copied: Number of packs that were copied.
     """
 
     run: str
@@ -112,7 +114,7 @@ class PushReport:
 
     @property
     def pushed(self) -> tuple[PushEntry, ...]:
-        """Entries that went, or would go."""
+        """Entries with action ``"push"``."""
         return tuple(entry for entry in self.entries if entry.action == "push")
 
 
@@ -133,30 +135,30 @@ def push(
     dry_run: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PushReport:
-    """Plan, and unless it is a dry run, act.
+    """Move checkpoints of a run to another tier. After any error, every checkpoint is complete here or there.
 
     Args:
         repository: The store.
-        address: Where checkpoints go: a bucket, or an absolute path.
-        policy: Which of them.
-        tier: What that place is called, if it has no name yet.
+        address: Address of the tier: a bucket or an absolute path.
+        policy: Which checkpoints to push.
+        tier: Name for the tier, if the address has none yet.
         dry_run: Only plan.
-        on_progress: Called with bytes of packs done, and in all.
+        on_progress: Called with the bytes of packs done, and in total.
 
     Raises:
-        UsageError: Another store lies there.
-        UnreachableError: Checkpoints are there already, and the place is empty: it is not mounted, perhaps.
-        ConflictError: This folder is a copy of the store that owns the tier; or a checkpoint there is another one,
-            or one here is replaced again and again.
-        CorruptError: A pack here is damaged, or one there is not ours.
-        BackendError: The place does not answer. Whatever is raised, every checkpoint is whole, here or there.
+        UsageError: Another store is there.
+        UnreachableError: The place is empty although checkpoints are there; it may not be mounted.
+        ConflictError: This folder is a copy of the store that owns the tier; or a seq there belongs to another
+            checkpoint; or a checkpoint here was replaced several times.
+        CorruptError: A pack here is damaged, or a pack there has other bytes.
+        BackendError: The place does not respond.
     """
     repository.require_same_store()
     members = _members(repository, policy)
     total = _nbytes_of([member for member in members if member.action == "push"])
     if dry_run:
-        known = {place: name for name, place in repository.tiers.addresses().items()}
-        return _report(repository, known.get(address, tier or ""), address, members, {}, is_dry_run=True)
+        names = {place: name for name, place in repository.tiers.addresses().items()}
+        return _report(repository, names.get(address, tier or ""), address, members, {}, is_dry_run=True)
     name = _name_of_place(repository, address, tier)
     pusher = _Pusher(repository, name, policy, on_progress, total)
     done = pusher.run([member.name for member in members if member.action == "push"])
@@ -166,7 +168,7 @@ def push(
 
 
 def _name_of_place(repository: Repository, address: str, tier: str | None) -> str:
-    """Return the name of the tier at an address; a new one gets it only when it was reached, and is or may be ours."""
+    """Return the name of the tier at an address. A new tier is named only after its store was opened or created."""
     place = repository.tiers.new_place(address, name=tier) or backend_for(address)
     try:
         StoreCopy(repository, place).prepare()
@@ -176,18 +178,18 @@ def _name_of_place(repository: Repository, address: str, tier: str | None) -> st
 
 
 def _members(repository: Repository, policy: PushPolicy) -> list[_Member]:
-    """Decide what goes: the newest stay, and what is too young."""
+    """Return the planned action for each checkpoint. The newest ones stay, and those that are too young."""
     names = repository.manifests.listing().names
-    kept = {name.seq for name in names[max(0, len(names) - policy.keep_local) :]} if policy.keep_local else set()
+    kept_seqs = {name.seq for name in names[max(0, len(names) - policy.keep_local) :]} if policy.keep_local else set()
     members = []
     for name in names:
         try:
-            if name.seq in kept:
+            if name.seq in kept_seqs:
                 members.append(_Member(name, "keep", f"one of the newest {policy.keep_local}", {}))
             elif _is_young(repository, name, policy):
                 members.append(_Member(name, "keep", "too young", {}))
             else:
-                members.append(_judged(name, repository.manifests.load(name)))
+                members.append(_member_of(name, repository.manifests.load(name)))
         except FileNotFoundError:
             # Dropped or replaced since it was listed; the next push sees it.
             continue
@@ -197,17 +199,17 @@ def _members(repository: Repository, policy: PushPolicy) -> list[_Member]:
 def _is_young(repository: Repository, name: ManifestName, policy: PushPolicy) -> bool:
     if policy.older_than_seconds is None:
         return False
-    # One of the future is young, too: a clock that jumped is no reason to let go of anything.
+    # A time in the future counts as young, because the clock may have jumped.
     return repository.clock.now_ns() - repository.manifests.header(name).time_ns < policy.older_than_seconds * 1e9
 
 
-def _judged(name: ManifestName, manifest: Manifest) -> _Member:
+def _member_of(name: ManifestName, manifest: Manifest) -> _Member:
     tiers = sorted({pack.tier for pack in manifest.packs})
     here = {pack.pack_id: pack.nbytes for pack in manifest.packs if pack.tier == LOCAL_TIER}
     if not manifest.packs:
-        return _Member(name, "keep", "it has no packs", {})
+        return _Member(name, "keep", "has no packs", {})
     if LOST_TIER in tiers:
-        return _Member(name, "keep", "parts of it are lost", here)
+        return _Member(name, "keep", "some of its packs are lost", here)
     if not here:
         return _Member(name, "there", "in " + ", ".join(tiers), {})
     return _Member(name, "push", "", here)
@@ -239,7 +241,7 @@ def _report(
 
 
 class _Pusher:
-    """Pushes checkpoints to one tier."""
+    """Pushes checkpoints of one run to one tier."""
 
     def __init__(
         self,
@@ -256,20 +258,19 @@ class _Pusher:
         self._store = StoreCopy(repository, target)
         self._done_nbytes = 0
         self._total_nbytes = total_nbytes
-        self._tell = on_progress or (lambda done, total: None)
-        self._target = target
-        self._arrivals: IncomingPackCheck | None = None
+        self._report_progress = on_progress or (lambda done, total: None)
+        self._pack_check: IncomingPackCheck | None = None
         self._packs = PackCopy(
             repository, target, reads_back=policy.read_back, check_new=self._check, on_bytes=self._on_bytes
         )
 
     @property
     def copied(self) -> dict[PackId, int]:
-        """Packs that were not there."""
+        """Copied packs and their sizes."""
         return self._packs.copied
 
     def run(self, names: list[ManifestName]) -> dict[int, bool]:
-        """Push these checkpoints; return which were, by seq."""
+        """Push these checkpoints. Return for each seq whether it was pushed."""
         if not names:
             return {}
         self._repository.manifests.make_folders()
@@ -279,7 +280,7 @@ class _Pusher:
     def _push(self, name: ManifestName) -> bool:
         for _ in range(_TRIES):
             try:
-                # Of whatever generation it is by now.
+                # Load the current generation.
                 manifest = load_whole(self._repository, name)
                 if all(pack.tier != LOCAL_TIER for pack in manifest.packs):
                     return True
@@ -287,50 +288,50 @@ class _Pusher:
                 self._replace(manifest)
                 return True
             except RelocatedError:
-                self._step_over(manifest)
+                self._skip_taken_generations(manifest)
             except FileNotFoundError:
-                # A folder is made before anything is put into it: this one went away with its file system.
+                # Folders are created before files, so a missing one means that the file system was unmounted.
                 self._repository.tiers.require_present(self._tier)
                 raise
             except DroppedError as error:
-                _log.warning("seq %d was dropped while it was pushed: %s", name.seq, error.what)
+                _log.warning("seq %d was dropped while it was being pushed: %s", name.seq, error.what)
                 return False
             except _ReplacedError:
                 continue
         raise ConflictError(
-            f"seq {name.seq} is replaced again and again while it is pushed",
+            f"seq {name.seq} was replaced several times while it was being pushed",
             where=self._repository.backend.root,
             todo="wait until a repack or another push has ended",
         )
 
     def _copy(self, manifest: Manifest) -> None:
         self._store.claim(manifest.header)
-        self._arrivals = IncomingPackCheck(self._repository, manifest.header.name, manifest, copy=self._target)
+        self._pack_check = IncomingPackCheck(self._repository, manifest.header.name, manifest, copy=self._target)
         self._packs.run(manifest.packs)
         self._store.put_manifest(manifest)
 
     def _check(self, pack: PackRef, file: ReadFile, *, is_new: bool) -> None:
-        assert self._arrivals is not None, "a checkpoint is being copied"
-        self._arrivals.check(pack, file, is_new=is_new)
+        assert self._pack_check is not None, "a checkpoint is being copied"
+        self._pack_check.check(pack, file, is_new=is_new)
 
-    def _step_over(self, manifest: Manifest) -> None:
-        """Take a generation here that is free there: this store had gone on there, and was set back since."""
+    def _skip_taken_generations(self, manifest: Manifest) -> None:
+        """Publish here under a generation that is free there. This store was set back after an earlier push."""
         header = manifest.header
         generation = max(header.generation, self._store.highest_generation(header)) + 1
         replacement = replace(manifest, header=replace(header, generation=generation))
-        # If another was first, it is looked at again.
+        # If another process published first, the caller loads the manifest again.
         with contextlib.suppress(ConflictError):
             finish_replacement(self._repository, replacement, self._repository.manifests.publish(replacement))
 
     def _replace(self, manifest: Manifest) -> None:
-        """Say here where the checkpoint lies now; from then on nothing here is needed for it."""
+        """Publish the generation that names the tier. After that, the local packs are no longer needed for it."""
         if self._repository.tiers.address_of(self._tier) != self._address:
             raise ConflictError(
-                f"the tier {self._tier!r} was given another address meanwhile",
+                f"the address of the tier {self._tier!r} was changed during the push",
                 where=self._repository.backend.root,
-                todo="see config.json; nothing here was let go of",
+                todo="check config.json; nothing was deleted here",
             )
-        # What was copied after its file system went away lies in a bare mount point.
+        # If the file system was unmounted, the copies are in the empty mount point.
         self._repository.tiers.require_present(self._tier)
         header = manifest.header
         replacement = replace(
@@ -342,14 +343,14 @@ class _Pusher:
             name = self._repository.manifests.publish(replacement)
         except ConflictError as error:
             raise _ReplacedError from error
-        # One who has forgotten the tier meanwhile may not have seen this.
+        # A concurrent forget_tier may not have seen this manifest, so make sure that the tier still has its name.
         self._repository.tiers.name_for(self._address, name=self._tier)
         finish_replacement(self._repository, replacement, name)
 
     def _on_bytes(self, nbytes: int) -> None:
         self._done_nbytes += nbytes
-        self._tell(min(self._done_nbytes, self._total_nbytes), self._total_nbytes)
+        self._report_progress(min(self._done_nbytes, self._total_nbytes), self._total_nbytes)
 
 
 class _ReplacedError(Exception):
-    """Someone else has published the next generation first."""
+    """Another process has published the next generation first."""

@@ -1,12 +1,10 @@
-"""Read what has arrived from another place, every byte of it, before it counts as a pack there.
+"""Check every byte of a pack that is copied between places, and report checkpoints that could not be copied.
 
-A bucket has other masters, and a pack here stands for its bytes: one that was changed there would be restored from
-ever after, however sound the bucket is by then.
+Other programs can change files in a bucket. Without this check, a pack that was changed there would be restored from
+the local copy ever after.
 
 Invariants:
-- Nothing is changed here: what is not sound is told, and whoever copies it lets go of the draft.
-
-Checkpoints that a copy could not take, because packs are altered or out of reach: all others go first.
+- Nothing is changed here. Damage is raised, and the caller deletes the draft.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.damage import Report, Uses
 from ckstore.store.repository import Repository
 
-# Several packs arrive at once, and checksums keep up with a network on one thread.
+# Several packs are copied concurrently, and one thread per pack computes checksums as fast as a network delivers.
 _POLICY = Policy(threads=1, memory_nbytes_max=64 * MIB)
 
 
@@ -34,9 +32,9 @@ class IncomingPackCheck:
 
     Args:
         repository: The store.
-        name: The checkpoint's manifest.
-        manifest: What it says.
-        copy: Where they go, if that is not the store itself.
+        name: Name of the manifest.
+        manifest: The manifest of the checkpoint.
+        copy: The place that the packs go to; None: the store itself.
     """
 
     def __init__(
@@ -53,49 +51,48 @@ class IncomingPackCheck:
         """Check every byte of a pack.
 
         Args:
-            pack: The pack, as the manifest names it.
-            file: What holds its bytes where they go.
-            is_new: They are just being copied; else they lay there.
+            pack: The pack, as named by the manifest.
+            file: The file to check, in the place that the pack goes to.
+            is_new: True for a new copy, False for a pack that existed there already.
 
         Raises:
-            CorruptError: They are not what the pack was made of; it names the pack where they came from, or the one
-                that lay there already.
+            CorruptError: The bytes are not those of the pack. It names the source of a new copy, or the existing pack.
         """
         repository, report = self._repository, Report("read")
         uses = self._uses_there if is_new else self._uses_here
-        audit = Audit(repository, uses, report, _never, 1, _POLICY, lambda: None, is_partial=False)
+        audit = Audit(repository, uses, report, _decode_nothing, 1, _POLICY, lambda: None, is_partial=False)
         name = paths.pack_name(pack.pack_id)
         source = audit.home_of(pack.pack_id).location_of(name)
         where = source if self._copy is None or is_new else self._copy.location_of(name)
         try:
             PackAudit(audit, pack.pack_id).check(file)
         except CorruptError as error:
-            raise self._refused(error.what, where, pack, is_new=is_new) from error
+            raise self._damage_error(error.what, where, pack, is_new=is_new) from error
         if report.damage:
             first = report.damage[0]
             where = first.where.replace(source, where)
-            raise self._refused(first.what, where, pack, is_new=is_new, tensors=first.tensors)
+            raise self._damage_error(first.what, where, pack, is_new=is_new, tensors=first.tensors)
 
-    def _refused(
+    def _damage_error(
         self, what: str, where: str, pack: PackRef, *, is_new: bool, tensors: tuple[str, ...] = ()
     ) -> CorruptError:
         if is_new and pack.tier != LOCAL_TIER:
             what = f"a pack in the tier {pack.tier!r} is not what was pushed there: {what}"
-            todo = "bring it back there from a copy, then try again; nothing here was changed"
+            todo = "restore it there from a copy, then try again; nothing was changed here"
         elif is_new:
-            what = f"a pack here is damaged, and was not copied: {what}"
-            todo = "`ckstore repair` may find its bytes elsewhere; then try again"
+            what = f"a pack here is damaged and was not copied: {what}"
+            todo = "run `ckstore repair`, then try again"
         elif self._copy is not None:
-            what = f"a pack that lies in the copy already is damaged: {what}"
-            todo = "remove it there, then mirror again"
+            what = f"an existing pack in the copy is damaged: {what}"
+            todo = "delete it there, then mirror again"
         else:
-            what = f"a pack that lies here already is damaged: {what}"
-            todo = "`ckstore gc` frees it if the tier has it; then pull again"
+            what = f"an existing pack here is damaged: {what}"
+            todo = "run `ckstore gc`, which deletes it if the tier has it, then pull again"
         return CorruptError(what, where=where, todo=todo, pack_id=pack.pack_id.hex(), tensors=tensors)
 
 
-def _never() -> FrameCheck:
-    raise AssertionError("nothing is decoded at this level")
+def _decode_nothing() -> FrameCheck:
+    raise AssertionError("the read level does not decode frames")
 
 
 _NAMED_MAX = 10
@@ -104,12 +101,12 @@ _NAMED_MAX = 10
 def partial_copy_error(
     what_was_not: str, damaged: Mapping[ManifestName, CorruptError | UnreachableError], report: object
 ) -> CorruptError | UnreachableError:
-    """Return one error that names every checkpoint, and says of the first what is wrong with it.
+    """Return one error that names every failed checkpoint and describes the failure of the first one.
 
     Args:
         what_was_not: What did not happen to them: ``"pulled"``.
-        damaged: Each checkpoint, and why not.
-        report: What became of the others; a fact of the error, beside those of the first.
+        damaged: The failed checkpoints and their errors.
+        report: The whole result, stored as an attribute of the error.
     """
     names = sorted(damaged, reverse=True)
     first = damaged[names[0]]
@@ -117,7 +114,7 @@ def partial_copy_error(
     rest = f" and {len(labels) - _NAMED_MAX} more" if len(labels) > _NAMED_MAX else ""
     facts = {**first.facts, "checkpoints": tuple(labels), "report": report}
     what = f"not {what_was_not}: {', '.join(labels[:_NAMED_MAX])}{rest}; of the first, {first.what}"
-    # The class says what is wrong with all of them; damage is worse than what may be reached another time.
+    # Use a special class only if it fits all of them, else CorruptError.
     kinds = (UnreachableError, MissingChunkError)
     kind = next((k for k in kinds if all(isinstance(error, k) for error in damaged.values())), CorruptError)
     facts = {name: value for name, value in facts.items() if name != "is_transient" or kind is UnreachableError}

@@ -262,7 +262,7 @@ def test_a_pack_that_is_damaged_here_is_not_pushed(folder, tmp_path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with store, pytest.raises(CorruptError, match="damaged, and was not copied"):
+    with store, pytest.raises(CorruptError, match="damaged and was not copied"):
         store.push(str(tmp_path / "tier"), keep_local=1)
     assert not (tmp_path / "tier" / file).exists()
 

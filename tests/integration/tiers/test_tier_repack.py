@@ -358,7 +358,7 @@ def test_another_manifest_under_the_name_there_is_told_and_nothing_is_lost(waste
         patch.setattr(tier_repack.StoreCopy, "put_manifest", is_late)
         report = wasteful.gc_tier(min_age=0)
     assert report.renewed == 0
-    assert "is as it was" in report.repacked.troubles[0]
+    assert "was not renewed" in report.repacked.troubles[0]
     assert_restores(wasteful, 2, 3)
 
 

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.errors import MalformedError, UnsupportedError, UsageError
-from ckstore.io.backend import FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
+from ckstore.errors import MalformedError, UnsupportedError
+from ckstore.io.backend import FileInfo, PackSink, ReadFile, ReadRequest, ReadResult, checked_name
 from ckstore.io.buffers import BufferPool
 from ckstore.io.remote.client import Bucket, RemoteOptions
 from ckstore.io.remote.packs import RemotePackSink, RemoteReadFile, read_remote_ranges
@@ -61,7 +61,7 @@ class RemoteBackend:
 
     def location_of(self, name: str) -> str:
         """Return the URL of a name."""
-        return self.bucket.location_of(_checked(name))
+        return self.bucket.location_of(checked_name(name))
 
     def probe(self) -> None:
         """Raise if the server ignores conditional writes, because two writers would then lose checkpoints.
@@ -86,7 +86,7 @@ class RemoteBackend:
 
     def stat(self, name: str) -> FileInfo | None:
         """Return size and time of an object, or None if it does not exist. Folders do not exist."""
-        draft = self._drafts.get(_checked(name))
+        draft = self._drafts.get(checked_name(name))
         if draft is not None:
             return FileInfo(len(draft), self._clock.now_ns())
         found = self.bucket.head(name) if name else None
@@ -94,19 +94,19 @@ class RemoteBackend:
 
     def list_names(self, folder: str) -> list[str]:
         """Return the sorted names in a folder; empty if it has no objects."""
-        prefix = f"{_checked(folder)}/" if folder else ""
+        prefix = f"{checked_name(folder)}/" if folder else ""
         with self._lock:
             tails = [name[len(prefix) :].split("/")[0] for name in self._drafts if name.startswith(prefix)]
         return sorted({*self.bucket.list_folder(folder), *tails})
 
     def list_deep(self, folder: str) -> list[tuple[str, FileInfo]]:
         """Return every object below a folder, at any depth, with size and time."""
-        found = self.bucket.list_deep(_checked(folder))
+        found = self.bucket.list_deep(checked_name(folder))
         return [(name, FileInfo(info.nbytes, info.modified_ns)) for name, info in found]
 
     def read_bytes(self, name: str, *, nbytes_max: int) -> bytes:
         """Read a small object whole; MalformedError if it is larger than ``nbytes_max``."""
-        draft = self._drafts.get(_checked(name))
+        draft = self._drafts.get(checked_name(name))
         if draft is None:
             return self.bucket.get(name, nbytes_max=nbytes_max)
         if len(draft) > nbytes_max:
@@ -115,23 +115,23 @@ class RemoteBackend:
 
     def read_head(self, name: str, nbytes: int) -> bytes:
         """Read the first ``nbytes`` bytes of an object, or all of a shorter one."""
-        draft = self._drafts.get(_checked(name))
+        draft = self._drafts.get(checked_name(name))
         return self.bucket.get_head(name, nbytes) if draft is None else draft[:nbytes]
 
     # Creating and renaming
 
     def make_folder(self, name: str) -> bool:
         """Do nothing, because a bucket has no folders. Always returns False."""
-        _checked(name)
+        checked_name(name)
         return False
 
     def remove_folder(self, name: str) -> None:
         """Do nothing, because a bucket has no folders."""
-        _checked(name)
+        checked_name(name)
 
     def create(self, name: str, content: bytes, *, sync: bool) -> None:
         """Durably create a new object; FileExistsError if it exists. A draft stays in memory."""
-        if not _checked(name).startswith(_DRAFTS):
+        if not checked_name(name).startswith(_DRAFTS):
             self.bucket.put_new(name, content)
             return
         with self._lock:
@@ -147,19 +147,19 @@ class RemoteBackend:
         """Rename an object, replacing ``target``. Between the two requests it has both names."""
         if source.startswith(_DRAFTS) or target.startswith(_DRAFTS):
             content = self.read_bytes(source, nbytes_max=_SMALL_NBYTES_MAX)
-            if _checked(target).startswith(_DRAFTS):
+            if checked_name(target).startswith(_DRAFTS):
                 self._drafts[target] = content
             else:
                 self.bucket.put_over(target, content)
         else:
-            self.bucket.copy(_checked(source), _checked(target))
+            self.bucket.copy(checked_name(source), checked_name(target))
         self.unlink(source)
 
     def replace_if(self, name: str, before: bytes | None, after: bytes) -> bool:
         """Replace a small object if its content is ``before`` (None: it does not exist). Return True if replaced."""
         with contextlib.suppress(FileExistsError):
             # Read the etag before the content: if the object changes in between, the etag no longer matches.
-            info = self.bucket.head(_checked(name))
+            info = self.bucket.head(checked_name(name))
             if info is None:
                 if before is None:
                     self.bucket.put_new(name, after)
@@ -183,7 +183,7 @@ class RemoteBackend:
     def unlink(self, name: str) -> None:
         """Remove an object; FileNotFoundError if it does not exist."""
         with self._lock:
-            if self._drafts.pop(_checked(name), None) is not None:
+            if self._drafts.pop(checked_name(name), None) is not None:
                 return
         if self.stat(name) is None:
             raise FileNotFoundError(self.location_of(name))
@@ -196,7 +196,7 @@ class RemoteBackend:
 
     def sync_folder(self, name: str) -> None:
         """Do nothing, because names are durable when they appear."""
-        _checked(name)
+        checked_name(name)
 
     def free_nbytes(self) -> int | None:
         """Return None, because a bucket does not report free space."""
@@ -223,9 +223,3 @@ class RemoteBackend:
 
     def close(self) -> None:
         """Do nothing, because nothing is held between calls."""
-
-
-def _checked(name: str) -> str:
-    if "\0" in name or (name and any(part in ("", ".", "..") for part in name.split("/"))):
-        raise UsageError("a name must be relative, without empty parts, '.' and '..'", where=repr(name))
-    return name
