@@ -147,8 +147,8 @@ def find_class(type_name: str) -> type | None:
 def _names_in(holder: Any) -> Mapping[str, Any]:
     """Return the names that a module or class defines, without attribute access, which may run its code."""
     if issubclass(type(holder), types.ModuleType):
-        held: dict[str, Any] = object.__getattribute__(holder, "__dict__")
-        return held
+        attributes: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+        return attributes
     return type.__dict__["__dict__"].__get__(holder) if issubclass(type(holder), type) else {}
 
 
@@ -189,12 +189,14 @@ def _fields_of_dataclass(item: Any) -> dict[str, Any]:
         raise ValueError("a dataclass that inherits from a type implemented in C")
     if _defines_pickling(cls):
         raise ValueError("a dataclass that defines its own pickling")
-    held = dict(getattr(item, "__dict__", {}))
+    attributes = dict(getattr(item, "__dict__", {}))
     names = [field.name for field in dataclasses.fields(item)]
-    slots = {name: _slot_of(cls, name) for name in names if name not in held}
+    slots = {name: _slot_of(cls, name) for name in names if name not in attributes}
     found = {name: slot.__get__(item) for name, slot in slots.items() if slot is not None and hasattr(item, name)}
     # Fields first, in declaration order, whether in slots or in the dict.
-    return {name: found.get(name, held.get(name)) for name in names if name in found or name in held} | held
+    return {
+        name: found.get(name, attributes.get(name)) for name in names if name in found or name in attributes
+    } | attributes
 
 
 def _defines_pickling(cls: type) -> bool:

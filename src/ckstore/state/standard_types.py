@@ -226,10 +226,10 @@ def _update_set(target: set[Any], made: set[Any]) -> bool:
 
 
 def _attributes_of(space: Any) -> dict[str, Any]:
-    held = dict(vars(space))
-    if not all(type(name) is str for name in held):
+    attributes = dict(vars(space))
+    if not all(type(name) is str for name in attributes):
         raise ValueError("the name of an attribute is not a str")
-    return held
+    return attributes
 
 
 def _namespace_of(kind: type) -> Callable[[Any], Any]:

@@ -139,7 +139,9 @@ class TorchAdapter:
         readers: list[DeviceBytes | None] = [None] * len(tensors)
         if any(devices):
             rows = zip(storages, starts, devices, strict=True)
-            readers = [None if device is None else DeviceBytes(held, start, device) for held, start, device in rows]
+            readers = [
+                None if device is None else DeviceBytes(storage, start, device) for storage, start, device in rows
+            ]
         facts = (
             kinds,
             described,
@@ -199,15 +201,20 @@ class TorchAdapter:
         """Build the generator; a StandIn if the device does not exist."""
         if name != _GENERATOR:
             raise UnsupportedError("a leaf of torch has an unknown type", where=repr(name[:80]))
-        device, held = (state.get("device"), state.get("state")) if isinstance(state, dict) else (None, None)
-        if type(device) is not str or not isinstance(held, np.ndarray) or held.dtype != np.uint8 or held.ndim != 1:
+        device, content = (state.get("device"), state.get("state")) if isinstance(state, dict) else (None, None)
+        if (
+            type(device) is not str
+            or not isinstance(content, np.ndarray)
+            or content.dtype != np.uint8
+            or content.ndim != 1
+        ):
             raise MalformedError("a stored generator does not have the form of its type", where=repr(name[:80]))
         try:
             generator = torch.Generator(device)
         except (RuntimeError, AssertionError):
             return StandIn(_GENERATOR.removeprefix(BUILT_IN), device, state)
         try:
-            generator.set_state(torch.from_numpy(np.ascontiguousarray(held)))
+            generator.set_state(torch.from_numpy(np.ascontiguousarray(content)))
         except (RuntimeError, TypeError, ValueError):
             raise MalformedError("torch rejects the state of a generator", where=repr(device[:80])) from None
         return generator
@@ -221,12 +228,12 @@ class TorchAdapter:
 
     def adopt(self, memory: NDArray[np.uint8], device: object) -> object:
         """Return the memory as a uint8 tensor on the device."""
-        held = torch.from_numpy(memory)
+        tensor = torch.from_numpy(memory)
         if device is None:
-            return held
+            return tensor
         assert isinstance(device, torch.device)
         try:
-            return held.to(device)
+            return tensor.to(device)
         except torch.cuda.OutOfMemoryError:
             raise CapacityError(
                 f"no memory for a storage of {memory.nbytes} bytes", where=device, todo="restore to the CPU"
@@ -361,8 +368,8 @@ class DeviceBytes:
             # ``set_`` would resize the storage.
             raise resized_error()
         try:
-            held = torch.empty(0, dtype=torch.uint8, device=self.device)
-            return copy_to_host(held.set_(self.storage, lo - self.start, (hi - lo,), (1,)))
+            tensor = torch.empty(0, dtype=torch.uint8, device=self.device)
+            return copy_to_host(tensor.set_(self.storage, lo - self.start, (hi - lo,), (1,)))
         except RuntimeError as error:
             raise device_error(error) from None
 
@@ -380,9 +387,9 @@ def resized_error() -> BackendError:
     )
 
 
-def copy_to_host(held: torch.Tensor) -> memoryview:
+def copy_to_host(tensor: torch.Tensor) -> memoryview:
     """Copy a uint8 tensor on a device to host memory, and return its bytes."""
-    return held.cpu().numpy().data
+    return tensor.cpu().numpy().data
 
 
 def wait_for_devices(storages: Iterable[object]) -> None:

@@ -1,4 +1,4 @@
-"""Protects the frame header: it comes back, its bytes are covered, and impossible frames are neither made nor read."""
+"""Protects the frame header: it round-trips, all bytes are covered, impossible frames are not written or read."""
 
 from __future__ import annotations
 

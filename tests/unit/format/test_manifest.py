@@ -1,4 +1,4 @@
-"""Protects manifests: they come back, every byte is covered, and none that contradicts itself is made or believed."""
+"""Protects manifests: they round-trip, every byte is covered, contradictions are not written or accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protects readers of manifests: one whose parts contradict each other is neither made nor believed."""
+"""Protects readers of manifests: one whose parts contradict each other is neither written nor accepted."""
 
 from __future__ import annotations
 

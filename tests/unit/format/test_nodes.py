@@ -1,4 +1,4 @@
-"""Protects the state tree on disk: typed keys, kinds and values come back; other shapes raise, however deep."""
+"""Protects the encoded state tree: typed keys, kinds and values round-trip; other shapes raise at any depth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protects packs: superheader, directory and tail cover every byte, and frames are found again without them."""
+"""Protects packs: superheader, directory and tail cover every byte, and a scan finds frames without them."""
 
 from __future__ import annotations
 

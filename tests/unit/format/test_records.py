@@ -1,4 +1,4 @@
-"""Protects the small files: what was written comes back, and what was altered, added or left out is refused."""
+"""Protects file records: they round-trip, and altered, added or missing fields are refused."""
 
 from __future__ import annotations
 

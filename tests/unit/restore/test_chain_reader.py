@@ -1,4 +1,4 @@
-"""A chunk read back through its bases is the one that was committed, or the error says which frame is damaged."""
+"""Protects chains: a chunk read with its bases is the committed one, or the error names the damaged frame."""
 
 from __future__ import annotations
 

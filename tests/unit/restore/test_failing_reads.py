@@ -1,4 +1,4 @@
-"""Reads that fail: tried again, then narrowed down, and counted as damage with their place."""
+"""Protects restores from failing reads: these are retried, narrowed down, and reported as damage with offset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a restore reads bases before what rests on them, near frames together, and nothing that is not needed."""
+"""Protects restore plans: bases come first, close frames are read together, unneeded frames are not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protects ``only=``: a path means itself, and of a view of a long buffer only its part is read."""
+"""Protects ``only=``: a path selects itself, and for a view of a long buffer only its part is read."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Identity and checksum of a chunk, taken piece by piece, are those of the whole."""
+"""Protects chunk ids: a chunk that is hashed in pieces has the id and checksum of the whole chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protects live states that do not fit: told before the first write, with both sides; or what was written by then."""
+"""Protects live states that do not fit: errors come before the first write, or list what was written."""
 
 from __future__ import annotations
 

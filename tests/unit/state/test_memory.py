@@ -1,4 +1,4 @@
-"""Protects storages that are made when they are asked for: they are what those are that were made at once."""
+"""Protects spans that are created on first access: they equal spans that are created immediately."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spans(arrays, made):
     return Spans(shapes, fixed_starts_of(made), [(each,) for each in arrays], [None] * len(arrays))
 
 
-def test_spans_are_those_that_were_made_at_once(spans, made):
+def test_spans_equal_spans_created_immediately(spans, made):
     assert len(spans) == len(made) == len(list(spans))
     for one, other in zip(spans, made, strict=True):
         assert one == MemorySpan(other.start, other.nbytes, 4, True, tuple(other.keep), None)
@@ -33,7 +33,7 @@ def test_spans_are_those_that_were_made_at_once(spans, made):
         assert one.is_host
 
 
-def test_a_span_is_made_once(spans):
+def test_span_is_created_once(spans):
     assert spans[1] is spans[1] is list(spans)[1] is spans[-2]
 
 

@@ -1,4 +1,4 @@
-"""Protects readers from classes: what is stored by the name of a class never imports a module, and runs no code."""
+"""Protects readers from classes: restoring an object by its class name imports no module and runs no code."""
 
 import dataclasses
 import enum

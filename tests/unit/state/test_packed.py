@@ -1,4 +1,4 @@
-"""Protects long plain values: they lie in chunks, come back bit for bit, and cost nothing where they did not change."""
+"""Protects long plain values: stored in chunks, restored bit for bit, and reused if they did not change."""
 
 import datetime
 import math

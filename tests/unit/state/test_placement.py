@@ -1,4 +1,4 @@
-"""Protects restoring in place: all is checked before a byte is written, the right tensors are filled, ties hold."""
+"""Protects restores in place: all checks come before any write, the right tensors are filled, ties are kept."""
 
 import numpy as np
 import pytest

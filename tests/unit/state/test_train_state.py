@@ -1,4 +1,4 @@
-"""Protects resumes by name: every parameter gets its own moments back, whatever the order of the groups."""
+"""Protects resumes by name: every parameter gets its own moments, whatever the order of the groups."""
 
 from __future__ import annotations
 

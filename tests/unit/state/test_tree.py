@@ -1,4 +1,4 @@
-"""Protects the state tree: kinds, order, typed keys and plain values come back exactly; hostile trees are refused."""
+"""Protects the state tree: kinds, order, typed keys and plain values are restored; hostile trees are refused."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Protects the names of files: parsing is the inverse of building, and nothing foreign is taken for ours."""
+"""Protects file names: parsing is the inverse of building, and foreign names are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protects those who must know what was lost: a table of losses that lies is neither written nor believed."""
+"""Protects the table of losses: a wrong table is neither written nor accepted."""
 
 from __future__ import annotations
 

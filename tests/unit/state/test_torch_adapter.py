@@ -1,4 +1,4 @@
-"""Protects torch leaves: every dtype, stride, tie and flag comes back bit for bit; what cannot is refused by path."""
+"""Protects torch leaves: dtypes, strides, ties and flags are restored bit for bit; others are refused by path."""
 
 import sys
 import warnings

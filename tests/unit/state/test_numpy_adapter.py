@@ -1,4 +1,4 @@
-"""Protects numpy leaves: every dtype, stride and shared byte comes back; specs from disk are not believed."""
+"""Protects numpy leaves: every dtype, stride and shared byte is restored; specs from disk are checked."""
 
 import numpy as np
 import pytest
