@@ -1,12 +1,12 @@
-"""Scale the steps of a parameter's tensors until they take about as many bits as were asked for, and not more.
+"""Search the quantization steps with which a parameter takes about ``bits_per_parameter`` bits, and not more.
 
-One scale for a weight and its moments, found by bisection over powers of two; every trial quantizes and codes some
-chunks as the commit will, and keeps nothing. What is chosen is what the manifest records, and the bound is still held
-against what was really written.
+A weight and its moments share one scale, found by bisection over powers of two. Every trial quantizes and codes some
+chunks as the commit will, and discards the result. The manifest records the chosen steps, and ``bounds`` still checks
+the bytes that were actually written.
 
 Invariants:
-- Without a target nothing of this runs, and steps are what the settings say.
-- A trial leaves no trace: no frame, no error, no held chunk.
+- Without a target nothing here runs, and the steps are those of the settings.
+- A trial has no side effects: it writes no frame, records no error and holds no chunk.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ckstore.quant.quantize_task import TaskCoder, TaskContext
 from ckstore.store.chunk_index import LocatedFrame
 
 FINEST, COARSEST = -3.0, 4.0
-"""Powers of two that steps are scaled by, at most."""
+"""Range of the scale, as powers of two."""
 
 _TRIALS = 5
 _SAMPLES_MAX = 3
 _SAMPLED_SHARE = 0.97
-"""Chunks that were not tried may take a little more than those that were."""
+"""Share of the target to aim at if only some chunks are tried: the others may take a little more."""
 
 _NEAR_ENOUGH = 0.95
 _STEP_MIN, _STEP_MAX = 1e-3, 100.0
@@ -43,7 +43,7 @@ Stepped = TypeVar("Stepped", WeightSettings, FirstMomentSettings)
 
 
 def scaled(tensor: LossyTensor, octaves: float) -> LossyTensor:
-    """Return a tensor whose steps are so many powers of two wider; what has no steps stays as it is."""
+    """Return the tensor with steps that are 2**octaves as wide; an exact tensor is returned unchanged."""
     settings, scale = tensor.settings, 2.0**octaves
     if not octaves or isinstance(settings, str):
         return tensor
@@ -64,9 +64,9 @@ def _stepped(settings: Stepped, scale: float) -> Stepped:
 def _wider(low_rank: LowRank | None, scale: float) -> LowRank | None:
     if low_rank is None:
         return None
-    # What coarser steps leave over must not drive a matrix to the grid, which takes more.
+    # A larger error of coarser steps must not make the matrix fall back to a grid, which takes more bits.
     error_max = min(1.0, low_rank.error_max * max(1.0, scale * scale))
-    # Finer steps find more directions worth keeping.
+    # With finer steps more directions are worth their bits.
     rank_max = min(RANK_MAX, math.ceil(low_rank.rank_max / min(1.0, scale)))
     return replace(low_rank, step=_step(low_rank.step * scale), rank_max=rank_max, error_max=error_max)
 
@@ -76,16 +76,16 @@ def _step(step: float) -> float:
 
 
 def octaves_for(target: float, bits_at: Callable[[float], float]) -> float:
-    """Return the powers of two by which steps take at most so many bits, and about as many.
+    """Return the scale, as a power of two, with which steps take at most ``target`` bits, and about as many.
 
     Args:
-        target: Bits.
-        bits_at: Bits that are taken with steps so many powers of two wider.
+        target: Bits per element.
+        bits_at: Returns the bits per element for steps of a given scale.
     """
     bits = bits_at(0.0)
     if _NEAR_ENOUGH * target <= bits <= target:
         return 0.0
-    # Fewest bits lie at the coarse end; of those that are few enough the finest is wanted.
+    # Coarser steps take fewer bits. Find the finest steps that take few enough.
     fine, coarse = (0.0, COARSEST) if bits > target else (FINEST, 0.0)
     for _ in range(_TRIALS):
         middle = (fine + coarse) / 2
@@ -100,7 +100,7 @@ def octaves_for(target: float, bits_at: Callable[[float], float]) -> float:
 
 
 def sample_of(tasks: Sequence[Task], offset_of: Callable[[Task], int]) -> tuple[list[Task], bool]:
-    """Return tasks of the same few places of a parameter, and whether these are all there are."""
+    """Return the tasks at a few positions of a parameter, and True if these are all of its tasks."""
     places = sorted({offset_of(task) for task in tasks})
     if len(places) > _SAMPLES_MAX:
         last = len(places) - 1
@@ -110,14 +110,14 @@ def sample_of(tasks: Sequence[Task], offset_of: Callable[[Task], int]) -> tuple[
 
 
 def seek(context: TaskContext, tasks: Sequence[Task], target: float, thread: CodingThread, *, is_all: bool) -> float:
-    """Return the powers of two by which the steps of one parameter are to be scaled.
+    """Return the scale, as a power of two, for the steps of one parameter.
 
     Args:
-        context: What the trials read from.
-        tasks: Some of the parameter.
-        target: Bits that all its tensors may take for each of its elements.
-        thread: Memory to work in.
-        is_all: These are all of them.
+        context: Provides the chunks for the trials.
+        tasks: Some tasks of the parameter.
+        target: Bits per element that all its tensors together may take.
+        thread: Memory of this thread.
+        is_all: ``tasks`` are all tasks of the parameter.
     """
 
     def bits_at(octaves: float) -> float:
@@ -140,7 +140,7 @@ def _stored_nbytes(trial: Trial, task: Task, thread: CodingThread) -> int:
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """A context on which nothing is kept, with steps of another width."""
+    """A task context with scaled steps that discards all results."""
 
     context: TaskContext
     octaves: float
@@ -151,12 +151,12 @@ class Trial:
 
     @property
     def policy(self) -> Policy:
-        """How much is checked and coded."""
+        """How the state is stored."""
         return self.context.policy
 
     @property
     def plan(self) -> CommitPlan:
-        """What the indices of chunks count in."""
+        """How the state is cut into chunks."""
         return self.context.plan
 
     def gather_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
@@ -164,28 +164,28 @@ class Trial:
         return self.context.gather_for(index, purpose, thread)
 
     def base_plain_of(self, base: LocatedFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
-        """Return the plain bytes of a base; None where they cannot be read."""
+        """Return the plain bytes of a base; None if they cannot be read."""
         return self.context.base_plain_of(base, nbytes, thread)
 
     def reconstruction_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
-        """Return memory for what a chunk becomes."""
+        """Return memory for the reconstruction of a chunk."""
         return self.context.reconstruction_for(index, purpose, thread)
 
     def hold(self, index: int, chunk_id: ChunkId, plain: memoryview, *, is_own: bool) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def note(self, index: int, errors: Errors | Distance, *, max_update_ratio: float = 0.0, method: str = "") -> None:
-        """Add nothing."""
+        """Do nothing."""
 
     def note_inflated(self, index: int, sum_sq_error: float) -> None:
-        """Let it be judged when it is stored."""
+        """Do nothing; the commit will record it."""
 
     def fail(self, index: int, why: str) -> None:
-        """Leave it to the commit to find that out."""
+        """Do nothing; the commit will find the same."""
 
     def leave(self, index: int) -> None:
-        """Leave it to the commit to find that out."""
+        """Do nothing; the commit will find the same."""
 
     def tensor_of(self, index: int) -> LossyTensor:
-        """Return what the tensor of a chunk is, with other steps."""
+        """Return the tensor of a chunk, with scaled steps."""
         return scaled(self.context.tensor_of(index), self.octaves)

@@ -1,8 +1,8 @@
-"""What became of each tensor that was to be stored with a loss: errors summed up, and whether they may stand.
+"""Sum up the errors of each quantized tensor, and decide which tensors must be stored exactly after all.
 
 Invariants:
-- A tensor is stored with a loss as a whole or not at all: one part that cannot be quantized makes all of it exact.
-- A second moment and its first one stand or fall together: the quotient of the two is what the optimizer steps by.
+- A tensor is quantized as a whole or not at all: one chunk that cannot be quantized makes the tensor exact.
+- A second moment and its first moment are both quantized or both exact, because their quotient is the optimizer's step.
 """
 
 from __future__ import annotations
@@ -22,38 +22,41 @@ from ckstore.quant.roles import AdamConstants, Role
 
 STEP_RATIO_MAX = 10.0
 STEP_RATIO_SHARE_MAX = 1.5
-"""A virtual next step may be this large, or so many times the largest that an exact state can make."""
+"""Bounds on |update| / lr of the next step: absolute, and relative to the largest step of an exact state."""
 
 _INFLATED_SHARE_MAX = 0.01
-"""More of a moment's energy than this may not be made up, or dropped, where the second one is too small to be told."""
+"""Bound on the share of a moment's energy that is lost where second moments are too small to be represented."""
 
 _CHANGE_MAX = 1.1
-"""A weight whose change has more than so many times its own energy is not told by its base: it was made anew."""
+"""Bound on the energy of a weight's change, as a multiple of the weight's own. Above it the weight was reset."""
 
 _INFLATED: Mapping[Role, str] = {
-    "first": "much of the first moment stands where the second one is zero, or too small to be told",
-    "second": "the second moment is below 1.2e-38, and would be told as many times what it is",
+    "first": "much of the first moment is where the second moment is zero or too small to be represented",
+    "second": "the second moment is below 1.2e-38 and would be stored as a much larger value",
 }
 
 _SLACK = 1.001
-"""Roundings of a quotient that was clipped."""
+"""Allowance for the rounding of a clipped quotient."""
 
 
 @dataclass(slots=True)
 class TensorOutcome:
-    """Errors of one storage, over all chunks so far.
+    """The errors of one storage over all chunks so far, and whether it is stored exactly.
 
     Args:
-        tensor: What it is; None for the rounding of a weight.
+        tensor: The tensor; None for the rounding of a weight.
+        count: Elements.
+        max_abs: Greatest error of an element.
+        sq_errors: For each chunk, the sum of squared errors.
+        sq_values: For each chunk, the sum of squared values.
+        sq_changes: For each chunk of a weight, the sum of squared changes since the base.
+        sq_inflated: For each chunk, the part of the squared errors that is due to tiny second moments.
+        nonzero_count: Elements that are not quantized to zero.
         stored_nbytes: Payload bytes.
-        max_update_ratio: Greatest quotient of the first moment and the root of the second.
-        sq_errors: Sum of the squares of each chunk's errors.
-        sq_values: The same of its values.
-        sq_changes: The same of a weight's changes, where they were quantized.
-        sq_inflated: The part of the error that comes from second moments which are too small to be told.
-        failure: Why it is stored exactly after all; empty: it is not.
+        max_update_ratio: Greatest |m| / sqrt(v).
+        failure: Why the tensor is stored exactly; empty if it is quantized.
         is_bound: The failure is a bound of the policy.
-        methods: How its chunks came out.
+        methods: How its chunks were quantized.
     """
 
     tensor: LossyTensor | None
@@ -71,7 +74,7 @@ class TensorOutcome:
     methods: set[str] = field(default_factory=set)
 
     def fail(self, why: str, *, is_bound: bool = False) -> None:
-        """Let it be stored exactly; the first reason stands."""
+        """Store the tensor exactly. The first reason is kept."""
         if not self.failure:
             self.failure, self.is_bound = why, is_bound
 
@@ -87,7 +90,7 @@ class TensorOutcome:
             self.sq_changes.append(errors.sum_sq_change)
             self.nonzero_count += errors.nonzero_count
         self.count += errors.count
-        # What no number tells is off by more than any.
+        # An error that is NaN counts as infinite.
         self.max_abs = math.inf if math.isnan(errors.max_abs) else max(self.max_abs, errors.max_abs)
         self.sq_values.append(errors.sum_sq_value)
 
@@ -103,19 +106,19 @@ class TensorOutcome:
 
     @property
     def rel_rms(self) -> float:
-        """RMS error in the RMS of the values."""
+        """RMS error divided by the RMS of the values."""
         if self.sum_sq_error == 0:
             return 0.0
         return math.sqrt(self.sum_sq_error / self.sum_sq_value) if self.sum_sq_value else math.inf
 
     @property
     def max_step_ratio(self) -> float | None:
-        """Largest |update| / lr of a virtual next step; None where that cannot be told."""
+        """Largest |update| / lr of the next optimizer step; None if the optimizer's constants are unknown."""
         constants = None if self.tensor is None else self.tensor.constants
         return None if constants is None or self.tensor is None else step_ratio_of(self.max_update_ratio, constants)
 
     def loss(self, storage: int, bits: float) -> Loss | None:
-        """Return the record of it; None where nothing was lost."""
+        """Return the manifest's record; None if the tensor is exact."""
         if self.failure or not self.count or self.max_abs == 0:
             return None
         settings = None if self.tensor is None else self.tensor.settings
@@ -127,7 +130,7 @@ class TensorOutcome:
             method=word_of(self.methods),
             bits=bits,
             max_abs=self.max_abs,
-            # Sums of squares below the smallest float are zero, and the greatest error is not.
+            # Squares of very small errors are zero, but the greatest error is not.
             rms_error=min(math.sqrt(self.sum_sq_error / self.count), self.max_abs),
             rms_value=math.sqrt(self.sum_sq_value / self.count),
             kept=self.nonzero_count / self.count,
@@ -138,18 +141,18 @@ class TensorOutcome:
 
 
 def _sum_in_any_order(terms: list[float]) -> float:
-    """Return the same sum whichever thread coded its chunk first: it is stored, and compared with bounds."""
+    """Return a sum that does not depend on the order of threads, because it is stored and compared with bounds."""
     return sum(sorted(terms))
 
 
 def natural_quotient(constants: AdamConstants) -> float:
-    """Return the bound of |m| / sqrt(v) over all histories of gradients (Cauchy-Schwarz)."""
+    """Return the bound on |m| / sqrt(v) over all histories of gradients (Cauchy-Schwarz inequality)."""
     beta1, beta2 = constants.beta1, constants.beta2
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2))
 
 
 def _correction(constants: AdamConstants) -> float:
-    """Return what bias correction multiplies the next step by; its greatest value where the step is not known."""
+    """Return the factor of bias correction for the next step; its greatest value if the step is unknown."""
 
     def at(step: float) -> float:
         return math.sqrt(1 - math.pow(constants.beta2, step)) / (1 - math.pow(constants.beta1, step))
@@ -160,14 +163,14 @@ def _correction(constants: AdamConstants) -> float:
 
 
 def step_ratio_of(quotient: float, constants: AdamConstants) -> float:
-    """Return the largest |update| / lr of a next step from this |m| / sqrt(v), over every gradient."""
+    """Return the largest |update| / lr of the next step that starts from this |m| / sqrt(v), over all gradients."""
     beta1, beta2 = constants.beta1, constants.beta2
     worst = math.hypot(beta1 * quotient / math.sqrt(beta2), (1 - beta1) / math.sqrt(1 - beta2))
     return min(worst * _correction(constants), sys.float_info.max)
 
 
 def step_ratio_max(constants: AdamConstants) -> float:
-    """Return the largest next step that may be let stand."""
+    """Return the bound on |update| / lr of the next step."""
     return min(STEP_RATIO_MAX, STEP_RATIO_SHARE_MAX * natural_quotient(constants))
 
 
@@ -177,7 +180,7 @@ def clip_max(constants: AdamConstants) -> float:
     if beta1 == 0:
         return math.inf
     rest = (step_ratio_max(constants) / _correction(constants)) ** 2 - (1 - beta1) ** 2 / (1 - beta2)
-    # Never below what an exact state has: where even that steps too far, the moment is stored exactly and not crushed.
+    # Never below the quotient of an exact state. If even that steps too far, the moment is stored exactly.
     return max(natural_quotient(constants), math.sqrt(max(0.0, rest) * beta2) / beta1)
 
 
@@ -188,17 +191,17 @@ def apply_bounds(
     masters: Mapping[int, int],
     residual: Residual,
 ) -> None:
-    """Hold every outcome against the bounds of the policy; those that cannot stand have a failure afterwards.
+    """Check every outcome against the bounds of the policy. Those that exceed one get a failure.
 
     Args:
-        outcomes: By storage.
-        pairs: The second moment of each first one, by storage.
-        groups: The weight that a moment belongs to, by storage, where both are stored with a loss.
+        outcomes: The outcomes, by storage.
+        pairs: The second moment of each first moment, by storage.
+        groups: The weight that a moment belongs to, by storage, if both are quantized.
         masters: The weight that a storage is the rounding of, by storage.
         residual: The policy.
 
     Raises:
-        BoundError: The policy wants no exact storage instead.
+        BoundError: A bound is exceeded, and ``on_bound`` is ``"raise"``.
     """
     for outcome in outcomes.values():
         if outcome.tensor is not None:
@@ -207,12 +210,12 @@ def apply_bounds(
                 outcome.fail(_INFLATED[outcome.tensor.role])
             is_anew = _sum_in_any_order(outcome.sq_changes) > _CHANGE_MAX * outcome.sum_sq_value
             if is_anew and isinstance(outcome.tensor.settings, WeightSettings):
-                outcome.fail("it has changed by more than there is of it, so that its base tells nothing of it")
+                outcome.fail("it has changed by more than its own size, so its base is of no use")
     for rounded, master in masters.items():
-        # A rounding is never off without its master: what it exceeds makes both exact.
+        # A rounding has the errors of its master, so a bound that it exceeds makes both exact.
         if rounded in outcomes and master in outcomes:
             if not math.isfinite(outcomes[rounded].max_abs + outcomes[rounded].sum_sq_error):
-                outcomes[master].fail("its rounding would become infinite somewhere, or cease to be")
+                outcomes[master].fail("its rounding would have elements that become infinite or stop being infinite")
             _check_errors(outcomes[rounded], outcomes[master], residual, "its rounding's ")
     _check_bits(outcomes, pairs, groups, residual)
     for first, second in pairs.items():
@@ -229,7 +232,7 @@ def apply_bounds(
         tensor = broken[0].tensor
         assert tensor is not None
         raise BoundError(
-            f"{len(broken)} tensors cannot be stored within the bounds: {broken[0].failure}",
+            f"{len(broken)} tensors cannot be quantized within the policy's bounds: {broken[0].failure}",
             where=tensor.path,
             todo='loosen the bound, take finer steps, or let on_bound be "exact"',
             path=tensor.path,
@@ -237,7 +240,7 @@ def apply_bounds(
 
 
 def _failure_of_partner(failure: str, name: str) -> str:
-    """Return why a moment is exact as the other one of the pair has to tell it."""
+    """Return the failure of a moment, worded for the other moment of the pair."""
     subject, _, rest = failure.partition(" ")
     if subject == "it":
         return f"its {name} moment {rest}"
@@ -276,7 +279,7 @@ def _check_next_step(first: TensorOutcome, second: TensorOutcome) -> None:
     if first.max_abs == second.max_abs == 0:
         return
     if not math.isfinite(first.max_update_ratio):
-        first.fail("a first moment would stay where the second one vanishes")
+        first.fail("a first moment would be left where the second moment is zero")
     elif (
         constants is not None
         and (ratio := step_ratio_of(first.max_update_ratio, constants)) > step_ratio_max(constants) * _SLACK

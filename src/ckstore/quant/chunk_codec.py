@@ -1,33 +1,25 @@
-"""How one chunk can be stored with a loss: as codes, most of them against a base; FORMAT.md has the bytes.
+"""Quantize, encode and decode one chunk. docs/FORMAT.md has the bytes.
 
-What is committed is the reconstruction: it is made here, hashed by the caller, and exactly what the codes decode to.
-Steps stand alone in a frame: those of ``lossy_grids``, and before these, where the settings ask for it, those of
-``lossy_directions``, which tries to do with a few outer products.
+A quantized frame has one step:
 
-Invariants:
-- What is encoded decodes to the reconstruction, bit for bit, on every machine, and is smaller than the plain bytes.
-- Elements that are not finite are never quantized: the chunk is left to be stored exactly.
-- The destination is written only when the whole payload has been read and found right.
+- ``grid``: a base plus codes times steps (weights);
+- ``moment2``: codes times the factors of rows and columns (second moments);
+- ``moment1``: codes times the roots of the base, which is the second moment (first moments);
+- ``codebook``: values without a base;
+- ``outer``, ``outer1``, ``outer2``: the same for weights, first and second moments as a few outer products. They are
+  tried first if the settings ask for them.
 
-What was done to a chunk, in a word and in numbers: as it came out, not as it was asked for.
-
-A chunk that few directions do not describe falls back to a grid, factors of too few rows to logarithms, and some
-chunks of a tensor may be exact. Of a tensor whose chunks differ, every word is recorded.
-
-Chunks as symbols: from what a quantizer has found to the payload, the reconstruction and the errors, and back.
-
-Four steps: ``grid`` adds codes to a base (weights), ``moment2`` multiplies factors of rows and columns, ``moment1``
-multiplies codes by the roots of its base, the second moment, and ``codebook`` is values by themselves.
+The reconstruction, what the codes decode to, is what is hashed and committed.
 
 Invariants:
-- The reconstruction that is written is what the payload decodes to, on every machine.
-- None says that nothing was stored: it does not pay, or no number would tell what is lost.
+- A payload decodes to the reconstruction, bit for bit, on every machine, and is smaller than the plain bytes.
+- A chunk with NaN or infinity is not quantized.
+- The destination is written only after the whole payload has been read and checked.
+- An encoder returns None if quantizing does not save enough, or if the error cannot be expressed in numbers. The
+  contents of its value buffer are then undefined.
 
-Chunks as a few outer products: the forms that are tried before grids, with their payloads and errors.
-
-Invariants:
-- The reconstruction that is written is what the payload decodes to, on every machine.
-- None says that nothing was stored; the caller's values may have been used up by then.
+``method_of`` and ``numbers_of`` describe how chunks were actually quantized: a chunk that few outer products do not
+describe falls back to a grid, factors of too few rows fall back to logarithms, and single chunks may be exact.
 """
 
 from __future__ import annotations
@@ -38,11 +30,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from ckstore.codec import chunk_codec as chain
 from ckstore.codec import kernels
 from ckstore.codec.base import CodecStep, Encoded
 from ckstore.codec.byte_codecs import Scratch, quantizing_nbytes
 from ckstore.codec.chunk_codec import QUANTIZED_STEPS
+from ckstore.codec.chunk_codec import encode as encode_exact
 from ckstore.config import FirstMomentSettings, LowRank, SecondMomentSettings, WeightSettings
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
 from ckstore.quant import lowrank_payload
@@ -73,20 +65,20 @@ __all__ = [
 GRID, MOMENT2, MOMENT1, CODEBOOK = GRID_STEPS = (7, 8, 9, 10)
 
 _RULES = {GRID: 0, MOMENT2: 1, MOMENT1: 2, CODEBOOK: 3}
-# Coding that saves less than one part in so many is not worth the loss.
+# Quantizing must save at least one part in this many.
 SAVING_PART = 64
-# More of them cost more than exact bytes.
+# If more than one element in this many is an escape, exact coding takes fewer bytes.
 _ESCAPES_PART = 64
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedChunk:
-    """A chunk that was quantized.
+    """A quantized chunk.
 
     Args:
-        encoded: Steps and payload; the parts lie in the scratch and last until it is used again.
-        reconstruction: What it decodes to: the caller's buffer, whose bytes are what is committed.
-        errors: How that differs from what was given.
+        encoded: Steps and payload. The parts are in the scratch and valid until its next use.
+        reconstruction: What the payload decodes to, in the caller's buffer. These bytes are committed.
+        errors: The difference between the reconstruction and the given values.
     """
 
     encoded: Encoded
@@ -105,17 +97,17 @@ def encode_grid(
     scratch: Scratch,
     reconstruction: memoryview,
 ) -> QuantizedChunk | None:
-    """Write the payload and its reconstruction, and measure that; None where it does not pay.
+    """Write payload and reconstruction of a quantized chunk, and measure the errors; None if it does not save enough.
 
     Args:
         step: One of ``GRID_STEPS``.
-        found: What the symbols mean; these lie in the first half of ``scratch.planes``.
+        found: The quantizer's result. The symbols are in the first half of ``scratch.planes``.
         plain: The bytes of the chunk.
-        base: As many bytes as the chunk has, that decoding will be given; none where the step has none.
-        shape: What the chunk is of its tensor.
-        grid: Where it lies.
+        base: The bytes of the base, as long as the chunk; empty for a step without base.
+        shape: The chunk's position in its tensor.
+        grid: Its rows and columns.
         scratch: Memory of this thread.
-        reconstruction: As many bytes, which receive what the payload decodes to.
+        reconstruction: Receives what the payload decodes to, as long as the chunk.
     """
     if found.escapes.size > grid.count // _ESCAPES_PART:
         return None
@@ -142,7 +134,7 @@ def encode_grid(
 
 
 def reconstruct_grid(codes: Codes, step: int, kind: int, base: memoryview, destination: memoryview) -> None:
-    """Write the elements that codes stand for; the base may be the very memory of the destination."""
+    """Write the elements that the codes represent; ``base`` and ``destination`` may be the same memory."""
     grid = codes.grid
     kernels.finish_values(
         *(codes.symbols, codes.rows.values().data, codes.cols.values().data, codes.table.data, base, destination),
@@ -154,7 +146,7 @@ def reconstruct_grid(codes: Codes, step: int, kind: int, base: memoryview, desti
 
 
 def _words_at(plain: memoryview, places: NDArray[np.int64], width: int) -> bytes:
-    """Return the bytes of some elements of a chunk, one after another."""
+    """Return the bytes of the elements at these places, one after another."""
     return np.frombuffer(plain, f"<u{width}")[places].tobytes()
 
 
@@ -187,18 +179,18 @@ def encode_lowrank(
     limit: float = 0.0,
     reconstruction: memoryview,
 ) -> tuple[Encoded, Errors] | None:
-    """Approximate the values of a chunk and write what it becomes; None where that is not near enough or too long.
+    """Approximate a chunk by outer products and write the reconstruction; None if it is too inexact or too long.
 
     Args:
         step: One of ``LOWRANK_STEPS``.
-        values: Changes, quotients or second moments, as finite fp32 values; those of second moments are overwritten.
+        values: Changes, quotients or second moments as finite fp32 values. Those of second moments are overwritten.
         plain: The bytes of the chunk.
-        base: As many bytes that decoding will be given; none for ``ROOT_STEP``.
-        shape: What the chunk is of its tensor.
-        grid: Where it lies.
-        settings: How near.
+        base: The bytes of the base, as long as the chunk; empty for ``ROOT_STEP``.
+        shape: The chunk's position in its tensor.
+        grid: Its rows and columns.
+        settings: Precision and rank.
         limit: Greatest quotient.
-        reconstruction: As many bytes, which receive what the payload decodes to.
+        reconstruction: Receives what the payload decodes to, as long as the chunk.
     """
     change: float | None = None
     if step == CHANGE_STEP:
@@ -213,7 +205,7 @@ def encode_lowrank(
         return None
     max_update_ratio = lowrank_payload.write(found, _FORMS[step], shape.kind, base, reconstruction)
     off = measure(plain, reconstruction, shape.kind)
-    if not off.is_measured or _vanishes(step, found, shape, reconstruction):
+    if not off.is_measured or _has_lost_positive(step, found, shape, reconstruction):
         return None
     encoded = Encoded(((step, bytes([shape.kind])),), [memoryview(found.payload)], shape.width)
     kept = grid.count if found.product.rank or step == ROOT_STEP else 0
@@ -223,10 +215,10 @@ def encode_lowrank(
     )
 
 
-def _vanishes(step: int, found: Approximated, shape: ChunkShape, reconstruction: memoryview) -> bool:
-    """Whether a second moment became zero where its row and its column have some.
+def _has_lost_positive(step: int, found: Approximated, shape: ChunkShape, reconstruction: memoryview) -> bool:
+    """Return True if a positive second moment became zero.
 
-    The least that this form knows, 2 ** -126, is zero in fp16; a grid has the least moment of the chunk instead.
+    The smallest value of this form, 2**-126, is zero in fp16. A grid uses the smallest moment of the chunk instead.
     """
     if step != ROOT_STEP or shape.dtype != "float16" or found.factors is None:
         return False
@@ -238,10 +230,10 @@ def _vanishes(step: int, found: Approximated, shape: ChunkShape, reconstruction:
 def decode_lowrank(
     step: int, payload: memoryview, kind: int, width: int, base: memoryview, destination: memoryview
 ) -> None:
-    """Write the reconstruction of a chunk; the base may be the very memory of the destination.
+    """Write the reconstruction of a chunk; ``base`` and ``destination`` may be the same memory.
 
     Raises:
-        MalformedError: No writer makes such a payload for so many elements.
+        MalformedError: No writer makes this payload for so many elements.
     """
     found: Approximated = lowrank_payload.read(payload, _FORMS[step], destination.nbytes // width)
     lowrank_payload.write(found, _FORMS[step], kind, base, destination)
@@ -262,18 +254,18 @@ def encode_weights(
     scratch: Scratch,
     reconstruction: memoryview,
 ) -> QuantizedChunk | None:
-    """Quantize what has changed since the base; None where that cannot be done or does not pay.
+    """Quantize the change of weights since the base; None if that is impossible or does not save enough.
 
     Args:
         plain: The bytes of the chunk.
-        base: As many bytes: what the same weights were in the checkpoint before, as it is stored.
-        shape: What the chunk is of its tensor.
-        settings: How.
+        base: The same weights as stored in the previous checkpoint, as long as the chunk.
+        shape: The chunk's position in its tensor.
+        settings: How to quantize.
         scratch: Memory of this thread.
-        reconstruction: As many bytes, which receive what the codes decode to.
+        reconstruction: Receives what the codes decode to, as long as the chunk.
 
     Raises:
-        UsageError: Lengths differ, are no elements, or are more than the scratch is made for.
+        UsageError: Lengths differ, are not whole elements, or are larger than the scratch.
     """
     grid = _grid_of(shape, scratch, plain, base, reconstruction)
     values, symbols = _buffers(grid, scratch)
@@ -286,7 +278,7 @@ def encode_weights(
             return QuantizedChunk(near[0], reconstruction, near[1])
     steps = Steps(settings.step, settings.dead_zone, settings.levels_max, settings.scale)
     found = quantize_grid(values, symbols, grid, steps)
-    return _made(GRID, found, plain, base, shape, grid, scratch, reconstruction)
+    return _encode_found(GRID, found, plain, base, shape, grid, scratch, reconstruction)
 
 
 def encode_second_moment(
@@ -297,7 +289,7 @@ def encode_second_moment(
     scratch: Scratch,
     reconstruction: memoryview,
 ) -> QuantizedChunk | None:
-    """Quantize a second moment; None where that cannot be done or does not pay. See ``encode_weights``."""
+    """Quantize a second moment; None if that is impossible or does not save enough. See ``encode_weights``."""
     grid = _grid_of(shape, scratch, plain, reconstruction)
     values, symbols = _buffers(grid, scratch)
     if not grid.count or not kernels.float_values(plain, values, shape.kind):
@@ -309,7 +301,7 @@ def encode_second_moment(
             return QuantizedChunk(near[0], reconstruction, near[1])
         kernels.float_values(plain, values, shape.kind)
     found = quantize_second(values, symbols, grid, settings)
-    return _made(MOMENT2, found, plain, _NO_BYTES, shape, grid, scratch, reconstruction)
+    return _encode_found(MOMENT2, found, plain, _NO_BYTES, shape, grid, scratch, reconstruction)
 
 
 def encode_first_moment(
@@ -322,22 +314,22 @@ def encode_first_moment(
     scratch: Scratch,
     reconstruction: memoryview,
 ) -> QuantizedChunk | None:
-    """Quantize a first moment over the root of the second; None where that cannot be done or does not pay.
+    """Quantize a first moment divided by the root of the second; None if impossible or if it does not save enough.
 
-    The frame's base is the chunk of ``second_reconstruction``; but a moment that is dropped is stored as zeros, without
-    base and without a lossy step.
+    The frame's base is the chunk of ``second_reconstruction``. A dropped moment is stored as zeros instead, without
+    base and without a quantized step.
 
     Args:
         plain: The bytes of the chunk.
-        second_plain: As many bytes: the second moment of the same elements, as it was given.
-        second_reconstruction: The same, as it is stored.
-        shape: What the chunk is of its tensor, and those of the second moment of theirs.
-        settings: How.
+        second_plain: The second moment of the same elements, as given.
+        second_reconstruction: The second moment of the same elements, as stored.
+        shape: The position of both chunks in their tensors.
+        settings: How to quantize.
         scratch: Memory of this thread.
-        reconstruction: As many bytes, which receive what the codes decode to.
+        reconstruction: Receives what the codes decode to, as long as the chunk.
 
     Raises:
-        UsageError: Lengths differ, are no elements, or are more than the scratch is made for.
+        UsageError: Lengths differ, are not whole elements, or are larger than the scratch.
     """
     grid = _grid_of(shape, scratch, plain, second_plain, second_reconstruction, reconstruction)
     values, symbols = _buffers(grid, scratch)
@@ -345,7 +337,7 @@ def encode_first_moment(
         return None
     if settings.form == "dropped":
         return _zeros(plain, shape, grid, scratch, reconstruction)
-    _clear_without_direction(values, second_plain, shape)
+    _clear_where_second_is_zero(values, second_plain, shape)
     if settings.low_rank is not None:
         where = plain, second_reconstruction, shape, grid
         near = encode_lowrank(
@@ -356,11 +348,11 @@ def encode_first_moment(
         if near is not None:
             return QuantizedChunk(near[0], reconstruction, near[1])
     found = quantize_first(values, symbols, grid, settings)
-    return _made(MOMENT1, found, plain, second_reconstruction, shape, grid, scratch, reconstruction)
+    return _encode_found(MOMENT1, found, plain, second_reconstruction, shape, grid, scratch, reconstruction)
 
 
 def base_nbytes_of(steps: Sequence[CodecStep], plain_nbytes: int) -> int:
-    """Return how many bytes of a base a chunk with a lossy step needs; 0: it has none.
+    """Return the length of the base that a quantized chunk needs; 0 if it has none.
 
     Raises:
         UnsupportedError: A newer version made the frame.
@@ -378,7 +370,7 @@ def decode(
     scratch: Scratch,
     base: memoryview | None = None,
 ) -> None:
-    """Write exactly the reconstruction of one chunk; the base may be the very memory of the destination.
+    """Write exactly the reconstruction of one chunk; ``base`` and ``destination`` may be the same memory.
 
     Raises:
         CorruptError: The payload does not decode to that many bytes, or the base has another length.
@@ -386,7 +378,9 @@ def decode(
     """
     codec_id, kind = _only_step(steps)
     if width != WIDTHS[kind] or not destination.nbytes or destination.nbytes % width:
-        raise MalformedError(f"{destination.nbytes} bytes of width {width} are no floats of {WIDTHS[kind]} bytes")
+        raise MalformedError(
+            f"{destination.nbytes} bytes of width {width} are not whole floats of {WIDTHS[kind]} bytes"
+        )
     base = _NO_BYTES if base is None else base
     if base.nbytes != base_nbytes_of(steps, destination.nbytes):
         raise MalformedError(f"the base of a chunk of {destination.nbytes} bytes has {base.nbytes}")
@@ -399,9 +393,11 @@ def decode(
 
 
 def _only_step(steps: Sequence[CodecStep]) -> tuple[int, int]:
-    """Return codec and kind of the one step of a lossy frame."""
+    """Return codec id and kind of the one step of a quantized frame."""
     if len(steps) != 1 or steps[0][0] not in QUANTIZED_STEPS:
-        raise UnsupportedError(f"chain of codecs {tuple(step[0] for step in steps)}", todo="upgrade ckstore")
+        raise UnsupportedError(
+            f"unknown combination of codecs {tuple(step[0] for step in steps)}", todo="upgrade ckstore"
+        )
     codec_id, config = steps[0]
     if len(config) != 1 or config[0] not in WIDTHS:
         name = QUANTIZED_STEPS[codec_id]
@@ -409,7 +405,7 @@ def _only_step(steps: Sequence[CodecStep]) -> tuple[int, int]:
     return codec_id, config[0]
 
 
-def _made(
+def _encode_found(
     step: int,
     found: Quantized | None,
     plain: memoryview,
@@ -419,14 +415,14 @@ def _made(
     scratch: Scratch,
     reconstruction: memoryview,
 ) -> QuantizedChunk | None:
-    """Write the payload and its reconstruction, and measure that; None where it does not pay."""
+    """Call ``encode_grid`` if the quantizer found something; else return None."""
     if found is None:
         return None
     return encode_grid(step, found, plain, base, shape, grid, scratch=scratch, reconstruction=reconstruction)
 
 
-def _clear_without_direction(values: memoryview, second: memoryview, shape: ChunkShape) -> None:
-    """Drop first moments where the second is zero: what it becomes there may be none, and would make a step of them."""
+def _clear_where_second_is_zero(values: memoryview, second: memoryview, shape: ChunkShape) -> None:
+    """Set first moments to zero where the second is zero: restored as non-zero, it would make an update of them."""
     words = np.frombuffer(second, f"<u{shape.width}")
     is_zero = (words & ((1 << (8 * shape.width - 1)) - 1)) == 0
     if is_zero.any():
@@ -440,19 +436,19 @@ def _zeros(
     off = measure(plain, reconstruction, shape.kind)
     if not off.is_measured:
         return None
-    encoded = chain.encode(reconstruction, width=shape.width, is_float=True, compression="fast", scratch=scratch)
+    encoded = encode_exact(reconstruction, width=shape.width, is_float=True, compression="fast", scratch=scratch)
     return QuantizedChunk(
         encoded, reconstruction, Errors(grid.count, off.max_abs, off.sum_sq_error, off.sum_sq_value, off.sum_sq_value)
     )
 
 
 def _grid_of(shape: ChunkShape, scratch: Scratch, plain: memoryview, *others: memoryview) -> Grid:
-    """Return where a chunk lies, all whose buffers are equally long."""
+    """Return the rows and columns of a chunk, after checking that all its buffers have the same length."""
     if any(other.nbytes != plain.nbytes for other in others) or plain.nbytes % shape.width:
         lengths = [plain.nbytes, *(other.nbytes for other in others)]
-        raise UsageError(f"chunks of {lengths} bytes are not as many elements of {shape.width} bytes each")
+        raise UsageError(f"buffers of {lengths} bytes do not contain equally many elements of {shape.width} bytes")
     if plain.nbytes > scratch.chunk_nbytes_max:
-        raise UsageError(f"{plain.nbytes} bytes are more than the scratch is made for")
+        raise UsageError(f"a chunk of {plain.nbytes} bytes is larger than the scratch of {scratch.chunk_nbytes_max}")
     return Grid(plain.nbytes // shape.width, shape.row_nelements, shape.phase)
 
 
@@ -467,9 +463,9 @@ def method_of(steps: Sequence[CodecStep], settings: Settings, shape: ChunkShape,
     """Return the word for how a chunk was quantized.
 
     Args:
-        steps: Of its frame.
-        settings: What was asked for.
-        shape: What the chunk is of its tensor.
+        steps: The steps of its frame.
+        settings: The settings of its tensor.
+        shape: The chunk's position in its tensor.
         plain_nbytes: Its length.
     """
     taken = {step for step, _ in steps}
@@ -484,7 +480,7 @@ def method_of(steps: Sequence[CodecStep], settings: Settings, shape: ChunkShape,
 
 
 def numbers_of(settings: Settings, methods: Collection[str]) -> dict[str, float]:
-    """Return the numbers among the settings; those of outer products where some were taken."""
+    """Return the numbers in the settings; those for outer products only if some chunk was stored as such."""
     facts = {field.name: getattr(settings, field.name) for field in fields(settings)}
     low_rank = facts.get("low_rank")
     if low_rank is not None and "outer" in methods:
@@ -493,5 +489,5 @@ def numbers_of(settings: Settings, methods: Collection[str]) -> dict[str, float]
 
 
 def word_of(methods: Collection[str]) -> str:
-    """Return the words for the chunks of a tensor in one."""
+    """Return the words of all chunks of a tensor as one word."""
     return ".".join(sorted(methods))

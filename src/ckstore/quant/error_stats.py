@@ -1,10 +1,9 @@
-"""The error that was made, measured against what was given.
-
-How far two arrays of the same kind are apart: numbers for people and for bounds, summed up piece by piece.
+"""Measure the error of a quantized chunk, and the distance of two arrays.
 
 Invariants:
-- Sums are of float64, whatever the elements are; what overflows there is infinite, not wrong.
-- Where both sides are the same NaN or infinity bit by bit, they are not apart; where only one is, they are infinitely.
+- Sums are computed in float64. A sum that overflows is infinite, not wrong.
+- Two elements that are the same NaN or infinity, bit by bit, have distance zero. If only one of them is NaN or
+  infinite, the distance is infinite.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from ckstore.codec import kernels
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """What reconstructions are off by; add those of chunks to get that of a tensor.
+    """The errors of a quantized chunk. Those of a tensor are the sum of its chunks'.
 
     Args:
         count: Elements.
-        max_abs: Greatest difference of an element.
-        sum_sq_error: Sum of the differences' squares.
-        sum_sq_value: Of the values' squares.
-        sum_sq_change: Of the squares of the changes since the base, where there is one; of the values elsewhere.
+        max_abs: Greatest error of an element.
+        sum_sq_error: Sum of the squared errors.
+        sum_sq_value: Sum of the squared values.
+        sum_sq_change: Sum of the squared changes since the base; without a base, of the squared values.
         nonzero_count: Elements that are not quantized to zero.
-        escape_count: Elements that are stored as they are.
+        escape_count: Elements that are stored exactly.
         max_update_ratio: Of first moments, the greatest |m| / sqrt(v) after a restore; else 0.
     """
 
@@ -57,12 +56,12 @@ class Errors:
 
     @property
     def rel_rms(self) -> float:
-        """RMS error in the RMS of the values; infinite where only the values vanish."""
+        """RMS error divided by the RMS of the values; infinite if only the values are zero."""
         return _root_of_ratio(self.sum_sq_error, self.sum_sq_value)
 
     @property
     def rel_rms_change(self) -> float:
-        """RMS error in the RMS of the changes; infinite where only the changes vanish."""
+        """RMS error divided by the RMS of the changes; infinite if only the changes are zero."""
         return _root_of_ratio(self.sum_sq_error, self.sum_sq_change)
 
     @property
@@ -73,13 +72,13 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a reconstruction is off by.
+    """The measured errors of a reconstruction.
 
     Args:
-        max_abs: Greatest difference of an element.
-        sum_sq_error: Sum of the differences' squares.
-        sum_sq_value: Of the values' squares.
-        is_same: Whether no bit differs, where no number does; of no meaning elsewhere.
+        max_abs: Greatest error of an element.
+        sum_sq_error: Sum of the squared errors.
+        sum_sq_value: Sum of the squared values.
+        is_same: If ``max_abs`` is 0: whether all bits are equal; else without meaning.
     """
 
     max_abs: float
@@ -89,13 +88,13 @@ class Measured:
 
     @property
     def is_measured(self) -> bool:
-        """Whether these numbers tell what is lost: where only signs of zeros differ they do not, so it must not be."""
+        """True if the numbers describe the loss. They do not if only signs of zeros differ, or if one is infinite."""
         is_finite = math.isfinite(self.max_abs) and math.isfinite(self.sum_sq_error)
         return is_finite and (self.max_abs > 0 or self.is_same)
 
 
 def measure(plain: memoryview, made: memoryview, kind: int) -> Measured:
-    """Return what elements that were made of others are off by."""
+    """Return the errors of a reconstruction, in elements of the kernels' dtype ``kind``."""
     max_abs, sum_sq_error, sum_sq_value = kernels.measure_values(plain, made, kind)
     return Measured(max_abs, sum_sq_error, sum_sq_value, not max_abs and made == plain)
 
@@ -103,11 +102,11 @@ def measure(plain: memoryview, made: memoryview, kind: int) -> Measured:
 def greatest_quotient(
     table: NDArray[np.float32], counts: NDArray[np.float64], first: NDArray[np.float64], second: NDArray[np.float64]
 ) -> float:
-    """Return the greatest magnitude of the codebook's entries that occur, and of the escapes' quotients.
+    """Return the greatest magnitude of the codebook entries in use and of the quotients of escapes.
 
     Args:
-        table: What each symbol stands for.
-        counts: How often it occurs.
+        table: The value of each symbol.
+        counts: How often each symbol occurs.
         first: First moments of the escapes.
         second: Their second moments.
     """
@@ -124,19 +123,19 @@ def _root_of_ratio(part: float, whole: float) -> float:
 
 
 _PIECE_COUNT = 1 << 18
-"""Elements that are taken at once: temporaries stay in the second-level cache."""
+"""Elements per step, so that temporaries stay in the second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Sums over the elements of two arrays; they add up.
+    """Sums over the elements of two arrays. Those of two parts can be added.
 
     Args:
         count: Elements.
         changed_count: Elements whose bits differ.
         max_abs: Greatest absolute difference.
         sum_sq_difference: Sum of the squared differences.
-        sum_sq_value: Sum of the squares of the first array's elements, NaN and infinities left out.
+        sum_sq_value: Sum of the squares of the first array's finite elements.
     """
 
     count: int = 0
@@ -166,7 +165,7 @@ class Distance:
 
     @property
     def relative(self) -> float:
-        """RMS of the difference in that of the first array; infinite where only that is zero."""
+        """RMS of the difference divided by the RMS of the first array; infinite if only that is zero."""
         if self.sum_sq_difference == 0:
             return 0.0
         return math.sqrt(self.sum_sq_difference / self.sum_sq_value) if self.sum_sq_value else math.inf
@@ -180,7 +179,7 @@ def floats_of(plain: memoryview, dtype: str) -> NDArray[Any]:
 
 
 def distance_of(one: NDArray[Any], other: NDArray[Any]) -> Distance:
-    """Return how far two arrays of equal dtype and shape are apart; complex numbers by their parts."""
+    """Return the distance of two arrays of equal dtype and shape. Complex numbers are compared by their parts."""
     total = Distance()
     flat, beside = _real(one.reshape(-1)), _real(other.reshape(-1))
     for begin in range(0, len(flat), _PIECE_COUNT):
@@ -189,8 +188,8 @@ def distance_of(one: NDArray[Any], other: NDArray[Any]) -> Distance:
 
 
 def is_finite(values: NDArray[Any]) -> bool:
-    """Whether no element is NaN or infinite."""
-    # The least and the greatest tell, and need no memory: both are NaN where any element is.
+    """Return True if no element is NaN or infinite."""
+    # Minimum and maximum need no temporary array; both are NaN if any element is.
     return not values.size or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
 
 
@@ -210,7 +209,7 @@ def _piece(one: NDArray[Any], other: NDArray[Any]) -> Distance:
     left, right = one.astype(np.float64), other.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         difference = np.abs(left - right)
-        # Not a number minus itself is still no difference where the bits agree.
+        # NaN and infinity minus themselves are NaN, but equal bits have distance zero.
         difference[~changed] = 0.0
         difference[np.isnan(difference)] = np.inf
         finite = np.where(np.isfinite(left), left, 0.0)

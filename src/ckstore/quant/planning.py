@@ -1,20 +1,15 @@
-"""Tell which tensors of a state may be stored with a loss, and how.
+"""Find the tensors of a state that may be quantized, and choose which are quantized in one commit.
 
-A candidate is a storage that one tensor fills, whose role is known and whose settings are not "exact". ``lossy_plan``
-decides which of them are stored so in a commit, and against what.
+A candidate is a storage that one tensor fills, whose role is known and whose settings are not "exact". Not candidates:
+small tensors, vectors, non-floats, tensors of unknown role, and counters.
 
-Invariants:
-- What is small, of one dimension, no float, or of unknown meaning is no candidate; nor is what counts something.
-
-Decide what is stored with a loss in one commit, and against what; and when everything is exact again.
-
-The plan puts chunks of the same elements into one task: a weight with its roundings, a second moment and the first one
-that is told in its root.
+The plan puts chunks of the same elements into one task: a weight with its roundings, or a second moment with the first
+moment that is coded relative to its root.
 
 Invariants:
 - The base of a weight is the chunk that the previous checkpoint's manifest locates: its reconstruction.
-- A weight that has no such base, or whose chain takes too much reading, is stored exactly in this commit.
-- A keyframe is exact as a whole: nothing has a base, or it is the turn of one in ``keyframe_every``.
+- A weight without such a base, or whose chain would take too much reading, is stored exactly in this commit.
+- A keyframe is exact as a whole: one commit in ``keyframe_every``, and every commit without bases.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ _COUNT_WORD = re.compile(
     r"(?i)(\w+_)?(counts?|counters?|hist(ogram)?s?|usages?|confusion(_?mat(rix)?)?|cluster_sizes?|frequenc(y|ies))"
     r"|num_\w+|n_\w+|tokens_per_\w+"
 )
-"""What buffers are called that count something, averages of counts included."""
+"""Names of buffers that count something, or average counts."""
 
 _FIRST_NBYTES, _LATER_NBYTES = 4096, 1 << 20
 
@@ -50,22 +45,22 @@ FloatName = Literal["float32", "bfloat16", "float16"]
 WIDTHS: Mapping[FloatName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _STEP_DTYPES = {"float32": "<f4", "float64": "<f8", "int64": "<i8", "int32": "<i4"}
-"""Of counters of steps; what numpy makes has these names already."""
+"""numpy dtypes of step counters, by the names that torch uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossyTensor:
-    """A storage that may be stored with a loss.
+    """A storage that may be quantized.
 
     Args:
         storage: Index of the storage.
-        role: What it is.
+        role: Weight, first or second moment.
         path: The dotted path of its tensor.
         dtype: Of its elements.
-        memory_shape: Its dimensions in the order in which they lie in memory.
-        settings: How it is quantized; ``"exact"`` for a moment that stays so beside one that does not.
-        lossy_depth: Commits with a loss since it was exact, this one included.
-        constants: What the optimizer says, of moments.
+        memory_shape: Its dimensions in memory order, slowest first.
+        settings: How it is quantized; ``"exact"`` for an exact moment whose partner is quantized.
+        lossy_depth: Lossy commits since it was exact, this one included.
+        constants: The optimizer's constants, for moments.
     """
 
     storage: int
@@ -80,9 +75,9 @@ class LossyTensor:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Chunks of the same elements, indices of the plan; -1 for none. One thread stores them together.
+    """Chunks of the same elements, which one thread quantizes together: a weight, or both moments of one.
 
-    It has a weight, or both moments of one.
+    All numbers are indices of the plan; -1 for none.
 
     Args:
         weight: A chunk of a weight.
@@ -100,20 +95,20 @@ class Task:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """All of them, each after what it needs."""
+        """All chunks, each after the one that it needs."""
         return tuple(index for index in (self.weight, *self.rounded, self.second, self.first) if index >= 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LossyPlan:
-    """What is stored with a loss.
+    """What is quantized in one commit.
 
     Args:
         residual: The policy.
-        tensors: By storage; roundings of others are not among them.
-        tasks: By their lowest chunk.
-        reason: A sentence for people.
-        weight_of: The weight of moments, by storage.
+        tensors: The quantized tensors by storage, without roundings.
+        tasks: Ordered by their lowest chunk.
+        reason: The decision in a sentence, as recorded in the manifest.
+        weight_of: The weight of each moment, by storage.
         unpaired: Chunks that a rule keeps exact although they may be roundings of quantized weights.
     """
 
@@ -136,12 +131,12 @@ class LossyPlan:
 
 
 class Candidates:
-    """The storages of a state that may be stored with a loss.
+    """The storages of a state that may be quantized. Used for one plan, which may change them.
 
     Args:
         captured: The state.
-        residual: What is asked for.
-        is_first_exact: A state of which no weight has a base is a keyframe; else moments are quantized all the same.
+        residual: The settings.
+        is_first_exact: A state in which no weight has a base is stored exactly; else its moments are quantized.
     """
 
     def __init__(self, captured: Captured, residual: Residual, *, is_first_exact: bool = True) -> None:
@@ -165,7 +160,7 @@ class Candidates:
 
     @property
     def unshared(self) -> frozenset[int]:
-        """Storages that want chunks of their own, however small they are."""
+        """Storages that need chunks of their own, however small they are."""
         return frozenset(self.tensors)
 
     def plan(
@@ -185,11 +180,11 @@ class Candidates:
         )
 
     def keeps_exact(self, storage: int) -> bool:
-        """Whether a rule says that a weight there stays as it is, were it even the rounding of one that does not."""
+        """Return True if a rule keeps a weight in this storage exact, even as the rounding of a quantized weight."""
         return self._settings(self._views.get(storage, []), "weight") is None
 
     def exact_moments(self) -> Mapping[int, int]:
-        """Return the moments that stay exact beside a weight that may be quantized, with that weight."""
+        """Return the exact moments of weights that may be quantized, each with its weight."""
         return {
             moment: weight
             for moment, weight in self.weight_of.items()
@@ -197,7 +192,7 @@ class Candidates:
         }
 
     def add_master(self, storage: int) -> None:
-        """Take a storage for a weight because another one is its rounding, although it stands in an optimizer."""
+        """Add an optimizer's storage as a weight, because a weight of the model is its rounding."""
         self._add(storage, is_master=True)
 
     def _add(self, storage: int, *, is_master: bool = False) -> None:
@@ -223,15 +218,15 @@ class Candidates:
             self.tensors[storage] = LossyTensor(storage, role, path, dtype, shape, settings, constants=constants)
 
     def _role_of(self, index: int) -> Role | None:
-        """Return what a tensor is: what it was found to be, or a weight where a rule says so of what is unknown."""
+        """Return a tensor's role; an unknown tensor is a weight if a rule names it."""
         if index in self._pairing.unknown:
             return "weight" if self.residual.names(format_path(self._pairing.paths[index])) else None
         return self._pairing.roles.get(index)
 
     def _counts(self, views: Sequence[int], storage: int, dtype: FloatName) -> bool:
-        """Whether what is taken for a weight counts something, by its name or its values: a buffer of a model.
+        """Return True if a supposed weight is a counter, by its name or its values.
 
-        A weight that an optimizer trains counts nothing, and a rule that names it decides.
+        A weight that has optimizer moments is not a counter, and neither is one that a rule names.
         """
         if not self._paired.isdisjoint(views):
             return False
@@ -245,7 +240,7 @@ class Candidates:
         return _holds_integers(self._captured.storages[storage], dtype)
 
     def _settings(self, views: Sequence[int], role: Role) -> Settings | Literal["exact"] | None:
-        """Return how a part is quantized; None: not at all, and nothing depends on it."""
+        """Return how a storage is quantized; None if it stays exact and no other tensor depends on it."""
         pairing = self._pairing
         weights = [pairing.weight_of[index] for index in views if index in pairing.weight_of]
         indices = (*views, *weights)
@@ -255,12 +250,12 @@ class Candidates:
             return None
         if role == "weight":
             return None if chosen.weights == EXACT else chosen.weights
-        # An exact moment beside a quantized one must still be looked at: their quotient is the step.
+        # An exact moment with a quantized partner is still part of the task, because their quotient is the step.
         is_exact = chosen.second == EXACT and chosen.first == EXACT
         return None if is_exact else chosen.second if role == "second" else chosen.first
 
     def _constants(self, index: int) -> AdamConstants | None:
-        """Return what the optimizer says of a moment, with the number of steps read."""
+        """Return the optimizer's constants for a moment, with the value of its step counter."""
         constants = self._pairing.constants.get(self._pairing.second_of.get(index, index))
         if constants is None or constants.step_tensor is None:
             return constants
@@ -273,7 +268,7 @@ class Candidates:
 
 
 def _holds_integers(storage: HostStorage, dtype: FloatName) -> bool:
-    """Whether every element is a whole number; of nearly every weight the first few bytes say that it is not so."""
+    """Return True if every element is a whole number. For most weights, the first few bytes show that it is not."""
     begin, step = 0, _FIRST_NBYTES
     while begin < storage.nbytes:
         end = min(begin + step, storage.nbytes)
@@ -282,7 +277,7 @@ def _holds_integers(storage: HostStorage, dtype: FloatName) -> bool:
             values = (np.frombuffer(content, "<u2").astype("<u4") << 16).view("<f4")
         else:
             values = np.frombuffer(content, "<f4" if dtype == "float32" else "<f2").astype("<f4")
-        # What is no number equals nothing, and infinity counts nothing.
+        # NaN and infinity are not counts.
         if not (np.isfinite(values) & (values == np.rint(values))).all():
             return False
         begin, step = end, _LATER_NBYTES
@@ -290,7 +285,7 @@ def _holds_integers(storage: HostStorage, dtype: FloatName) -> bool:
 
 
 def memory_shape(spec: TensorSpec, width: int, nbytes: int) -> tuple[int, ...] | None:
-    """Return a tensor's dimensions as they lie in its storage, slowest first; None where it does not fill it."""
+    """Return a tensor's dimensions in memory order, slowest first; None if it does not fill its storage."""
     if spec.offset or not nbytes or count_of(spec.shape) * width != nbytes:
         return None
     strides = byte_strides_of(spec.library, spec.strides, width)
@@ -308,7 +303,7 @@ def memory_shape(spec: TensorSpec, width: int, nbytes: int) -> tuple[int, ...] |
 _BEGINS = "exact as a whole: a chain begins"
 
 _EXACT_SHARE = 0.8
-"""About what is left of a float when it is coded exactly, for comparing what restores read."""
+"""Approximate share of a float that exact coding needs, for estimating what a restore reads."""
 
 
 def plan_lossy(
@@ -322,18 +317,18 @@ def plan_lossy(
     *,
     read_amplification_max: float,
 ) -> LossyPlan:
-    """Choose what is stored with a loss in this commit.
+    """Choose what is quantized in this commit.
 
     Args:
-        candidates: What may be.
+        candidates: The storages that may be quantized.
         plan: How the state is cut into chunks.
-        paths: The path of the first tensor of each storage, as bases know it.
-        masters: Chunks that may be roundings, and those whose they may be.
-        known: Where chunks lie.
-        bases: What the previous checkpoint holds.
+        paths: The path of the first tensor of each storage, as ``bases`` names it.
+        masters: Chunks that may be roundings, each with the chunk that it may be a rounding of.
+        known: Where chunks are stored.
+        bases: The chunks of the previous checkpoint.
         limits: Bounds of the store.
-        read_amplification_max: The most that restoring a weight and its moments may read, in what they would take
-            exactly; moments have no chain: quantized they take almost nothing, and exact ones what they take.
+        read_amplification_max: Bound on the bytes read to restore a weight and its moments, as a multiple of their
+            exact size. Moments have no chain: quantized ones read almost nothing, exact ones their size.
     """
     residual = candidates.residual
     if bases.lossy_depth_max + 1 >= residual.keyframe_every:
@@ -381,7 +376,7 @@ def _reason(planner: _Planner, due: Sequence[str], seq: int | None) -> str:
 
 
 class _Planner:
-    """Collects tasks."""
+    """Collects the tasks of a plan."""
 
     def __init__(self, candidates: Candidates, plan: CommitPlan, masters: Mapping[int, int], limits: Limits) -> None:
         self.tensors: dict[int, LossyTensor] = {}
@@ -396,7 +391,7 @@ class _Planner:
         self._tasks: dict[tuple[int, int], Task] = {}
 
     def find_masters(self) -> None:
-        """Let roundings go with their masters, which are weights wherever they stand."""
+        """Remove roundings from the candidates, and add their masters, which are weights even inside an optimizer."""
         candidates = self._candidates
         for chunk, master in self._masters.items():
             rounded, storage = self._storage_of(chunk), self._storage_of(master)
@@ -405,7 +400,7 @@ class _Planner:
                 candidates.add_master(storage)
 
     def state_share(self) -> tuple[float, float]:
-        """Return the bytes of weights and moments in those of the weights, and those of moments that stay exact."""
+        """Return the bytes of weights and moments, and of exact moments, both as multiples of the weights' bytes."""
         candidates, storages = self._candidates, self._plan.storages
         exact = candidates.exact_moments()
         nbytes = {storage: storages[storage].nbytes for storage in {*candidates.tensors, *exact}}
@@ -413,7 +408,7 @@ class _Planner:
         return sum(nbytes.values()) / max(1, weights), sum(nbytes[storage] for storage in exact) / max(1, weights)
 
     def bases_of(self, storage: int, path: Path, known: ChunkIndex, bases: BaseCache) -> dict[int, LocatedFrame]:
-        """Return the frame of the base of each chunk of a storage; nothing where one has none."""
+        """Return the frame of each chunk's base; nothing if one chunk of the storage has none."""
         found: dict[int, LocatedFrame] = {}
         for index in self._chunks.get(storage, ()):
             chunk = self._plan.chunks[index]
@@ -436,7 +431,7 @@ class _Planner:
         self.tensors[tensor.storage] = tensor
 
     def add_moments(self, lossy_depths: Mapping[int, int]) -> None:
-        """Add every second moment with the first one of the same elements."""
+        """Add a task for every pair of moments whose chunks have the same elements."""
         tensors = self._candidates.tensors
         for first, second in sorted(self._candidates.second_of.items()):
             if second not in tensors or first not in tensors:

@@ -1,14 +1,12 @@
-"""One task of a commit with a loss: chunks of the same elements, quantized one against the other.
+"""Quantize and code the chunks of one task: a weight with its roundings, or a second moment with its first moment.
 
 Invariants:
-- What is handed out aliases only memory of this thread that the task does not use again, and the trainer's.
-- A chunk that cannot be quantized is coded exactly here, or its whole tensor is told to be stored exactly.
+- A returned chunk aliases only the trainer's memory, and memory of this thread that the task does not use again.
+- A chunk that cannot be quantized is coded exactly here, or its tensor is reported as failed and stored exactly.
 
-Moments where the second one vanishes, or nearly: no form tells it, and the first one has no direction there.
-
-A second moment below the least normal number comes back as many times what it is; one that is zero may come back as
-what its row and its column have. A first moment that kept its quotient there would be a step that nobody would have
-made, so it is dropped, and what that loses is counted: much of it makes both moments exact.
+Second moments near zero cannot be quantized: below 2**-126 they are restored much too large, and v = 0 may be restored
+as the estimate from its row and column. Keeping m / sqrt(v) there would create an update that training never made, so
+m is set to zero. The error is counted; if it exceeds 1 % of a moment's energy, both moments are stored exactly.
 """
 
 from __future__ import annotations
@@ -34,18 +32,18 @@ from ckstore.quant.planning import LossyTensor, Task
 from ckstore.store.chunk_index import LocatedFrame
 
 _TINY = 2.0**-128
-"""A second moment below this may be told as more than four times what it is: forms know none below 2 ** -126."""
+"""A second moment below this may be restored as more than four times its value, because no form goes below 2**-126."""
 
 
 def quotient_max(first: NDArray[Any], second: NDArray[Any]) -> float:
-    """Return the greatest |m| / sqrt(v); infinite where v vanishes and m does not."""
+    """Return the greatest |m| / sqrt(v); infinite if v is zero where m is not."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         quotient = np.abs(first) / np.sqrt(second)
     return float(np.where(first == 0, np.float32(0), quotient).max(initial=0.0))
 
 
 def inflated_mask(values: NDArray[Any], became: NDArray[Any]) -> NDArray[np.bool_] | None:
-    """Return where second moments became many times what they are because they are next to nothing; None: nowhere."""
+    """Return a mask of tiny second moments that became much larger; None if there are none."""
     if float(values.min(initial=1.0)) >= _TINY:
         return None
     found: NDArray[np.bool_] = (values > 0) & (values < _TINY)
@@ -73,13 +71,13 @@ _NOT_SECOND = "it is negative somewhere, so it is no second moment"
 
 @dataclass(slots=True, eq=False)
 class ChunkDraft:
-    """A chunk that waits for its place.
+    """A coded chunk that has no space in a pack yet.
 
     Args:
-        index: In the plan.
-        chunk_id: Of what is stored.
-        coded: How.
-        beside: The chunk of this task whose frame is the base; -1: ``coded`` has it already, or there is none.
+        index: Its index in the plan.
+        chunk_id: Of the reconstruction, or of the plain bytes if it is coded exactly.
+        coded: Its payload.
+        beside: The chunk of this task whose frame is its base; -1 if ``coded`` names the base or there is none.
     """
 
     index: int
@@ -89,16 +87,16 @@ class ChunkDraft:
 
 
 class TaskContext(Protocol):
-    """What a task needs of the writer it works for; all of it may be called from any thread."""
+    """What a task needs from the writer that runs it, or from a trial that writes nothing. Thread-safe."""
 
     @property
     def policy(self) -> Policy:
-        """How much is checked and coded."""
+        """How the state is stored."""
         ...
 
     @property
     def plan(self) -> CommitPlan:
-        """What the indices of chunks count in."""
+        """How the state is cut into chunks."""
         ...
 
     def gather_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
@@ -106,15 +104,15 @@ class TaskContext(Protocol):
         ...
 
     def base_plain_of(self, base: LocatedFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
-        """Return the plain bytes of a base; None where they cannot be read."""
+        """Return the plain bytes of a base; None if they cannot be read."""
         ...
 
     def reconstruction_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
-        """Return memory for what a chunk becomes."""
+        """Return memory for the reconstruction of a chunk."""
         ...
 
     def hold(self, index: int, chunk_id: ChunkId, plain: memoryview, *, is_own: bool) -> None:
-        """Keep a chunk for the next commit, if its form says so; a copy of it where the memory is the trainer's."""
+        """Hold a reconstruction for the next commit if the plan says so; a copy of it if ``is_own`` is False."""
         ...
 
     def note(self, index: int, errors: Errors | Distance, *, max_update_ratio: float = 0.0, method: str = "") -> None:
@@ -122,19 +120,19 @@ class TaskContext(Protocol):
         ...
 
     def note_inflated(self, index: int, sum_sq_error: float) -> None:
-        """Add the error of what goes with second moments that are too small to be told."""
+        """Add the error that is due to second moments that are too small to be represented."""
         ...
 
     def fail(self, index: int, why: str) -> None:
-        """Let the tensor of a chunk be stored exactly."""
+        """Store the tensor of a chunk exactly, and report why."""
         ...
 
     def leave(self, index: int) -> None:
-        """Let a chunk be stored without its master."""
+        """Store a chunk that is not the rounding of its supposed master by itself."""
         ...
 
     def tensor_of(self, index: int) -> LossyTensor:
-        """Return what the tensor of a chunk is."""
+        """Return the tensor of a chunk."""
         ...
 
 
@@ -147,7 +145,7 @@ class TaskCoder:
         self._thread = thread
 
     def drafts(self) -> list[ChunkDraft]:
-        """Return what is to be placed, each chunk after what it needs."""
+        """Return the coded chunks, each after the chunk that is its base."""
         return self._weight_drafts() if self._task.weight >= 0 else self._moment_drafts()
 
     # Weights
@@ -155,7 +153,7 @@ class TaskCoder:
     def _weight_drafts(self) -> list[ChunkDraft]:
         task, context, thread = self._task, self._context, self._thread
         index, base = task.weight, task.base
-        assert base is not None, "a weight is told as a change"
+        assert base is not None, "a quantized weight has a base"
         tensor, settings = context.tensor_of(index), context.tensor_of(index).settings
         assert isinstance(settings, WeightSettings)
         plain = context.gather_for(index, "primary plain", thread)
@@ -185,7 +183,7 @@ class TaskCoder:
         return [draft, *(each for other in task.rounded for each in self._rounded_drafts(other, plain, became))]
 
     def _rounded_drafts(self, index: int, plain: memoryview, became: memoryview) -> list[ChunkDraft]:
-        """Return the rounding of what a weight became, where this chunk was the rounding of the weight."""
+        """Return the rounding of a weight's reconstruction, if this chunk is the rounding of the weight."""
         context, thread, tensor = self._context, self._thread, self._context.tensor_of(self._task.weight)
         rounded = context.gather_for(index, "secondary plain", thread)
         encoded = chunk_codec.encode_rounded(rounded, plain, scratch=thread.worker.scratch)
@@ -258,7 +256,7 @@ class TaskCoder:
             again = floats_of(made.reconstruction, tensor.dtype)
             context.note_inflated(task.first, sum_sq(floats_of(first, tensor.dtype)[lost], again[lost]))
         draft = self._build_chunk(task.first, made, None, became)
-        # It stands on the second one, unless it is stored by itself.
+        # Its base is the second moment, unless it is stored by itself.
         if _needs_base(made):
             draft.beside = task.second
         else:
@@ -275,7 +273,7 @@ class TaskCoder:
         self, index: int, made: QuantizedChunk, base: LocatedFrame | None, base_plain: memoryview | None = None
     ) -> ChunkDraft:
         tensor = self._context.tensor_of(index)
-        assert not isinstance(tensor.settings, str), "what is exact is not quantized"
+        assert not isinstance(tensor.settings, str), "an exact tensor was quantized"
         nbytes, shape = len(made.reconstruction), self._shape(index, tensor)
         method = method_of(made.encoded.steps, tensor.settings, shape, nbytes)
         self._context.note(index, made.errors, max_update_ratio=made.errors.max_update_ratio, method=method)
@@ -292,7 +290,7 @@ class TaskCoder:
         *,
         max_update_ratio: float = 0.0,
     ) -> ChunkDraft:
-        """Code a chunk as it is, although others of its tensor are not."""
+        """Code a chunk exactly, although its tensor is quantized."""
         worker, compression = self._thread.worker, self._context.policy.compression
         chunk: ChunkPlan = self._context.plan.chunks[index]
         values = floats_of(plain, tensor.dtype)
@@ -311,19 +309,19 @@ def thread_width(tensor: LossyTensor) -> int:
 
 
 def _clipped(settings: FirstMomentSettings, tensor: LossyTensor) -> FirstMomentSettings:
-    """Return settings by which no next step can be too large."""
+    """Return settings whose clip keeps the next optimizer step within its bound."""
     if tensor.constants is None:
         return settings
     return replace(settings, clip=min(settings.clip, max(1e-3, clip_max(tensor.constants))))
 
 
 def _is_dropped(tensor: LossyTensor) -> bool:
-    """Whether nothing of a first moment is asked for."""
+    """Return True if the settings drop the first moment."""
     return isinstance(tensor.settings, FirstMomentSettings) and tensor.settings.form == "dropped"
 
 
 def _turns_negative(plain: memoryview, became: memoryview, tensor: LossyTensor) -> bool:
-    """Whether something that is nowhere negative would be: it may be a second moment that nobody told us of."""
+    """Return True if a weight without negative elements would get some: it may be an unrecognized second moment."""
     values = floats_of(plain, tensor.dtype)
     # Nearly every weight has a negative element among its first.
     if float(values[:1024].min(initial=0.0)) < 0 or float(values.min(initial=0.0)) < 0:
@@ -332,10 +330,10 @@ def _turns_negative(plain: memoryview, became: memoryview, tensor: LossyTensor) 
 
 
 def _needs_base(made: QuantizedChunk) -> bool:
-    """Whether a chunk cannot be decoded by itself."""
+    """Return True if decoding the chunk needs a base."""
     return chunk_codec.base_nbytes(made.encoded.steps, len(made.reconstruction)) > 0
 
 
 def _kept(encoded: Encoded) -> Encoded:
-    """Return what was encoded in memory of its own: the next chunk of the task is coded in the same scratch."""
+    """Return a copy of what was encoded, because the next chunk of the task is coded in the same scratch."""
     return Encoded(encoded.steps, [memoryview(b"".join(encoded.parts))], encoded.width)

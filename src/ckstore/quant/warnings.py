@@ -1,13 +1,12 @@
-"""What a receipt of a commit with a loss warns of beside the bounds: rules without a leaf, and numbers that are none.
+"""The warnings of a lossy commit: rules that match nothing, policies without effect, and NaN or infinity.
 
-Quantizers look at what they are given; small tensors, vectors, keyframes and optimizers of unknown meaning are stored
-exactly without a look at their values. Who loses something on purpose is told there, too, that a run has diverged.
-
-Look for NaN and infinity in tensors of every kind of float, however they lie: a run that diverged must be seen.
+Quantization reports NaN and infinity in the tensors that it quantizes. All other tensors (small ones, vectors,
+keyframes, unknown optimizers) are stored without reading their values, so they are checked here: a lossy policy must
+not hide that a run has diverged.
 
 Invariants:
-- Only elements of the tensor count; what else lies in its memory does not.
-- Memory beside the state is that of a piece, but for elements that lie strided in storages that are read from files.
+- Only elements of the tensor are checked, not other bytes of its storage.
+- Additional memory is one piece, except for strided tensors in storages that are read from files.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _PIECE_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How elements tell that they are no numbers.
+    """How to recognize NaN and infinity in one dtype.
 
     Args:
-        dtype: What their parts are looked at as.
-        mask: Bits of integers to compare; 0: they are floats of numpy.
-        wrong: What these bits are in NaN and, where there is one, infinity.
-        parts: Two for complex numbers.
+        dtype: The numpy dtype that an element's parts are read as.
+        mask: Bits to compare; 0 if numpy knows the float type.
+        wrong: The value of these bits in NaN and, if the type has it, infinity.
+        parts: 2 for complex numbers, else 1.
     """
 
     dtype: str
@@ -79,7 +78,7 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 def is_diverged(captured: Captured, spec: TensorSpec) -> bool:
-    """Whether a tensor holds NaN or infinity."""
+    """Return True if a tensor contains NaN or infinity."""
     kind = _KINDS.get(spec.dtype)
     nbytes = count_of(spec.shape) * (kind.width if kind else 0)
     if kind is None or not nbytes:
@@ -93,9 +92,9 @@ def is_diverged(captured: Captured, spec: TensorSpec) -> bool:
 
 
 def _is_wrong_strided(captured: Captured, spec: TensorSpec, kind: _Kind) -> bool:
-    """Whether a tensor whose elements have gaps, or lie upon each other, holds what is no number."""
+    """Return True if a tensor whose elements have gaps or overlap contains NaN or infinity."""
     strides = byte_strides_of(spec.library, spec.strides, kind.width)
-    # What is repeated is looked at once.
+    # Repeated elements are checked once.
     shape = tuple(length if step else 1 for length, step in zip(spec.shape, strides, strict=True))
     low, high = extent_of(shape, strides, kind.width)
     plain = captured.storages[spec.storage].read(spec.offset + low, spec.offset + high)
@@ -118,7 +117,7 @@ _COMPARED_COUNT = 1000
 
 
 def rules_warnings(residual: Residual, tree: Node) -> list[str]:
-    """Return a warning for each rule that names nothing in the state, with the path that comes nearest."""
+    """Return a warning for each rule that matches nothing in the state, with the nearest path."""
     return named_nothing(residual, tensor_words(tree))
 
 
@@ -128,24 +127,24 @@ def tensor_words(tree: Node) -> list[str]:
 
 
 def named_nothing(residual: Residual, paths: Sequence[str]) -> list[str]:
-    """Return a warning for each rule that names none of these dotted paths."""
+    """Return a warning for each rule that matches none of these dotted paths."""
     warnings = []
     for glob in residual.globs_without(paths):
         near = difflib.get_close_matches(glob, paths[:_COMPARED_COUNT], n=1, cutoff=0.0)
         meant = f"; the nearest path is {near[0]}" if near else ""
-        warnings.append(f"the rule for {glob!r} names nothing in this state{meant}")
+        warnings.append(f"the rule for {glob!r} matches nothing in this state{meant}")
     return warnings
 
 
 def vain_warnings(residual: Residual, captured: Captured) -> list[str]:
-    """Return a warning where a policy that loses something finds nothing to quantize, and no rule of it says so."""
+    """Return a warning if a lossy policy finds nothing to quantize, unless a rule of it excludes the tensors."""
     if Candidates(captured, replace(residual, rules=(), tensors=TensorSettings())).tensors:
         return []
     if residual.rules and Candidates(captured, residual).tensors:
         return []
-    what = f"no matrix of {residual.nelements_min} floats or more is known to be a weight or a moment of Adam"
+    what = f"no matrix of {residual.nelements_min} floats or more was recognized as a weight or an Adam moment"
     todo = "name weights by a rule, or commit a ckstore.TrainState"
-    return [f"the fidelity {residual.name!r} found nothing to quantize, and all of this is exact: {what}; {todo}"]
+    return [f"the fidelity {residual.name!r} found nothing to quantize, so everything is exact: {what}; {todo}"]
 
 
 def tensor_paths(tree: Node) -> dict[Path, int]:
@@ -157,19 +156,19 @@ def tensor_paths(tree: Node) -> dict[Path, int]:
     return {path: tensor for tensor, path in first.items()}
 
 
-def diverged_warnings(captured: Captured, looked_at: Collection[int], told: Sequence[str]) -> list[str]:
-    """Return a warning where a float tensor that no quantizer has looked at holds NaN or infinity.
+def diverged_warnings(captured: Captured, quantized: Collection[int], earlier: Sequence[str]) -> list[str]:
+    """Return a warning if a float tensor that was not quantized contains NaN or infinity.
 
     Args:
         captured: The state.
-        looked_at: Storages that were quantized.
-        told: Warnings that were given already.
+        quantized: Storages that were quantized.
+        earlier: Warnings that were given already.
     """
-    named = {warning.partition(" was stored exactly: ")[0] for warning in told}
+    named = {warning.partition(" was stored exactly: ")[0] for warning in earlier}
     wrong: list[str] = []
     for path, tensor in tensor_paths(captured.tree).items():
         spec, word = captured.tensors[tensor], format_path(path)
-        if spec.storage not in looked_at and word not in named and is_diverged(captured, spec):
+        if spec.storage not in quantized and word not in named and is_diverged(captured, spec):
             wrong.append(word)
     if not wrong:
         return []

@@ -1,12 +1,13 @@
-"""Store chunks with a loss: what is hashed, and what the frame decodes to, is the reconstruction of the codes.
+"""Write the chunks of a commit of which some are quantized, and connect quantization with ``commit``.
 
-Chunks of the same elements are taken together by one thread, because the first moment is told in the root of the
-second's reconstruction, and the rounding of a weight becomes that of the weight's reconstruction.
+What is hashed is the reconstruction: what the frame decodes to. One thread handles all chunks of the same elements,
+because a first moment is coded relative to the root of the second moment's reconstruction, and the rounding of a
+weight becomes the rounding of the weight's reconstruction.
 
 Invariants:
-- A frame's identity is that of its reconstruction; everything downstream treats it like any other chunk.
-- Nothing that cannot be quantized as the policy says is: all of the tensor is stored exactly, and the caller is told.
-- Errors are judged before anything is published.
+- The chunk id of a quantized frame is that of its reconstruction. Everything else treats it like any other chunk.
+- A tensor that cannot be quantized as the policy says is stored exactly as a whole, with a warning.
+- Bounds are applied before anything is published.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import LocatedFrame
 
 _BUFFERS = 2
-"""Chunks that a thread holds besides what exact storing takes: the reconstructions of a task."""
+"""Additional chunks in memory per thread: the reconstructions of a task."""
 
 
 _NAMED_COUNT = 8
@@ -45,11 +46,11 @@ _NAMED_COUNT = 8
 
 
 def lossy_thread_nbytes(limits: Limits, *, is_private: bool) -> int:
-    """Return the memory that one thread of a commit with a loss may use, in bytes.
+    """Return the memory that one thread of a lossy commit may use, in bytes.
 
     Args:
         limits: Bounds of the store.
-        is_private: What is coded is copied first.
+        is_private: Chunks are copied before they are coded.
     """
     buffers = _BUFFERS * (2 if is_private else 1)
     extra = buffers * limits.chunk_nbytes_max + quantizing_nbytes(limits.chunk_nbytes_max)
@@ -58,7 +59,11 @@ def lossy_thread_nbytes(limits: Limits, *, is_private: bool) -> int:
 
 @dataclass(slots=True, eq=False)
 class LossyChunkWriter(ChunkWriter):
-    """A writer of chunks of which some are stored with a loss."""
+    """A ``ChunkWriter`` that quantizes some chunks. It is the ``TaskContext`` of its tasks.
+
+    Exact chunks that need no quantized chunk are written first, then the tasks, then the tensors that exceeded a
+    bound, then roundings.
+    """
 
     lossy: LossyPlan = field(kw_only=True)
     _outcomes: dict[int, TensorOutcome] = field(init=False, default_factory=dict)
@@ -96,7 +101,7 @@ class LossyChunkWriter(ChunkWriter):
         self._run([index for index in sorted((*rest, *again)) if self.plans[index].master is not None])
 
     def flush(self) -> WriteResult:
-        """Make the packs durable; return where every chunk lies, and what was lost."""
+        """Make the packs durable. Return where each chunk is stored, with the loss of each quantized storage."""
         stored = super(LossyChunkWriter, self).flush()
         payload_of = [frame.frame.stored_nbytes for frame in stored.frames]
         losses: list[Loss] = []
@@ -111,7 +116,7 @@ class LossyChunkWriter(ChunkWriter):
         return stored
 
     def _scale_steps(self, target: float) -> None:
-        """Give every parameter steps by which its tensors take about so many bits."""
+        """Set the steps of every parameter so that its tensors take about ``target`` bits per element."""
         by_parameter: dict[int, list[Task]] = {}
         for task in self.lossy.tasks:
             storage = self._storage_of(task.weight if task.weight >= 0 else task.second)
@@ -151,13 +156,13 @@ class LossyChunkWriter(ChunkWriter):
         ]
         self._warnings += [f"{path} was stored exactly: {failure}" for path, failure in failed[:_NAMED_COUNT]]
         if len(failed) > _NAMED_COUNT:
-            # A bound that is too tight is so for hundreds: nobody reads as many lines after every commit.
+            # A bound that is too tight may concern hundreds of tensors. One line summarizes the rest.
             path, failure = failed[_NAMED_COUNT]
             rest = f"{len(failed) - _NAMED_COUNT} more tensors were stored exactly, of {len(self.lossy.tensors)}"
             self._warnings.append(f"{rest} that could lose something; {path}, for one: {failure}")
 
     def _to_be_stored_exactly(self) -> list[int]:
-        """Return the chunks of tensors that cannot be stored with a loss, with the roundings of them, and others."""
+        """Return the chunks to store exactly: those of failed tensors, their roundings, and chunks without a master."""
         failed = {storage for storage, outcome in self._outcomes.items() if outcome.failure}
         again = set(self._without_master)
         own = list(self.plans)
@@ -170,7 +175,7 @@ class LossyChunkWriter(ChunkWriter):
                 if index >= 0 and self._storage_of(index) in failed:
                     again.add(index)
         for index in self._without_master:
-            # What is not the rounding of the weight's reconstruction goes its own way.
+            # A chunk that is not the rounding of its supposed master is coded by itself, unless the master is exact.
             own[index] = WHOLE if own[index].master is None or not self._is_failed_master(index, failed) else own[index]
         self.plans = own
         return sorted(again)
@@ -191,7 +196,7 @@ class LossyChunkWriter(ChunkWriter):
         waiting_nbytes = 0
         with turns.turn(turn):
             for draft in drafts:
-                # So many bytes as one frame may have can wait to be filled; more could wait for each other.
+                # At most one chunk's bytes are reserved and not filled. With more, threads could wait for each other.
                 if waiting_nbytes + draft.coded.encoded.nbytes > self.repository.limits.chunk_nbytes_max:
                     self._fill_all(waiting, thread)
                     waiting, waiting_nbytes = [], 0
@@ -202,16 +207,16 @@ class LossyChunkWriter(ChunkWriter):
         self._fill_all(waiting, thread)
 
     def _put(self, draft: ChunkDraft) -> PendingFrame | None:
-        """Give a chunk its place; None where it needs none."""
+        """Reserve space for a chunk; None if it needs no frame."""
         known = self.repository.chunk_index.find(draft.chunk_id)
         outcome = self._outcomes[self._storage_of(draft.index)]
         if draft.chunk_id not in self._placed and known is not None:
-            # What a chunk that is there took then, this commit does not take again.
+            # An existing frame costs this commit nothing.
             self._results[draft.index] = known
             return None
         if draft.beside >= 0:
             base = self._results[draft.beside]
-            assert base is not None, "what a chunk is told in stands before it"
+            assert base is not None, "a chunk comes after its base"
             if depth_of(base) >= self.repository.limits.depth_max:
                 outcome.fail("its chain of bases is too long")
                 return None
@@ -227,25 +232,25 @@ class LossyChunkWriter(ChunkWriter):
     # What a task asks for
 
     def gather_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
-        """Return the plain bytes of a chunk, in memory of the thread if they will not be decoded again."""
+        """Return the plain bytes of a chunk, copied to the thread's memory unless the frame will be decoded again."""
         private = None if self.policy.verify_encoded else thread.worker.buffer(purpose)
         return thread.worker.gather(self.plan.chunks[index], self.storages, private=private)
 
     def base_plain_of(self, base: LocatedFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
-        """Return the plain bytes of a base; None where they cannot be read."""
+        """Return the plain bytes of a base; None if they cannot be read."""
         return self._base_plain(base, nbytes, thread)
 
     def reconstruction_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
-        """Return memory for what a chunk becomes: its own where the next commit will want it."""
+        """Return memory for a reconstruction: memory of its own if the next commit will need it."""
         nbytes = self.plan.chunks[index].nbytes
         return np.empty(nbytes, np.uint8).data if self.plans[index].is_held else thread.worker.buffer(purpose)[:nbytes]
 
     def hold(self, index: int, chunk_id: ChunkId, plain: memoryview, *, is_own: bool) -> None:
-        """Keep what a chunk became for the next commit, if its form says so."""
+        """Hold a reconstruction for the next commit if the plan says so."""
         if not self.plans[index].is_held:
             return
         held = plain if is_own else memoryview(bytearray(plain))
-        # What the trainer changed meanwhile is not what was hashed.
+        # If the trainer changed the memory in the meantime, the copy is not what was hashed.
         if is_own or chunk_id_of(held) == chunk_id:
             self.bases.hold(chunk_id, held)
 
@@ -256,22 +261,22 @@ class LossyChunkWriter(ChunkWriter):
             outcome.add(errors, max_update_ratio=max_update_ratio, method=method)
 
     def note_inflated(self, index: int, sum_sq_error: float) -> None:
-        """Add the error of what goes with second moments that are too small to be told."""
+        """Add the error that is due to second moments that are too small to be represented."""
         with self._guard:
             self._outcomes[self._storage_of(index)].sq_inflated.append(sum_sq_error)
 
     def fail(self, index: int, why: str) -> None:
-        """Let the tensor of a chunk be stored exactly."""
+        """Store the tensor of a chunk exactly, and report why."""
         with self._guard:
             self._outcomes[self._storage_of(index)].fail(why)
 
     def leave(self, index: int) -> None:
-        """Let a chunk be stored without its master."""
+        """Store a chunk that is not the rounding of its supposed master by itself."""
         with self._guard:
             self._without_master.append(index)
 
     def tensor_of(self, index: int) -> LossyTensor:
-        """Return what the tensor of a chunk is."""
+        """Return the tensor of a chunk."""
         return self.lossy.tensors[self._storage_of(index)]
 
 

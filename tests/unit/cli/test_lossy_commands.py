@@ -157,7 +157,7 @@ def test_demote_warns_about_stored_rules_without_match(call, aged):
         store.set_demotion(ckstore.DemotePolicy(fidelity=ckstore.Residual.small(rules=rules)))
     for options in (("--dry-run",), ()):
         out = call("demote", aged, *options)[1]
-        assert "Warning: the rule for 'modle.*' names nothing in this state; the nearest path is model." in out
+        assert "Warning: the rule for 'modle.*' matches nothing in this state; the nearest path is model." in out
         assert "'model.*'" not in out
 
 

@@ -103,7 +103,7 @@ def test_moments_that_are_too_small_to_be_told_are_exact(store, size, dtype):
     assert set(losses(store)) == {W}
     told = dict(warning.split(" was stored exactly: ") for warning in receipt.warnings)
     assert set(told) == {M, V}
-    assert told[V] == "the second moment is below 1.2e-38, and would be told as many times what it is"
+    assert told[V] == "the second moment is below 1.2e-38 and would be stored as a much larger value"
 
 
 @pytest.mark.parametrize("residual", [Residual.near(), Residual.small()], ids=["near", "small"])
@@ -132,7 +132,7 @@ def test_first_moments_of_which_much_stands_beside_zeros_are_exact_with_the_seco
     receipt = store.commit(state, 1, policy=lossy_policy())
     assert difference(store.restore()["optimizer"], state["optimizer"]) is None
     assert set(losses(store)) == {W}
-    why = "much of the first moment stands where the second one is zero, or too small to be told"
+    why = "much of the first moment is where the second moment is zero or too small to be represented"
     assert set(receipt.warnings) == {f"{path} was stored exactly: {why}" for path in (M, V)}
     # Who drops first moments anyway loses nothing there.
     dropped = replace(Residual.near(), tensors=TensorSettings(first=FirstMomentSettings("dropped")))
@@ -146,7 +146,7 @@ def test_a_weight_that_was_made_anew_is_exact_and_a_chain_begins(store):
     run.w = (run.rng.standard_normal(SHAPE) * 1e-3).astype(np.float32)
     state = run.state()
     receipt = store.commit(state, 1, policy=lossy_policy())
-    why = "it has changed by more than there is of it, so that its base tells nothing of it"
+    why = "it has changed by more than its own size, so its base is of no use"
     assert receipt.warnings == (f"{W} was stored exactly: {why}",)
     assert difference(leaf(store.restore(), W), leaf(state, W)) is None
     receipt = store.commit(run.train(1).state(), 2, policy=lossy_policy())

@@ -430,5 +430,5 @@ def test_a_weight_whose_rounding_would_become_infinite_is_stored_exactly(traffic
         for part in ("model", "half"):
             own, got = (each["w"] if part == "model" else each["model"]["w"] for each in (state[part], made[part]))
             assert same_bits(own, got)
-        assert any("would become infinite" in warning for warning in receipt.warnings)
+        assert any("would have elements that become infinite" in warning for warning in receipt.warnings)
         assert store.verify("decode").is_clean

@@ -222,9 +222,9 @@ def test_wrong_calls_are_told() -> None:
     plain = stored(np.ones(64))
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
     shape = ChunkShape("float32", 64)
-    with pytest.raises(UsageError, match="as many elements"):
+    with pytest.raises(UsageError, match="equally many elements"):
         chunk_codec.encode_weights(plain, plain[4:], shape, WeightSettings(), **how)
-    with pytest.raises(UsageError, match="as many elements"):
+    with pytest.raises(UsageError, match="equally many elements"):
         chunk_codec.encode_weights(
             plain[2:], plain[2:], shape, WeightSettings(), scratch=SCRATCH, reconstruction=plain[2:]
         )
