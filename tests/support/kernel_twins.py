@@ -10,7 +10,7 @@ from ckstore.codec.kernels import reference
 def twins() -> list[object]:
     """Return the loops in numpy, and the native ones, or why those are left out."""
     try:
-        from ckstore.codec.kernels import native as on_native
+        from ckstore import _native as on_native
     except ImportError:
         native = pytest.param(None, id="native", marks=pytest.mark.skip(reason="the extension is not built"))
     else:

@@ -1,14 +1,11 @@
-"""Where the bytes of a state lie in a slot of the arena, and in which order they are copied there.
+"""Plan where the bytes of a state lie in a slot, and in which order they are copied.
 
-What must be copied before training goes on comes first, then what a guard protects; in each, what the saver wants
-first: samples of everything, small storages, then the rest in the order of the plan; a device is told of some large
-storages before (``runs``). Pure: no byte moves.
+``plan_layout`` places all bytes; nothing is copied here. Unguarded memory comes before guarded memory, and host memory
+before devices. Within each section, what the saver needs first comes first: samples of chunks, small storages, then the
+others in the order of the plan.
 
-What a device is told to copy, and in which order.
-
-A device sends a small tensor in less time than it takes to tell it of the next one, and would have nothing to do: so
-some large storages, which lie last, come first, and small ones are told of while those are on their way. No more of
-them than that takes: a saver begins with what lies first.
+``runs_of`` orders the copies of a device section. ``spots_of`` selects the words of guarded memory that are compared to
+detect changes.
 """
 
 from __future__ import annotations
@@ -30,20 +27,20 @@ from ckstore.format.tensors import byte_strides_of
 from ckstore.state.capture import Captured
 
 RUN_NBYTES_MAX = 64 * MIB
-"""Bytes of one copy: launching one takes some microseconds, and its end is when its units are marked."""
+"""Limit for one device copy. Launching one takes microseconds, and its units are marked when it ends."""
 
 LEAD_NBYTES = 256 * MIB
-"""Of large storages, before small ones: 5 ms of the copy of ``stall_gpu_blocking``, in which a thread tells of some
-hundred."""
+"""Bytes of large storages that are copied before small ones. That takes about 5 ms: enough to launch hundreds of small
+copies."""
 
 _NONE = range(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes of one storage that go to one place in the slot.
+    """A contiguous device copy: bytes of one storage that go to one place in the slot.
 
-    ``units`` of the section are complete when these have come, and all that were told of before.
+    ``units`` of the section are complete when this run and all earlier ones have arrived.
     """
 
     storage: int
@@ -54,9 +51,14 @@ class Run:
 
 
 def runs_of(section: Section) -> tuple[Run, ...]:
-    """Return the copies of a section, in the order in which a device is to be told of them."""
+    """Return the copies of a section in launch order.
+
+    Copying a small tensor takes less time than launching its copy, so the device would be idle. Therefore some large
+    storages are launched first, although they lie last, and small ones are launched during their copy. The others
+    follow, because the saver begins with the small ones.
+    """
     joined = list(_joined(section))
-    # Small storages lie first.
+    # Small storages are placed first.
     cut = next((number for number, (run, _) in enumerate(joined) if run.nbytes >= SHARED_NBYTES_MAX), 0)
     if cut == 0:
         return tuple(_with_units(joined, 0))
@@ -64,7 +66,7 @@ def runs_of(section: Section) -> tuple[Run, ...]:
     end = cut + sum(1 for nbytes in takewhile(lambda nbytes: nbytes < LEAD_NBYTES, so_far))
     lead = joined[cut:end]
     shared = (joined[cut][0].place - section.begin) // UNIT_NBYTES
-    # The unit in which the first large one begins may hold small ones too: it is complete when all have come.
+    # The unit where the first large storage begins may contain small ones, too. It is complete after those.
     last, _ = joined[cut - 1]
     small = [*joined[: cut - 1], (last, shared + 1)]
     led = max(shared + 1, lead[-1][1])
@@ -72,14 +74,14 @@ def runs_of(section: Section) -> tuple[Run, ...]:
 
 
 def columns_of(runs: Sequence[Run]) -> NDArray[np.int64]:
-    """Return storages, offsets, places and lengths of copies."""
+    """Return storages, offsets, places and lengths of runs, as four rows."""
     rows = [(run.storage, run.offset, run.place, run.nbytes) for run in runs]
     columns: NDArray[np.int64] = np.array(rows, np.int64).reshape(-1, 4).T
     return columns
 
 
 def _joined(section: Section) -> Iterator[tuple[Run, int]]:
-    """Join rows that follow each other in a storage; yield with each the end of the units that lie in runs up to it."""
+    """Join adjacent rows into runs. Yield each with the number of units that are complete after it."""
     run: Run | None = None
     for unit in range(section.unit_count):
         for storage, offset, place, nbytes in section.rows_of(unit):
@@ -95,26 +97,26 @@ def _joined(section: Section) -> Iterator[tuple[Run, int]]:
 
 
 def _with_units(runs: Iterable[tuple[Run, int]], begin: int) -> Iterator[Run]:
-    """Say of each run which units it completes, from ``begin`` on."""
+    """Assign to each run the units that it completes, from ``begin`` on."""
     for run, end in runs:
         yield replace(run, units=range(begin, max(begin, end)))
         begin = max(begin, end)
 
 
 NOW, LAZY, DEVICE_NOW, DEVICE_LAZY = range(4)
-"""When a storage is copied, and from where: host memory, at once or behind a guard; a device's, likewise."""
+"""When a storage is copied: before training continues, or behind a guard; each from host memory or from a device."""
 
 _PAGE_NBYTES, _LINE_NBYTES = 4096, 64
 _PAGED_NBYTES_MIN = 64 << 10
 _EXCERPT_NBYTES = 4096
-"""Bytes of the middle of a storage: they tell whether it is the rounding of another one."""
+"""Bytes of the middle of a storage, from which a commit recognizes roundings of other storages."""
 
 _STORAGE, _OFFSET, _PLACE, _NBYTES = range(4)
 _COLUMNS = 4
 
 Row = tuple[int, int, int, int]
 Sampled = tuple[int, int, int, int]
-"""Storage, offset and length of a chunk, and its element width."""
+"""A chunk: storage, offset, length and element width."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,11 +124,11 @@ class Section:
     """Units of a slot that are copied together.
 
     Args:
-        begin: Where the first unit lies.
-        firsts: The first row of each unit, and the number of rows.
-        rows: Storage, offset in it, place in the slot, length; no row crosses the end of a unit.
+        begin: Offset of the first unit in the slot.
+        firsts: For each unit the index of its first row; then the number of rows.
+        rows: Storage, offset in it, place in the slot, and length. No row crosses a unit boundary.
         sample_row_count: How many of the first rows are samples of chunks. Stored bytes are never read from samples.
-        runs: What a device is told to copy; only of a section that lies in devices.
+        runs: The copies in launch order. Only for sections on devices.
     """
 
     begin: int
@@ -135,30 +137,30 @@ class Section:
     sample_row_count: int = 0
     runs: tuple[Run, ...] = ()
     words: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, _COLUMNS), np.int64))
-    """Some words of what is copied, in columns as ``rows``: by them changes beside the guard are found."""
+    """Some words of guarded memory, in columns like ``rows``. They are compared to detect changes."""
     storages: tuple[int, ...] = field(init=False)
-    """The storages that it holds something of, ascending."""
+    """The storages in this section, ascending."""
     run_columns: NDArray[np.int64] = field(init=False)
-    """Storages, offsets, places and lengths of the runs."""
+    """Storages, offsets, places and lengths of the runs, as four rows."""
 
     def __post_init__(self) -> None:
-        # Each commit asks for it, and a layout is used again by many.
+        # Computed once, because many commits use the same layout.
         object.__setattr__(self, "storages", tuple(np.unique(self.rows[:, _STORAGE]).tolist()))
         object.__setattr__(self, "run_columns", columns_of(self.runs))
 
     @property
     def unit_count(self) -> int:
-        """How many units it has."""
+        """Number of units."""
         return self.firsts.size - 1
 
     @property
     def first_unit(self) -> int:
-        """Number in the slot of the first of them."""
+        """Index of its first unit in the slot."""
         return self.begin // UNIT_NBYTES
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are copied, samples included."""
+        """Bytes to copy, including samples."""
         return int(self.rows[:, _NBYTES].sum())
 
     def table(self, starts: NDArray[np.uint64], address: int) -> NDArray[np.uint64]:
@@ -171,11 +173,11 @@ class Section:
         return _table_of(self.rows, starts, address)
 
     def table_of_words(self, starts: NDArray[np.uint64], address: int) -> NDArray[np.uint64]:
-        """Return the same of its words."""
+        """Return the same for ``words``."""
         return _table_of(self.words, starts, address)
 
     def rows_of(self, unit: int) -> Iterator[Row]:
-        """Yield the rows of one of its units."""
+        """Yield the rows of a unit."""
         for row in range(int(self.firsts[unit]), int(self.firsts[unit + 1])):
             storage, offset, place, nbytes = (int(word) for word in self.rows[row])
             yield storage, offset, place, nbytes
@@ -183,13 +185,13 @@ class Section:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArenaLayout:
-    """Where everything lies.
+    """Where each byte of a state lies in a slot.
 
     Args:
-        places: Where each storage begins in the slot.
-        samples: What is staged sample_row_count from its storage, and before it.
+        places: Offset of each storage in the slot.
+        samples: Bytes that are staged separately from their storage, and before it.
         sections: One for each of ``NOW``, ``LAZY``, ``DEVICE_NOW``, ``DEVICE_LAZY``.
-        end: Where the storages end, and the head may lie.
+        end: Where the storages end and the head may begin.
     """
 
     places: tuple[int, ...]
@@ -201,13 +203,13 @@ class ArenaLayout:
 def plan_layout(
     storages: Sequence[StorageShape], kinds: Sequence[int], sampled: Iterable[Sampled], pitches: Sequence[int] = ()
 ) -> ArenaLayout:
-    """Lay out a state.
+    """Plan the layout of a state.
 
     Args:
-        storages: What is to be staged.
-        kinds: When, of each.
-        sampled: The chunks that a commit samples before it codes.
-        pitches: How long a row of each storage is, in bytes; without it no row is result_or_error at by itself.
+        storages: The storages to stage.
+        kinds: When each is copied: ``NOW`` and so on.
+        sampled: The chunks that a commit samples before it encodes.
+        pitches: Row length of each storage in bytes, to compare one word of each row. Empty: no rows are compared.
     """
     builder = _LayoutBuilder(storages, kinds)
     samples_by_kind: dict[int, list[Sampled]] = {NOW: [], LAZY: []}
@@ -229,9 +231,8 @@ def plan_layout(
         for index in sorted(indices, key=lambda index: storages[index].nbytes >= SHARED_NBYTES_MAX):
             builder.add_storage(index)
         section = builder.section()
-        # Once: a layout is used again by many commits.
-        is_far = kind in (DEVICE_NOW, DEVICE_LAZY)
-        sections.append(replace(section, runs=runs_of(section)) if is_far else section)
+        is_on_device = kind in (DEVICE_NOW, DEVICE_LAZY)
+        sections.append(replace(section, runs=runs_of(section)) if is_on_device else section)
     places = tuple(builder.places[index] for index in range(len(storages)))
     lazy = [index for index, its in enumerate(kinds) if its == LAZY]
     spots = spots_of({index: (storages[index].nbytes, pitches[index]) for index in lazy if index < len(pitches)})
@@ -240,9 +241,9 @@ def plan_layout(
 
 
 def _words_of(section: Section, spots: NDArray[np.int64], places: Sequence[int]) -> NDArray[np.int64]:
-    """Return some words of a section: the first and the last of each row of its table, and those at some spots.
+    """Return the words to compare: the first and last word of each row of the table, and those at the given spots.
 
-    But not of samples of chunks: nothing that is stored is read from there, and they have ten times as many rows.
+    Samples of chunks are excluded: stored bytes are never read from them, and they have ten times as many rows.
     """
     firsts = section.rows[section.sample_row_count :].copy()
     lengths = np.minimum(firsts[:, _NBYTES], WORD_NBYTES)
@@ -266,7 +267,7 @@ def _table_of(rows: NDArray[np.int64], starts: NDArray[np.uint64], address: int)
 
 
 class _LayoutBuilder:
-    """Lays things down one after another."""
+    """Places storages and samples one after the other."""
 
     def __init__(self, storages: Sequence[StorageShape], kinds: Sequence[int]) -> None:
         self._storages = storages
@@ -283,11 +284,11 @@ class _LayoutBuilder:
         self._rows = []
 
     def end_samples(self) -> None:
-        """Take note that all samples of the section's chunks are laid down."""
+        """Record that all samples of the section's chunks are placed."""
         self._sample_row_count = len(self._rows)
 
     def section(self) -> Section:
-        """End it."""
+        """End the section and return it."""
         rows = np.array(self._rows, np.int64).reshape(-1, _COLUMNS)
         self.end = _aligned(self.end, UNIT_NBYTES)
         units = np.arange(self._begin // UNIT_NBYTES, self.end // UNIT_NBYTES + 1)
@@ -295,15 +296,15 @@ class _LayoutBuilder:
         return Section(self._begin, firsts, rows, self._sample_row_count)
 
     def add_storage(self, index: int) -> None:
-        """Lay down a storage."""
+        """Place a storage."""
         nbytes = self._storages[index].nbytes
         self.places[index] = self._room(nbytes)
         self._copy(index, 0, self.places[index], nbytes)
 
     def add_sample(self, index: int, offset: int, nbytes: int, width: int) -> None:
-        """Lay down the sample of a chunk, as ``forms.sample_of`` would take it."""
+        """Place the sample of a chunk: the same bytes that a commit would sample."""
         place = at = self._room(SAMPLE_NBYTES)
-        # A chunk that holds no whole elements is sampled by bytes.
+        # A chunk with an incomplete element is sampled by bytes.
         for start, length in _sample_runs(nbytes, 1 if nbytes % width else width):
             self._copy(index, offset + start, at, length)
             at += length
@@ -311,7 +312,7 @@ class _LayoutBuilder:
         self.samples.append(SampleRow(index, offset, nbytes, width, place, at - place))
 
     def add_excerpt(self, index: int) -> None:
-        """Lay down the middle of a storage."""
+        """Place a copy of the middle of a storage."""
         whole = self._storages[index].nbytes
         nbytes = min(whole, _EXCERPT_NBYTES)
         offset = (whole - nbytes) // 2
@@ -333,13 +334,13 @@ class _LayoutBuilder:
 
 @lru_cache(maxsize=64)
 def _sample_runs(nbytes: int, width: int) -> tuple[tuple[int, int], ...]:
-    """Return offset and length of each run of the sample of a chunk."""
+    """Return offset and length of each run of a chunk's sample."""
     runs = (run_of(index, nbytes // width, width) for index in range(RUN_COUNT))
     return tuple((start * width, count * width) for start, count in runs)
 
 
 def _possible_masters(storages: Sequence[StorageShape]) -> set[int]:
-    """Return the storages of which ``masters`` will read the middle: floats, some half as long as others."""
+    """Return the storages whose middle a commit will read: pairs of a 4-byte and a 2-byte float storage of one size."""
     floats = [index for index, each in enumerate(storages) if each.is_float and each.nbytes]
     halves = {index: 2 * storages[index].nbytes for index in floats if storages[index].element_width == 2}
     wanted = set(halves.values())
@@ -358,24 +359,19 @@ def _aligned(place: int, to: int) -> int:
 
 WORD_NBYTES = 8
 
-
 SPOTS_MAX = 1 << 15
-"""Of all guarded memory. A word that no cache has takes up to 50 ns, and a call behind a guard waits for them."""
-
+"""Limit for all guarded memory. Reading an uncached word takes up to 50 ns, and ``commit_async`` waits for that."""
 
 _PITCH_NBYTES = 4096
-"""Between two words of what has no rows."""
-
+"""Distance of compared words in storages without rows."""
 
 _PITCH_NBYTES_MIN = 64
-
-
 _SPREAD = 40503
-"""Odd, and far from a small part of any length of a row (Knuth's multiplicative hashing, 16 bits)."""
+"""Selects another column in each row. Odd, from Knuth's multiplicative hashing with 16 bits."""
 
 
 def pitches_of(captured: Captured) -> list[int]:
-    """Return for each storage how long a row of the tensors in it is, in bytes: of the slowest of their dimensions."""
+    """Return the row length of each storage in bytes: the largest stride of its tensors with two or more dimensions."""
     pitches: list[int] = [0] * len(captured.storages)
     for spec in captured.tensors:
         if len(spec.shape) >= 2:
@@ -387,11 +383,14 @@ def pitches_of(captured: Captured) -> list[int]:
 
 
 def spots_of(rows: Mapping[int, tuple[int, int]]) -> NDArray[np.int64]:
-    """Return storage and offset of the words to compare.
+    """Return storage and offset of the words of guarded memory that are compared to detect changes.
+
+    Changes through ``.data`` do not increase version counters. Codebooks restart entries that way, one row at a time.
+    So one word of each row is compared, each in another column, which also detects changed columns.
 
     Args:
-        rows: Length and pitch of each storage. Those with few rows have all of them compared, and larger ones share
-            what is left of ``SPOTS_MAX``.
+        rows: Length and row length of each storage. Storages with few rows are covered completely. Larger ones share
+            the rest of ``SPOTS_MAX``.
     """
     counts = {index: -(-nbytes // pitch) for index, (nbytes, pitch) in rows.items() if nbytes >= WORD_NBYTES}
     spots: list[NDArray[np.int64]] = [np.empty((0, 2), np.int64)]

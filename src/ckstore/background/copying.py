@@ -1,16 +1,15 @@
-"""Copy units of a state into the arena, on the threads of a pool.
+"""Copy units of a state from host memory into a slot, on a pool of threads.
+
+``CopyPool`` runs the threads, ``HostCopy`` copies one section, and ``Checksums`` detects changes of guarded memory: it
+compares the sources before training continues, the copy, and the sources when the guard is entered.
 
 Invariants:
 - A unit is marked after its bytes were copied.
-- A thread that copies does not need the interpreter between two units: a trainer that runs Python is not disturbed.
-- Only threads of the pool copy, and only they say that a section is over: Ctrl-C is raised to who sends them and
-  waits, and comes in the middle of nothing that is not done again by the next who does.
-- Once ``is_over`` is set, no thread touches the section any more.
-- What was sampled was sampled before any source may change that a guard protects.
-
-Checksums of what a guard protects: as it was when the call returned, in its copy, and when the guard is entered.
-
-Threads that copy: how they are started, sent to work, waited for, and ended.
+- A copying thread does not need the interpreter between two units, so a trainer that runs Python is not delayed.
+- Only pool threads copy and end a section. Ctrl-C reaches only the thread that waits. What it interrupts there is
+  repeated by the next thread that waits.
+- Once ``is_over`` is set, no thread accesses the section.
+- Changes are checked before any guard lets its sources change.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from ckstore.errors import CkstoreError
 from ckstore.format.wire import xxh3_64
 from ckstore.state.tensors import HostStorage
 
-Place = tuple[int, int]
-"""A storage, and an offset in it."""
+StorageOffset = tuple[int, int]
+"""The index of a storage, and an offset in it."""
 
 
 class Checksums:
-    """Those of one section, one (xxh3) for each row of its units.
+    """The checksums of one section: one (xxh3) for each row of its units.
 
     Args:
         section: What is copied.
-        slot: Where to.
-        storages: Where from; a storage in a device is read in the order of the thread that asks.
+        slot: The destination.
+        storages: The sources. A storage on a device is read in the order of the calling thread's streams.
     """
 
     def __init__(self, section: Section, slot: Slot, storages: Sequence[HostStorage]) -> None:
@@ -53,31 +52,31 @@ class Checksums:
         self._slot = slot
         self._storages = storages
         self._noted: dict[int, list[int]] = {}
-        self._changed: Place | None = None
+        self._changed: StorageOffset | None = None
 
     def note(self) -> None:
-        """Note what the sources are now."""
-        # What is given up meanwhile lets go of its sources.
+        """Take the checksums of the sources."""
+        # A section that is given up meanwhile releases its sources.
         storages = self._storages
         for unit in range(self._section.unit_count) if storages else ():
             if unit not in self._noted:
                 self._noted.setdefault(unit, self._of_sources(unit, storages))
 
     def check_copy(self, unit: int) -> None:
-        """Compare the copy of a unit, which has been made, with what was noted."""
+        """Compare the copy of a unit with the checksums of its source."""
         rows = list(self._section.rows_of(unit))
         copied = [xxh3_64(self._slot.view(place, nbytes)) for _, _, place, nbytes in rows]
-        # A guard on another thread may be faster than the note.
+        # A guard on another thread may copy a unit before its source was read. Then the copy's checksum counts.
         noted = self._noted.setdefault(unit, copied)
         for row, one, other in zip(rows, noted, copied, strict=True):
             if one != other:
                 self._changed = row[0], row[1]
 
-    def changed(self, *, reads_sources: bool = True) -> Place | None:
-        """Return where bytes are not what was noted: in a copy that was compared, or in a source by now; None: none.
+    def changed(self, *, reads_sources: bool = True) -> StorageOffset | None:
+        """Return the offset of a change, in a copy that was compared or in a source. None: no change.
 
         Args:
-            reads_sources: Read the sources, unless they were let go of.
+            reads_sources: Read the sources again, unless they were released.
         """
         storages = self._storages if reads_sources else ()
         for unit, noted in list(self._noted.items()) if storages else ():
@@ -88,7 +87,7 @@ class Checksums:
         return self._changed
 
     def forget(self) -> None:
-        """Let go of the sources: they may change from now on."""
+        """Release the sources, which may change from now on."""
         self._storages = ()
 
     def _of_sources(self, unit: int, storages: Sequence[HostStorage]) -> list[int]:
@@ -101,15 +100,15 @@ class Checksums:
 _log = logging.getLogger("ckstore")
 
 _processor_now: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
-"""Which one the caller is on; the GIL is kept, so that this is still so when it returns."""
+"""The caller's processor. PyDLL keeps the GIL, so the answer is still true when it returns."""
 
 
 class CopyPool:
-    """Threads that copy; they are started when first needed, and sleep in between.
+    """Threads that copy. They are started when first needed, and sleep between calls. Thread-safe.
 
     Args:
-        count: How many there are at most.
-        name: What the names of its threads begin with.
+        count: Number of threads, at most.
+        name: Prefix of the thread names.
     """
 
     def __init__(self, count: int, name: str = "ckstore-stage") -> None:
@@ -117,7 +116,7 @@ class CopyPool:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._changing = threading.RLock()
-        """Held while these two are exchanged, or threads started: one counted here must serve what is sent here."""
+        """Held while these two are exchanged or threads are started: each thread serves the queue of its time."""
         self.count = count
         self._device_thread: CopyPool | None = None
         self._caller_cpu_pool: CopyPool | None = None
@@ -125,15 +124,15 @@ class CopyPool:
 
     @property
     def device_thread(self) -> CopyPool:
-        """One thread more, for what waits for devices: whoever copies must not wait behind it."""
+        """One more thread that waits for devices, so that no copy waits behind it."""
         if self._device_thread is None:
             self._device_thread = CopyPool(1)
         return self._device_thread
 
     def send(self, work: Callable[[], object], count: int | None = None) -> None:
-        """Let threads call this, each once, or one more often; it must not raise.
+        """Have threads of the pool call a function, ``count`` times in total. The function must not raise.
 
-        Where no thread can be started, for want of memory or while the interpreter ends, it is called right here.
+        If no thread can be started, because memory is short or the interpreter ends, it is called on this thread.
         """
         count = self.count if count is None else min(count, self.count)
         is_sent = False
@@ -146,33 +145,32 @@ class CopyPool:
                 return
             for _ in range(count):
                 queue_now.put(work)
-            # Whoever closed the pool meanwhile has left its threads nothing but the word to end.
+            # If the pool was closed meanwhile, its threads may have ended before this work. Then send it again.
             is_sent = queue_now is self._work
         if self._is_closed:
-            # These were started for what was still to be done, and nobody would end them.
+            # New threads were started for this work, and nobody else would end them.
             self.close(is_waited=False)
 
     def send_one(self, work: Callable[[], object]) -> None:
-        """Let one thread call this; it must not raise."""
+        """Have one thread call a function, which must not raise."""
         self.send(work, 1)
 
     def run_and_wait(self, step: Callable[[], Result]) -> Result:
-        """Let one thread call this, and wait: Ctrl-C comes before it or after it, and never in its middle."""
+        """Call a function on a pool thread and wait. Ctrl-C is raised before or after the call, never within it."""
         return run_uninterrupted(step, on_interrupt=lambda error: None, start=self.send_one)
 
     def run_on_caller_cpu(self, step: Callable[[], Result]) -> Result:
-        """As ``run_and_wait``, by a thread of its own, on the processor that the caller leaves to wait.
+        """Like ``run_and_wait``, but on the caller's processor, which is idle while the caller waits.
 
-        A thread that is woken goes to the processor that it ran on last. There another one of the trainer's may be
-        computing, or spin, as those of OpenMP do after each parallel loop; and the caller's processor has nothing to do
-        until the next tick of the scheduler, milliseconds (seen in traces).
+        A waking thread is otherwise scheduled on its last processor. If training computes there, the thread waits for
+        the next scheduler tick, which takes milliseconds.
         """
         if self._caller_cpu_pool is None:
             self._caller_cpu_pool = CopyPool(1, "ckstore-near")
         near = self._caller_cpu_pool
 
         def start(work: Callable[[], None]) -> None:
-            # Its caller's, for whoever was interrupted here may have left the thread on one processor.
+            # The caller's affinity: an interrupted call may have left the thread bound to one processor.
             processors = os.sched_getaffinity(0)
 
             def begin() -> None:
@@ -185,21 +183,21 @@ class CopyPool:
                 near.start()
             thread = next(iter(near._threads), None)
             if thread is None or thread.native_id is None:
-                # Threads of the pool may be there all the same.
+                # No thread could be started. Other pool threads may exist.
                 self.send_one(work)
                 return
             _run_on(thread.native_id, {_processor_now()})
             near.send_one(begin)
             if self._is_closed:
-                # Nobody would end its thread.
+                # The pool is closed, and nobody else would end this thread.
                 near.close(is_waited=False)
 
         return run_uninterrupted(step, on_interrupt=lambda error: None, start=start)
 
     def start(self, count: int | None = None) -> None:
-        """Start as many threads now."""
+        """Start threads until there are ``count``."""
         with self._changing:
-            # Both of one time: a handler of signals may close it in the middle of this.
+            # Read together: a signal handler may close the pool in the middle of this.
             threads, work = self._threads, self._work
             while len(threads) < (self.count if count is None else count):
                 name = f"{self._name}-{len(threads)}"
@@ -208,13 +206,13 @@ class CopyPool:
                 threads.append(thread)
 
     def close(self, *, is_waited: bool = True) -> None:
-        """End the threads after what they were sent; those that are started for more afterwards end after that."""
+        """End the threads after the work that was sent. Threads that are started for later work end after it."""
         threads = self._end()
         for thread in threads if is_waited else ():
             thread.join()
 
     def _end(self) -> list[threading.Thread]:
-        """Tell all threads to end, before any is waited for: Ctrl-C must not leave one that nobody has told."""
+        """Tell all threads to end before waiting for any, so that an interrupted wait leaves no thread behind."""
         self._is_closed = True
         with self._changing:
             threads, self._threads = self._threads, []
@@ -229,43 +227,43 @@ def _serve(work: queue.SimpleQueue[Callable[[], object] | None]) -> None:
         try:
             call()
         except BaseException:
-            # No Ctrl-C comes here, but whatever does: a thread that ended would still be counted, and waited for.
+            # The thread must go on: it would still be counted and waited for.
             with contextlib.suppress(BaseException):
-                log_safely(_log, logging.ERROR, "a thread that copies met what it should not", exc_info=True)
-        # Nothing of a commit is kept alive while the thread sleeps.
+                log_safely(_log, logging.ERROR, "unexpected error on a copy thread", exc_info=True)
+        # A sleeping thread must not keep the data of a commit alive.
         del call
-    # For the next one; Ctrl-C while a thread was started may have left one that nobody counts.
+    # For the next thread. An interrupted start may have left one that is not counted.
     work.put(None)
 
 
 def _run_on(thread: int, processors: set[int]) -> None:
-    # Where a thread runs is a matter of time, and of nothing else; -1, where the system tells of none, is no processor.
+    # Failures are ignored, because affinity only affects speed. A processor of -1 (unknown) raises ValueError.
     with contextlib.suppress(OSError, ValueError):
         os.sched_setaffinity(thread, processors)
 
 
 _FRESH_UNITS = 8
-"""Units that a thread populates, and then copies, where memory is still to be taken."""
+"""Units that a thread populates and then copies, where memory is not populated yet."""
 
 
 def result_or_error(
-    find_change: Callable[[], BaseException | None], caught: type[BaseException] = BaseException
+    check: Callable[[], BaseException | None], caught: type[BaseException] = BaseException
 ) -> BaseException | None:
-    """Return what a find_change found, or what kept it from looking: unseen is not unchanged.
+    """Return the result of a check, or the exception that it raised, since a failed check proves nothing.
 
     Args:
-        find_change: What to call.
-        caught: What of that is returned; else it is raised, and who is interrupted by it has not result_or_error.
+        check: The function to call.
+        caught: Which exceptions are returned. Others are raised, and then the check must be repeated.
     """
     try:
-        return find_change()
+        return check()
     except caught as error:
-        # Whoever is told of it keeps it, and its frames have the state.
+        # Stored errors must not keep frames, and with them the state, alive.
         return strip_traceback(error)
 
 
 def strip_traceback(error: BaseException) -> BaseException:
-    """Return an error that does not know where it was raised, nor does what it came from: frames hold their callers."""
+    """Return an error after removing its traceback, and those of its contexts. They would keep frames alive."""
     each: BaseException | None = error
     while each is not None:
         each.__traceback__ = None
@@ -274,17 +272,17 @@ def strip_traceback(error: BaseException) -> BaseException:
 
 
 class HostCopy:
-    """Copies one section, on all threads that enter.
+    """Copies one section, on all threads that call ``work``. Thread-safe.
 
     Args:
         section: What to copy.
-        slot: Where to.
-        storages: Where from.
+        slot: The destination.
+        storages: The sources.
         starts: The address of each storage.
         bell: An eventfd to ring after each unit; -1: none.
         is_checked: Take checksums before and after.
-        on_over: Called once, on any thread, with what went wrong, if anything did.
-        find_change: Called once, when all is copied and before anybody may change it; returns what is wrong with it.
+        on_over: Called once, on any thread, with the error if there is one.
+        find_change: Called once, when all is copied and before the sources may change. Returns an error for a change.
     """
 
     def __init__(
@@ -317,17 +315,17 @@ class HostCopy:
         self._inside = 0
         self._is_sent = False
         self.is_rushed = False
-        """Whether the whole pool was sent."""
+        """Whether all threads of the pool work on this section."""
         self._error: BaseException | None = None
         self._is_cancelled = False
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong, if anything did."""
+        """The error, if there is one."""
         return self._error
 
     def work(self) -> None:
-        """Copy what nobody else has taken; never raises."""
+        """Copy units until none is left. Never raises."""
         with self._lock:
             if self.is_over.is_set():
                 return
@@ -339,49 +337,49 @@ class HostCopy:
                 self._copy(self._table, self.section.firsts, self._marks, self._turn)
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, CkstoreError):
-                log_safely(_log, logging.ERROR, "a state could not be copied", exc_info=True)
+                log_safely(_log, logging.ERROR, "could not copy a state", exc_info=True)
             self.stop(strip_traceback(error))
         self._leave()
 
     def send(self, pool: CopyPool, count: int) -> None:
-        """Let threads of the pool copy; no more of them than there are units, and one where there is none."""
+        """Have up to ``count`` pool threads copy: at most one per unit, and one if there is none."""
         if not self.is_over.is_set():
             pool.send(self.work, min(count, max(1, self.section.unit_count)))
-            # Not before: Ctrl-C in between must not leave nobody who copies.
+            # Set last: if Ctrl-C comes in between, the next call sends again.
             self._is_sent = True
 
     def join(self, pool: CopyPool) -> None:
-        """Send the whole pool, and wait; whoever interrupts the wait does not end the copying."""
+        """Have all pool threads copy, and wait. If the wait is interrupted, copying continues."""
         self.is_rushed = True
         self.send(pool, pool.count)
         self.is_over.wait()
 
     def wait(self, pool: CopyPool, count: int) -> None:
-        """Wait for those who copy already; where nobody was sent, send so many of the pool."""
+        """Wait for the threads that are copying. If none is, send ``count``."""
         if not self._is_sent:
             self.send(pool, count)
         self.is_over.wait()
 
     def stop(self, error: BaseException) -> None:
-        """Take no more units; it is over when the last thread that has entered, or enters from now on, leaves it."""
+        """Copy no more units. The section is over when the last thread that works on it, or still begins to, leaves."""
         with self._lock:
             self._error = self._error or error
             self._is_cancelled = True
             self._turn[0] = self.section.unit_count
 
     def note(self) -> None:
-        """Note what is to be copied, as it must be: all of it by checksums, if they are wanted; else some bytes."""
+        """Record the sources before training continues: checksums of everything if wanted, else some words."""
         if self._sums is not None:
             self._sums.note()
         elif self.section.unit_count:
             self._words = self._words_at(0)
 
-    def changed_at(self) -> Place | None:
-        """Return storage and offset of bytes that are not what was noted, in the copy or by now; None: all are."""
+    def changed_at(self) -> StorageOffset | None:
+        """Return the offset of a change that the checksums show. None: no change, or no checksums."""
         return None if self._sums is None else self._sums.changed()
 
-    def sampled_change(self) -> Place | None:
-        """Return storage and offset of a copy that is not what some words of its source were; None: none was seen."""
+    def sampled_change(self) -> StorageOffset | None:
+        """Return the offset of a change that the recorded words show. None: no change was detected."""
         noted = self._words
         if noted is None:
             return None
@@ -391,7 +389,7 @@ class HostCopy:
         )
 
     def _words_at(self, side: int) -> NDArray[np.uint8]:
-        """Return the words of the section, of its source (0) or of its copy (1)."""
+        """Return the words of the section, from its source (side 0) or from its copy (side 1)."""
         table = self._table_of_words.copy()
         found = np.zeros((len(table), WORD_NBYTES), np.uint8)
         table[:, 0] = self._table_of_words[:, side]
@@ -401,7 +399,7 @@ class HostCopy:
         return found
 
     def forget(self) -> None:
-        """Let go of the sources."""
+        """Release the sources."""
         self._storages = ()
         if self._sums is not None:
             self._sums.forget()
@@ -412,20 +410,20 @@ class HostCopy:
             is_last = self._inside == 0 and not self.is_over.is_set()
             is_last = is_last and (self._is_cancelled or bool(self._marks.all()))
             if is_last:
-                # From here on nobody enters any more, and whoever waits may change what was copied.
+                # After this no thread begins to work, and the waiting thread may change the sources.
                 self._error = self._error or result_or_error(self._find_change)
                 self.is_over.set()
         if is_last:
-            # Nor may it be kept, with a table of every row, by a cycle that only a collector finds.
+            # Drop the callbacks, because garbage collection may be off.
             on_over, self._on_over, self._find_change = self._on_over, noop, noop
             try:
-                # Whoever keeps this must not keep the arena by it.
+                # A caller that keeps this object must not keep the arena alive.
                 self._marks = np.zeros(0, np.uint8)
                 if self._sums is None:
                     self.forget()
                 self._table = self._table_of_words = self._table[:0].copy()
             finally:
-                # Without memory for that too: somebody waits.
+                # Called even if there is no memory for the above, because somebody waits.
                 on_over(self._error)
 
     def _take(self, count: int) -> tuple[int, int] | None:

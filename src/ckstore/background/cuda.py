@@ -1,17 +1,14 @@
-"""Copies from CUDA devices into the arena: to pinned memory, on streams of their own.
+"""Copies from CUDA devices into the arena, to pinned memory and on streams of their own.
+
+torch spends tens of microseconds of interpreter time on each copy, and a state has hundreds of tensors. So many copies
+are launched by one call of ``kernels.launch_copies``, which calls ``cudaMemcpyAsync`` without holding the interpreter.
 
 Invariants:
-- A copy waits for what its device was told before it, and a guard makes the device wait for the copy: the host waits
-  for neither, but for what is copied before training goes on.
-- A unit is marked when the device has said that its bytes have come.
-- Of each mapping of a slot as much is pinned as a state takes, once, and anew where one takes more; it is let go before
-  that is unmapped, or its pages are given back.
-
-The one function of CUDA's runtime that is called without torch.
-
-A state has hundreds of tensors, and telling torch of a copy takes tens of microseconds of the interpreter for each, in
-which a trainer that runs Python waits (``stall_gpu_guarded``). The runtime is told of many in one call, which the
-interpreter is not needed for.
+- A copy waits for the earlier work of its device, and a guard makes later work of the device wait for the copy. The
+  host only waits for copies that must end before training continues.
+- A unit is marked after the device has reported that its bytes arrived.
+- Each mapping of a slot is pinned once, for the length of its state, and again if a longer state comes. It is unpinned
+  before it is unmapped or its memory is returned.
 """
 
 from __future__ import annotations
@@ -51,12 +48,12 @@ _PATTERN_NBYTES = 256
 
 
 class Launcher:
-    """Begins copies from one device to the host.
+    """Launches copies from one device to the host.
 
     Args:
         function: The address of ``cudaMemcpyAsync``.
-        device: Where from.
-        stream: A stream of that device, as the runtime knows it.
+        device: The source.
+        stream: The handle of a CUDA stream of that device.
     """
 
     def __init__(self, function: int, device: torch.device, stream: int) -> None:
@@ -65,45 +62,45 @@ class Launcher:
         self._stream = stream
 
     def launch(self, table: NDArray[np.uint64]) -> None:
-        """Begin the copies of some rows: source address, destination address, length.
+        """Launch the copies of a table: source address, destination address, length.
 
         Raises:
-            RuntimeError: The runtime has refused one; those after it were not begun.
+            RuntimeError: CUDA refused a copy. Those after it were not launched.
         """
         problem = kernels.launch_copies(self._function, table.data, _DEVICE_TO_HOST, self._stream)
         if problem:
             forget_error(self._device)
-            raise RuntimeError(f"cudaMemcpyAsync has refused a copy: {_text_of(problem)}")
+            raise RuntimeError(f"cudaMemcpyAsync refused a copy: {_text_of(problem)}")
 
 
 def launcher_for(device: torch.device, stream: torch.cuda.Stream) -> Launcher | None:
-    """Return what begins copies on a stream; None where only torch can.
+    """Return a launcher for a stream, or None if only torch can copy.
 
-    It has copied a pattern, in two parts, before it is returned: whatever is not as it should be costs time, not bytes.
-    The device must be the current one, and the stream its current stream; it is waited for.
+    The launcher has copied a test pattern correctly, so an unexpected CUDA runtime costs speed and not bytes. The
+    device must be current, and the stream its current stream. It is synchronized.
     """
     function = address_of_copy()
     if function is None:
         return None
     found = Launcher(function, device, stream.cuda_stream)
     try:
-        problem = None if _copies_correctly(found, device, stream) else "it has copied other bytes than torch"
+        problem = None if _copies_correctly(found, device, stream) else "a test copy arrived with other bytes"
     except RuntimeError as error:
         problem = str(error)
     if problem is None:
         return found
-    log_safely(_log, logging.WARNING, "copies from %s are told of one by one: %s", device, problem)
+    log_safely(_log, logging.WARNING, "copies from %s are launched one by one, which is slower: %s", device, problem)
     return None
 
 
 def address_of_copy() -> int | None:
-    """Return where ``cudaMemcpyAsync`` lies in the runtime that torch uses; None where there is none to be seen."""
+    """Return the address of ``cudaMemcpyAsync`` in the CUDA runtime of torch, or None if it cannot be found."""
     if torch.version.cuda is None:
-        # A runtime of another maker, or none.
+        # Built for another vendor, or for the CPU.
         return None
     library = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
     try:
-        # What a library was linked with is searched too: another runtime of this process may be another version.
+        # The search includes the libraries that this one is linked with. Another runtime in this process may differ.
         function = ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_NOW).cudaMemcpyAsync
     except (OSError, AttributeError):
         return None
@@ -111,20 +108,20 @@ def address_of_copy() -> int | None:
 
 
 def forget_error(device: torch.device) -> None:
-    """Have torch take note of the runtime's last error here: else it is raised at the trainer's next kernel."""
+    """Make torch consume the runtime's last error. Else it would be raised at the trainer's next kernel."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
 
 
 def _text_of(problem: int) -> str:
-    """Return what the runtime says of one of its errors."""
+    """Return the text of a CUDA error."""
     with contextlib.suppress(Exception):
         return str(torch.cuda.CudaError(problem))
     return f"CUDA error {problem}"
 
 
 def _copies_correctly(launcher: Launcher, device: torch.device, stream: torch.cuda.Stream) -> bool:
-    """Whether bytes arrive as they lie there."""
+    """Whether a launcher copies a test pattern, in two parts, correctly."""
     half = _PATTERN_NBYTES // 2
     there = torch.arange(_PATTERN_NBYTES, dtype=torch.uint8, device=device)
     here, begin = np.zeros(_PATTERN_NBYTES, np.uint8), there.data_ptr()
@@ -132,7 +129,7 @@ def _copies_correctly(launcher: Launcher, device: torch.device, stream: torch.cu
     try:
         launcher.launch(np.array([[begin + half, to, half], [begin, to + half, half]], np.uint64))
     finally:
-        # What was begun may still arrive when another one was refused, or Ctrl-C has come.
+        # Launched copies may still arrive after an error or Ctrl-C.
         stream.synchronize()
     return bool((here == np.roll(np.arange(_PATTERN_NBYTES), half)).all())
 
@@ -142,27 +139,27 @@ _PORTABLE = 1
 
 @dataclass(frozen=True, slots=True)
 class _CopyStream:
-    """A stream for copies, and what begins them there; None: torch does."""
+    """A stream for copies, and its launcher. None: torch launches."""
 
     stream: torch.cuda.Stream
     launcher: Launcher | None
 
 
 copy_streams: dict[torch.device, _CopyStream] = {}
-"""Made once for each device."""
+"""One for each device, created when needed."""
 
 
 def device_of(storage: HostStorage) -> torch.device | None:
-    """Return the CUDA device that a captured storage lies in; None where it lies elsewhere."""
+    """Return the CUDA device of a captured storage, or None."""
     found = _torch_memory_of(storage)
     return found[0].device if found is not None and found[0].device.type == "cuda" else None
 
 
 def pin(slot: Slot, nbytes: int) -> None:
-    """Let devices copy to the first bytes of a slot without a detour, if there are any; a failure costs speed only.
+    """Pin the first bytes of a slot, so that devices copy to it directly. A failure only costs speed.
 
-    Pages that are pinned are in memory, so nothing is pinned of the room that a slot has to spare; but for a state that
-    grows, whose slot would be pinned anew with each of its units.
+    Pinning puts pages into memory, so only the length of the state is pinned. If the state grows, an eighth more is
+    pinned, so that not every growth pins the slot again.
     """
     memory = slot.memory
     if memory is None or nbytes <= slot.nbytes_pinned or not _has_devices():
@@ -177,19 +174,19 @@ def pin(slot: Slot, nbytes: int) -> None:
         if problem:
             forget_error(torch.device("cuda", device))
     if problem:
-        # Not tried again for the same memory: it takes time in every commit, and says so each time.
+        # Not tried again for this mapping: each attempt costs time and logs a warning.
         slot.unpin_pages, slot.nbytes_pinned = (lambda: True), slot.nbytes
         _log.warning("%d bytes of the arena cannot be pinned (CUDA error %d): copies are slower", nbytes, problem)
         return
-    # Made after the one that unmaps, so it is called before; or earlier, and then no more.
+    # Finalizers run in reverse order, so this one runs before the one that unmaps.
     unpin = weakref.finalize(memory, _unpin, slot.address, device, os.getpid())
     unpin.atexit = False
     slot.note_pinned(nbytes, lambda: bool(unpin()))
 
 
 def _unpin(address: int, device: int, owner: int) -> bool:
-    """Return whether no device knows of the pages any more."""
-    # A forked child has no device that could know of them, and may not ask.
+    """Unregister pages at the devices. Return whether that succeeded."""
+    # A forked child has no CUDA context and may not call CUDA.
     if os.getpid() != owner:
         return True
     with torch.cuda.device(device):
@@ -202,7 +199,7 @@ def _unpin(address: int, device: int, owner: int) -> bool:
 def _device_in_use() -> int:
     """Return the current device if this process uses it, else one that it uses.
 
-    A call of the runtime takes some hundred MB of the memory of a device that was not used before.
+    A CUDA call on an unused device would take hundreds of MB of its memory.
     """
     current = torch.cuda.current_device()
     is_used = getattr(torch._C, "_cuda_hasPrimaryContext", None)
@@ -212,7 +209,7 @@ def _device_in_use() -> int:
 
 
 def _has_devices() -> bool:
-    # Whoever uses a device has initialized it; merely asking must not take memory of one.
+    # Check only: initializing CUDA would take memory on a device.
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
@@ -221,19 +218,19 @@ def _cudart() -> Any:
 
 
 class CudaCopies:
-    """Copies of one section.
+    """The copies of one section from CUDA devices.
 
     Args:
         section: What to copy, in the order of its runs.
-        storages: Where from.
-        slot: Where to.
+        storages: The sources.
+        slot: The destination.
     """
 
     def __init__(self, section: Section, storages: Sequence[HostStorage], slot: Slot) -> None:
         self._runs, self._columns = section.runs, section.run_columns
         self._storages: Sequence[HostStorage] = storages
         self._slot = slot
-        # What lies in a device is kept by one of its tensors and that one's storage. A trainer waits for this.
+        # A storage is kept alive by a tensor and its torch storage. Written for speed: the trainer waits for this.
         keeps: Sequence[Any] = keeps_of(storages, section.storages)
         self._memories: dict[int, torch.UntypedStorage] = {
             index: keep[0][1] for index, keep in zip(section.storages, keeps, strict=True)
@@ -246,7 +243,7 @@ class CudaCopies:
         self._is_launched = False
 
     def fence(self) -> None:
-        """Have the copies come after what the devices' current streams, of this thread, have been told so far."""
+        """Order the copies after the work that this thread has launched on the devices' current streams."""
         pin(self._slot, self._slot.nbytes_begun)
         for device in set(self._devices.values()):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -254,16 +251,16 @@ class CudaCopies:
             self._fences[device] = event
 
     def launch(self) -> None:
-        """Begin; on any thread.
+        """Launch the copies. On any thread.
 
         Raises:
-            BackendError: A device has failed, or a storage is not what it was.
+            BackendError: A device failed, or a storage was resized.
         """
         table = self._table()
         try:
             for device, first, end in self._runs_by_device():
-                # First the device: whoever leaves a stream goes back to the one before, and a thread's own device is
-                # the first one, which this process may not use; a stream of it would take some hundred MB there.
+                # Enter the device before the stream. Leaving a stream restores the previous one, by default that of
+                # device 0. If this process does not use device 0, that would take hundreds of MB of its memory.
                 with torch.no_grad(), torch.cuda.device(device):
                     if device not in self._streams:
                         self._streams[device] = _copy_stream_for(device)
@@ -278,7 +275,7 @@ class CudaCopies:
         """Return source, destination and length of each run, as ``kernels.launch_copies`` takes them.
 
         Raises:
-            BackendError: A storage is not what it was.
+            BackendError: A storage was resized.
         """
         indices = list(self._memories)
         starts, begins, ends = np.zeros((3, len(self._storages)), np.int64)
@@ -293,7 +290,7 @@ class CudaCopies:
         return np.stack([sources, places + self._slot.address, lengths], axis=1).astype(np.uint64)
 
     def _runs_by_device(self) -> Iterator[tuple[torch.device, int, int]]:
-        """Yield runs that follow each other and lie in one device: that, and which they are."""
+        """Yield each device with the range of its runs, for consecutive runs on one device."""
         if len(set(self._devices.values())) == 1:
             yield next(iter(self._devices.values())), 0, len(self._runs)
             return
@@ -316,7 +313,7 @@ class CudaCopies:
                 units, first = [], number + 1
 
     def _begin(self, runs: Sequence[Run], table: NDArray[np.uint64], launcher: Launcher | None) -> None:
-        """Begin some copies on the current stream."""
+        """Launch copies on the current stream."""
         if launcher is not None:
             launcher.launch(table)
             return
@@ -325,29 +322,29 @@ class CudaCopies:
         for run, (source, _, nbytes) in zip(runs, table.tolist(), strict=True):
             memory = self._memories[run.storage]
             if source + nbytes > memory.data_ptr() + memory.nbytes():
-                # ``set_`` would make it longer.
+                # ``set_`` would enlarge the storage.
                 raise resized_error()
             view = torch.empty(0, dtype=torch.uint8, device=memory.device)
             view.set_(memory, source - memory.data_ptr(), (nbytes,), (1,))
             target.narrow(0, run.place - begin, nbytes).copy_(view, non_blocking=True)
 
     def hold(self) -> None:
-        """Let the devices' current streams wait for the copies."""
+        """Make later work on the devices' current streams wait for the copies."""
         for device, event in self._last.items():
             torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self, mark: Callable[[int], None]) -> None:
-        """Wait for all bytes, marking each unit when it is complete.
+        """Wait for all bytes, and mark each unit when it is complete.
 
         Raises:
-            BackendError: A device has failed.
+            BackendError: A device failed.
         """
         try:
             for stream_pair in () if self._is_launched else self._streams.values():
-                # It may have been interrupted between a copy and its event.
+                # The launch may have been interrupted between a copy and its event.
                 stream_pair.stream.synchronize()
             for device, event, units in self._events:
-                # A thread's own device is the first one, which this process may not use.
+                # The default is device 0, which this process may not use.
                 with torch.cuda.device(device):
                     event.synchronize()
                 for unit in itertools.chain.from_iterable(units):
@@ -356,15 +353,15 @@ class CudaCopies:
             raise device_error(error) from None
 
     def forget(self) -> None:
-        """Let go of the storages, and of what was waited for."""
+        """Release the storages and the events."""
         self._storages, self._memories = (), {}
         self._events, self._fences = [], {}
 
 
 def needs_event(runs: Sequence[Run]) -> Iterator[bool]:
-    """Yield of each run of one device whether its end is to be told: it completes units, or is the last.
+    """Yield for each run of one device whether its end needs an event: it completes units, or it is the last.
 
-    Small tensors are many, and telling takes the trainer's time, and wakes a thread of its process.
+    Small tensors get none, since there are many, and each event takes the trainer's time and wakes a thread.
     """
     for run in runs[:-1]:
         yield bool(run.units)
@@ -376,7 +373,7 @@ TorchMemory = tuple[torch.Tensor, torch.UntypedStorage]
 
 
 def _torch_memory_of(storage: HostStorage) -> TorchMemory | None:
-    """Return the tensor and the storage of torch that a captured storage lies in."""
+    """Return the torch tensor and the torch storage that a captured storage lies in."""
     keep = getattr(storage, "keep", None)
     first = keep[0] if isinstance(keep, (list, tuple)) and keep else None
     if isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], torch.Tensor):
@@ -389,6 +386,6 @@ def _copy_stream_for(device: torch.device) -> _CopyStream:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             stream_pair = _CopyStream(stream, launcher_for(device, stream))
-        # Another thread may be at this line too.
+        # Another thread may have created one meanwhile.
         copy_streams.setdefault(device, stream_pair)
     return copy_streams[device]

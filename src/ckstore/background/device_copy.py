@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from ckstore.background.arena import UNIT_NBYTES, Slot
 from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section
-from ckstore.background.copying import Checksums, Place, result_or_error, strip_traceback
+from ckstore.background.copying import Checksums, StorageOffset, result_or_error, strip_traceback
 from ckstore.codec import kernels
 from ckstore.concurrency import log_safely, noop
 from ckstore.errors import BackendError, CkstoreError
@@ -40,41 +40,41 @@ from ckstore.state.memory import Spans
 from ckstore.state.tensors import HostStorage
 
 _CODEBOOK_WORD = re.compile(r"(?i)code_?book|quanti[sz]e|(^|[._])r?vq([._]|$)")
-"""In the names of what vector quantizers restart entries of in their forward pass."""
+"""Matches names of codebooks. Vector quantizers restart codebook entries in their forward pass."""
 
 _CODEBOOK_NBYTES_MAX = 16 << 20
-"""One thread copies so much in 2 to 4 ms."""
+"""One thread copies this in 2 to 4 ms."""
 
 Span = tuple[int, int]
-"""The first address, and the one after the last."""
+"""First address, and the one after the last."""
 
 
 class DeviceCopies(Protocol):
-    """Copies of one section, from devices, in order with what those compute."""
+    """The copies of one section from devices, ordered with the computations of those devices."""
 
     def fence(self) -> None:
-        """Have the copies come after everything that this thread has launched before."""
+        """Order the copies after everything that this thread has launched so far."""
         ...
 
     def launch(self) -> None:
-        """Begin; what a guard protects, on any thread."""
+        """Begin the copies. Those of guarded memory may be launched on any thread."""
         ...
 
     def hold(self) -> None:
-        """Let what is launched from here on wait for the copies."""
+        """Make everything that is launched from now on wait for the copies."""
         ...
 
     def wait(self, mark: Callable[[int], None]) -> None:
-        """Wait until all bytes have come; call ``mark`` for each unit of the section that has."""
+        """Wait until all bytes have arrived. Call ``mark`` for each unit of the section that is complete."""
         ...
 
     def forget(self) -> None:
-        """Let go of the storages: nothing is launched any more."""
+        """Release the storages. Nothing is launched afterwards."""
         ...
 
 
 def starts_of(storages: Sequence[HostStorage]) -> NDArray[np.uint64]:
-    """Return the address of each storage in the memory that it lies in."""
+    """Return the address of each storage, in host or device memory."""
     if isinstance(storages, Spans):
         return storages.starts
     addresses = [getattr(storage, "start", None) for storage in storages]
@@ -84,7 +84,7 @@ def starts_of(storages: Sequence[HostStorage]) -> NDArray[np.uint64]:
 
 
 def codebooks_of(captured: Captured) -> frozenset[int]:
-    """Return the storages that are codebooks by their names, and small enough to be copied before a call returns."""
+    """Return the storages that are codebooks by their names, and small enough to be copied immediately."""
     return frozenset(
         spec.storage
         for spec, path in zip(captured.tensors, captured.paths, strict=True)
@@ -94,12 +94,12 @@ def codebooks_of(captured: Captured) -> frozenset[int]:
 
 
 def kinds_of(captured: Captured, starts: NDArray[np.uint64], guarded: Sequence[Span]) -> list[int]:
-    """Return when each storage is copied.
+    """Return for each storage when it is copied: ``NOW``, ``LAZY``, ``DEVICE_NOW`` or ``DEVICE_LAZY``.
 
     Args:
         captured: The state.
         starts: The address of each storage.
-        guarded: Memory that a guard protects, ascending.
+        guarded: Guarded address ranges, ascending.
     """
     storages = captured.storages
     nbytes = np.array([storage.nbytes for storage in storages], np.uint64)
@@ -107,7 +107,7 @@ def kinds_of(captured: Captured, starts: NDArray[np.uint64], guarded: Sequence[S
         memory = _GuardedMemory(guarded)
         is_lazy = memory.holds(starts, starts + nbytes)
         for index in np.flatnonzero(~is_lazy):
-            # Padding between tensors of one allocation belongs to nobody.
+            # Padding between tensors of one allocation may be outside: then each tensor must be inside.
             is_lazy[index] = memory.holds_tensors(captured, int(index), int(starts[index]))
     else:
         is_lazy = np.zeros(len(storages), np.bool_)
@@ -121,21 +121,21 @@ def kinds_of(captured: Captured, starts: NDArray[np.uint64], guarded: Sequence[S
 
 
 class _GuardedMemory:
-    """Spans of addresses."""
+    """Guarded address ranges."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        # One that holds nothing comes first, so that there is always one before.
+        # The first span is empty, so that every address has a predecessor.
         self._starts = np.array([0, *(start for start, _ in spans)], np.uint64)
         self._ends = np.array([0, *(end for _, end in spans)], np.uint64)
         self._by_storage: dict[int, list[TensorSpec]] | None = None
 
     def holds(self, begins: NDArray[np.uint64], ends: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return which of some ranges lie in one of the spans."""
+        """Return which address ranges lie within one of the spans."""
         at = np.searchsorted(self._starts, begins, side="right") - 1
         return np.asarray(ends <= self._ends[at])
 
     def holds_tensors(self, captured: Captured, index: int, start: int) -> bool:
-        """Whether every tensor of a storage that begins at an address lies in one of the spans."""
+        """Whether every tensor of a storage lies within one of the spans."""
         if self._by_storage is None:
             self._by_storage = {}
             for spec in captured.tensors:
@@ -161,7 +161,7 @@ def _extent(spec: TensorSpec, start: int) -> Span:
 
 
 def copies_of(section: Section, storages: Sequence[HostStorage], slot: Slot) -> DeviceCopies:
-    """Return the copies of a section of storages that lie in devices."""
+    """Return the copies of a section whose storages are on devices."""
     if any(is_cuda(storages[index]) for index in section.storages):
         from ckstore.background.cuda import CudaCopies
 
@@ -170,10 +170,10 @@ def copies_of(section: Section, storages: Sequence[HostStorage], slot: Slot) -> 
 
 
 def versions_of(keeps: Sequence[Sequence[object]]) -> list[tuple[int, int]]:
-    """Return two numbers for each storage that differ when its library has seen it changed, or moved it.
+    """Return two numbers for each storage. They differ after its library has changed or moved it.
 
     Args:
-        keeps: What keeps the leaves of each alive.
+        keeps: For each storage, the objects that keep its tensors alive.
     """
     if not keeps or "torch" not in sys.modules:
         return [(0, 0)] * len(keeps)
@@ -183,7 +183,7 @@ def versions_of(keeps: Sequence[Sequence[object]]) -> list[tuple[int, int]]:
 
 
 def pin(slot: Slot, nbytes: int) -> None:
-    """Let CUDA devices copy to the first bytes of a slot at full speed, where there are any."""
+    """Pin the first bytes of a slot, so that CUDA devices copy to it at full speed. Without CUDA, do nothing."""
     if "torch" in sys.modules:
         from ckstore.background.cuda import pin as pin_slot
 
@@ -191,7 +191,7 @@ def pin(slot: Slot, nbytes: int) -> None:
 
 
 def is_cuda(storage: HostStorage) -> bool:
-    """Whether a storage lies in a CUDA device, which copies it in the order of its streams."""
+    """Whether a storage is on a CUDA device, whose copies are ordered by streams."""
     if storage.is_host or "torch" not in sys.modules:
         return False
     from ckstore.background.cuda import device_of
@@ -200,9 +200,9 @@ def is_cuda(storage: HostStorage) -> bool:
 
 
 class _ReadCopies:
-    """Copies through the library's own way to the host, piece by piece, on the thread that launches them.
+    """Copies with the library's own read function, one piece after the other, on the thread that launches them.
 
-    The library orders them with what that thread has addresses the device; another thread may be on another stream.
+    The library orders each read after that thread's earlier work. Another thread may use another stream.
     """
 
     def __init__(self, section: Section, storages: Sequence[HostStorage], slot: Slot) -> None:
@@ -213,14 +213,14 @@ class _ReadCopies:
         self._thread = 0
 
     def fence(self) -> None:
-        """Take note of who asks for it."""
+        """Record the calling thread."""
         self._thread = threading.get_ident()
 
     def launch(self) -> None:
         """Copy everything.
 
         Raises:
-            BackendError: This is another thread: it may see what the device has not computed yet.
+            BackendError: This is another thread, which could read what the device has not computed yet.
         """
         if threading.get_ident() != self._thread:
             raise BackendError(
@@ -234,15 +234,15 @@ class _ReadCopies:
             self._unit_count = unit + 1
 
     def hold(self) -> None:
-        """Do nothing: this is over before training goes on."""
+        """Do nothing: ``launch`` has already copied everything."""
 
     def wait(self, mark: Callable[[int], None]) -> None:
-        """Mark what was copied."""
+        """Mark the copied units."""
         for unit in range(self._unit_count):
             mark(unit)
 
     def forget(self) -> None:
-        """Let go of the storages."""
+        """Release the storages."""
         self._storages = ()
 
 
@@ -250,17 +250,17 @@ _log = logging.getLogger("ckstore")
 
 
 class DeviceCopy:
-    """One section of a device's storages.
+    """The copying of one section whose storages are on devices. Thread-safe.
 
     Args:
         section: What to copy.
-        slot: Where to.
-        storages: Where from.
-        on_over: Called once, on any thread, with what went wrong, if anything did.
+        slot: The destination.
+        storages: The sources.
+        on_over: Called once, on any thread, with the error if there is one.
         bell: An eventfd to ring after each unit; -1: none.
-        find_change: Returns what is wrong with it: called until the first guard has let training pass, or all has come.
-        error_at: Returns the error that names what lies at a place. Where it is given, checksums are taken of the
-            sources, before training goes on and when it is let pass, and of what has come.
+        find_change: Returns an error if a source was changed. Not called after the first guard, or after the end.
+        error_at: Returns the error for a change at an offset. If given, checksums are taken of the sources, before
+            training continues and in the guard, and of the copy.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class DeviceCopy:
         *,
         bell: int,
         find_change: Callable[[], BaseException | None],
-        error_at: Callable[[Place], BaseException | None] | None = None,
+        error_at: Callable[[StorageOffset], BaseException | None] | None = None,
     ) -> None:
         self._section = section
         self._slot = slot
@@ -289,11 +289,11 @@ class DeviceCopy:
         self.is_launched = False
         self._lock = threading.Lock()
         self._launching = threading.Lock()
-        # Devices are waited for by one thread at a time.
+        # Only one thread waits for the devices.
         self._finishing = threading.Lock()
 
     def begin(self) -> None:
-        """Take note of what the device was addresses before, by this thread; what it is addresses later comes after.
+        """Take memory, and order the copies after this thread's earlier work on the devices.
 
         Raises:
             CapacityError: There is no memory for it.
@@ -305,7 +305,7 @@ class DeviceCopy:
                 self._is_begun = True
 
     def launch(self) -> BaseException | None:
-        """Tell the device to send, if nobody has; return what kept whoever did from it."""
+        """Launch the copies, unless that was done. Return the error that prevented the launch, if there was one."""
         with self._launching:
             if self._is_begun and not self.is_launched:
                 self.is_launched = True
@@ -314,24 +314,24 @@ class DeviceCopy:
                 except BaseException as problem:
                     if isinstance(problem, Exception) and not isinstance(problem, CkstoreError):
                         log_safely(_log, logging.ERROR, "the copies from a device could not be launched", exc_info=True)
-                    # Whoever is addresses may keep it, and with its frames the state and the arena.
+                    # The stored error must not keep frames, and with them the state and the arena, alive.
                     self._problem = strip_traceback(problem)
                     if not isinstance(problem, Exception):
                         raise
             return self._problem
 
     def hold(self) -> BaseException | None:
-        """Let what is launched later wait for the copies; return what was changed before, if anything was.
+        """Make later work on the devices wait for the copies. Return an error if a source was changed before.
 
-        What a guard has let pass changes from then on, in the order of the device, while the copies are on their way,
-        and counts as a change at once: so it is result_or_error at here for the last time.
+        After this guard, sources may change while the copies are in progress, which is correct because devices keep
+        that order. But version counters change immediately. So they are checked here for the last time.
         """
         if self._is_over:
             return None
         if (problem := self.launch()) is not None:
             return problem
         self._copies.hold()
-        # Ctrl-C interrupts the step, whose next guard looks again.
+        # If Ctrl-C interrupts this, it interrupts the step too, and the next guard checks again.
         self._find_change_once(Exception, is_held=True)
         return self._change
 
@@ -339,18 +339,18 @@ class DeviceCopy:
         with self._lock:
             if not self._is_held:
                 self._change = self._change or result_or_error(self._find_change, caught)
-                # Not before: Ctrl-C in between must not leave a change unseen.
+                # Set last: if Ctrl-C comes in between, the check is repeated.
                 self._is_held = is_held
 
     def note(self) -> None:
-        """Note what is to be sent as this thread's streams have it, if that is to be checked; waits for them."""
+        """Take checksums of the sources if wanted, on this thread's current streams. Waits for those."""
         if self._sums is not None:
             self._sums.note()
 
-    def changed_at(self) -> Place | None:
-        """Return where a source is not what was noted any more, as this thread's streams have it; None: nowhere.
+    def changed_at(self) -> StorageOffset | None:
+        """Return the offset of a change in a source, on this thread's current streams. None: no change.
 
-        Before a guard lets training pass: afterwards the sources are not result_or_error at again.
+        Called before a guard lets training continue. If there is no change, the sources are not read again.
         """
         if self._sums is None:
             return None
@@ -360,17 +360,17 @@ class DeviceCopy:
         return found
 
     def forget(self) -> None:
-        """Let go of the sources: nobody asks any more whether they were changed."""
+        """Release the sources, because changes no longer matter."""
         if self._sums is not None:
             self._sums.forget()
         self._error_at = None
 
     def wait(self) -> None:
-        """Wait until all has come, on a thread of the pool; never raises."""
+        """Wait until all bytes have arrived. Runs on a pool thread; never raises."""
         self._finish(None)
 
     def cancel(self, error: BaseException) -> None:
-        """Give it up; what a device has been addresses to send comes all the same, and is waited for."""
+        """Give the copies up. Those that were launched are still waited for."""
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
@@ -378,7 +378,7 @@ class DeviceCopy:
             if self._is_over:
                 return
             with self._launching:
-                # What is given up is not begun any more.
+                # From now on a cancelled section cannot be launched.
                 self._is_begun = self._is_begun and error is None
             try:
                 error = error or self.launch()
@@ -388,8 +388,8 @@ class DeviceCopy:
                 error = error or strip_traceback(problem)
             self._copies.forget()
             if error is None and not self._marks.all():
-                error = BackendError("a device has sent less than it was asked for", todo="report this: it is a bug")
-            # No guard may have come meanwhile: what was changed until now was changed while it was copied.
+                error = BackendError("a device has copied fewer bytes than requested", todo="report this: it is a bug")
+            # If no guard came meanwhile, changes until now happened during the copy.
             self._find_change_once(BaseException, is_held=False)
             error = error or self._change or result_or_error(self._changed_copy)
             self._is_over = True
@@ -401,7 +401,7 @@ class DeviceCopy:
                 on_over(error)
 
     def _changed_copy(self) -> BaseException | None:
-        """Return an error if what has come is not what was noted."""
+        """Return an error if the copy does not match the checksums."""
         if self._sums is None or self._error_at is None:
             return None
         place = self._sums.changed(reads_sources=False)
@@ -412,6 +412,6 @@ class DeviceCopy:
             self._sums.check_copy(unit)
         self._marks[unit] = 1
         if self._bell >= 0:
-            # A bell that cannot be heard any more, or has rung often enough, is no reason to stop.
+            # A closed or full eventfd is no reason to stop copying.
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._bell, 1)

@@ -1,9 +1,8 @@
-"""Optimizers whose step waits for copies: the memory that they own, and the hook that guards it.
+"""Guards for optimizers: the memory that an optimizer owns, and the hook that makes its step wait for copies.
 
-What an optimizer owns changes in its step and nowhere else: its parameters, and the tensors of its state. All
-else may change at any time, so nothing else may be copied behind its guard. Nor may what an optimizer owns whose
-steps a CUDA graph may replay (``capturable``): that calls no hooks, and counts no changes. Optimizers are not kept
-alive.
+An optimizer owns its parameters and the tensors of its state. Only its step changes them, so they may be copied while
+training continues. All other memory may change at any time and is never guarded. Optimizers with ``capturable`` are not
+guarded either, because a CUDA graph may replay their steps without calling hooks. Optimizers are not kept alive.
 """
 
 from __future__ import annotations
@@ -24,61 +23,61 @@ _NBYTES_OF, _VERSION_OF = attrgetter("nbytes"), attrgetter("_version")
 _FIRST_OF = itemgetter(0)
 
 _CALLS = "ckstore_calls"
-"""Attribute of our hooks: returns what they call, or None once that is gone."""
+"""Attribute of our hooks: a function that returns what the hook calls, or None if that is gone."""
 
 Span = tuple[int, int]
-"""The first address, and the one after the last."""
+"""First address, and the one after the last."""
 
 
 class OptimizerGuard:
-    """The optimizers of one store.
+    """The attached optimizers of one store.
 
     Args:
-        on_step: Called before each of their steps; not kept alive where it is a method.
+        on_step: Called before each of their steps. A method does not keep its object alive.
     """
 
     def __init__(self, on_step: Callable[[], None]) -> None:
         self._on_step = weakref.WeakMethod(on_step) if hasattr(on_step, "__self__") else lambda: on_step
         self._hooks: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-        # Those that own something; a wrapper around one of them has hooks, and owns nothing by itself.
+        # Optimizers that own memory. A wrapper around an optimizer has hooks, but owns nothing.
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: tuple[list[Span], list[Span]] = [], []
 
     def attach(self, optimizer: object) -> None:
-        """Guard the steps of an optimizer from now on, those of what is wrapped around it too; again does nothing.
+        """Guard the steps of an optimizer and of the wrappers around it. Attaching again does nothing.
 
         Raises:
-            UsageError: It is no optimizer that can be guarded.
+            UsageError: This object cannot be guarded.
         """
         *wrappers, inner = _levels(optimizer)
         if not self._is_hooked(inner):
             if not callable(getattr(inner, "register_step_pre_hook", None)):
                 raise UsageError(
-                    f"a {type(optimizer).__name__} cannot tell when it is going to step",
-                    todo="give an optimizer of torch.optim, or leave it out: then its tensors are copied before the "
-                    "call returns",
+                    f"a {type(optimizer).__name__} has no hooks before its steps, so it cannot be guarded",
+                    todo="pass an optimizer of torch.optim, or do not attach it: then its tensors are copied before "
+                    "commit_async returns",
                 )
             try:
                 self._hook(inner)
             except (AttributeError, TypeError) as error:
                 raise UsageError(
-                    f"a {type(optimizer).__name__} was made without what makes an optimizer of torch: {error}",
-                    todo="call super().__init__() in it, or leave it out: then its tensors are copied at once",
+                    f"a {type(optimizer).__name__} is not an initialized torch optimizer: {error}",
+                    todo="call super().__init__() in its constructor, or do not attach it",
                 ) from error
         self._owners.add(inner)
         for wrapper in wrappers:
-            # A wrapper may change parameters before the optimizer in it steps. Most have no hooks.
+            # A wrapper may change parameters before its inner optimizer steps. Most wrappers have no hooks.
             if callable(getattr(wrapper, "register_step_pre_hook", None)) and not self._is_hooked(wrapper):
                 with contextlib.suppress(AttributeError, TypeError):
                     self._hook(wrapper, inner)
 
     def _hook(self, optimizer: Any, inner: Any = None) -> None:
-        """Have an optimizer call before and after it steps; not one whose hooks are those of the ``inner`` one.
+        """Register hooks before and after the steps of an optimizer, unless they are those of the ``inner`` one.
 
         Raises:
-            AttributeError: It lacks what an optimizer of torch has; nothing is left behind.
-            TypeError: It cannot be referred to weakly, or has no hash; nothing is left behind.
+            AttributeError: It lacks attributes of a torch optimizer. No hook is left behind.
+            TypeError: It does not support weak references or hashing. No hook is left behind.
         """
         reference, stepping, itself = self._on_step, self._stepping, weakref.ref(optimizer)
 
@@ -96,7 +95,7 @@ class OptimizerGuard:
 
         handles: list[Any] = []
         try:
-            # In this order: a step that is said to begin must be said to end.
+            # The hook after the step first: a step that is recorded as begun must be recorded as ended.
             handles.append(optimizer.register_step_post_hook(after_step))
             handles.append(optimizer.register_step_pre_hook(before_step))
             for handle, hook in zip(handles, (after_step, before_step), strict=True):
@@ -104,9 +103,9 @@ class OptimizerGuard:
                 setattr(hook, _CALLS, reference)
             hooks = handles[-1].hooks_dict_ref()
             if inner is not None and hooks is self._hooks[inner][-1].hooks_dict_ref():
-                raise AttributeError("its hooks are those of the optimizer in it")
+                raise AttributeError("it shares the hooks of its inner optimizer")
             if isinstance(hooks, OrderedDict):
-                # Other hooks may change parameters.
+                # Run ours first, because other hooks may change parameters.
                 hooks.move_to_end(handles[-1].id, last=False)
             self._hooks[optimizer] = handles
         except BaseException:
@@ -115,7 +114,7 @@ class OptimizerGuard:
             raise
 
     def _is_hooked(self, optimizer: Any) -> bool:
-        """Whether an optimizer calls before it steps: one whose ``__init__`` ran again has forgotten to."""
+        """Whether our hooks are registered. An optimizer loses its hooks if its ``__init__`` runs again."""
         try:
             handles = self._hooks.get(optimizer, [])
         except TypeError:
@@ -123,10 +122,10 @@ class OptimizerGuard:
         return bool(handles) and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles)
 
     def spans(self) -> list[Span]:
-        """Return the memory that they own now, ascending; what touches is joined.
+        """Return the address ranges that the optimizers own now, ascending. Adjacent ranges are joined.
 
-        None while one of them steps, as a closure may have it: its guard has let pass what it is about to change. One
-        whose step has failed counts as stepping until its next one is done.
+        Empty while an optimizer steps, because its guard has already let it change its memory. An optimizer whose step
+        has failed counts as stepping until its next step has ended.
         """
         if self._stepping:
             return []
@@ -148,7 +147,7 @@ class OptimizerGuard:
         return joined
 
     def release(self) -> None:
-        """Guard nothing any more."""
+        """Remove all hooks."""
         for hooks in list(self._hooks.values()):
             for hook in hooks:
                 hook.remove()
@@ -158,7 +157,7 @@ class OptimizerGuard:
 
 
 def _remove_left_hooks(hooks: Any) -> None:
-    """Remove the hooks of stores that were dropped; not when those are, which may be in the middle of a step."""
+    """Remove the hooks of stores that no longer exist. Not done when a store goes, since a step may be running."""
     for number, hook in list(hooks.items()):
         calls = getattr(hook, _CALLS, None)
         if calls is not None and calls() is None:
@@ -166,16 +165,16 @@ def _remove_left_hooks(hooks: Any) -> None:
 
 
 def versions_of(keeps: Sequence[Sequence[object]]) -> list[tuple[int, int]]:
-    """Return how often torch has seen the tensors of each storage change, and where its memory lies.
+    """Return for each storage the sum of its tensors' version counters, and its address.
+
+    Fused operations do not increase version counters. Moving a storage into shared memory, or resizing it, changes no
+    version but the address, and leaves the old memory to other tensors.
 
     Args:
-        keeps: What keeps the tensors of each storage alive.
-
-    Fused operations are not counted. What is moved into shared memory, or resized, changes no value, and leaves to
-    others the memory that is still to be copied.
+        keeps: For each storage, the objects that keep its tensors alive.
     """
     try:
-        # Nearly always each has one tensor, and a trainer waits for this.
+        # The fast path: nearly every storage has one tensor. The trainer waits for this.
         tensors: Sequence[Any]
         memories: Sequence[Any]
         tensors, memories = zip(*map(_FIRST_OF, keeps), strict=True)
@@ -194,7 +193,7 @@ def _versions_of_parts(parts: Sequence[object]) -> tuple[int, int]:
 
 
 def _version_of(part: object) -> int:
-    # What keeps a tensor of ours alive is the tensor, or one that shares its counter; and its storage.
+    # Each object is a tuple of a tensor, or one that shares its version counter, and a torch storage.
     tensor = part[0] if isinstance(part, tuple) else None
     return tensor._version if isinstance(tensor, torch.Tensor) and not tensor.is_inference() else 0
 
@@ -205,14 +204,14 @@ def _address_of(part: object) -> int:
 
 
 def _levels(optimizer: object) -> list[Any]:
-    """Return an optimizer, the one that it is wrapped around, and so on; the last is the one that steps."""
+    """Return an optimizer, its inner optimizer, and so on. The last one owns the memory."""
     levels: list[Any] = [optimizer]
     while hasattr(levels[-1], "optimizer") and hasattr(levels[-1].optimizer, "param_groups"):
         if any(levels[-1].optimizer is level for level in levels):
             break
         levels.append(levels[-1].optimizer)
     if not (hasattr(levels[-1], "param_groups") and hasattr(levels[-1], "state")):
-        raise UsageError(f"a {type(optimizer).__name__} is no optimizer: it has no parameters and no state")
+        raise UsageError(f"a {type(optimizer).__name__} is not an optimizer: it has no param_groups or no state")
     return levels
 
 
@@ -235,14 +234,14 @@ def _spans_of(optimizer: Any) -> list[Span]:
         plain = [each for each in plain if _is_dense(each)]
     starts = list(map(torch.Tensor.data_ptr, plain))
     spans = list(zip(starts, map(add, starts, map(_NBYTES_OF, plain)), strict=True))
-    # At no address lies what has no memory: meta tensors, and storages that were let go of.
+    # Tensors without memory (meta tensors, freed storages) have address 0.
     return [span for span in spans if span[0]] if 0 in starts else spans
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has every element between its first and its last, each once, in whatever order.
+    """Whether a tensor fills its memory range without gaps, in any order of dimensions.
 
-    Between the elements of another one lie those of somebody else, who may change them at any time.
+    Gaps may belong to other tensors, which may change at any time.
     """
     if tensor.is_contiguous():
         return True

@@ -22,7 +22,7 @@ from ckstore.state.capture import Captured
 
 
 class StorageRow(NamedTuple):
-    """A storage: where its bytes lie in the slot, and what they are."""
+    """A storage: the offset of its bytes in the slot, and their type."""
 
     place: Count
     nbytes: Count
@@ -31,10 +31,10 @@ class StorageRow(NamedTuple):
 
 
 class SampleRow(NamedTuple):
-    """Bytes of a storage that are staged sample_row_count, before the storage itself, so that coding can begin early.
+    """Bytes of a storage that are staged separately, before the storage itself, so that coding can begin early.
 
-    ``bytes [offset, offset + nbytes)`` of the storage are told of. Where ``width`` is 0, they lie at ``place`` as they
-    are; else ``place`` holds the sample that ``forms.sample_of`` takes of them for that width, ``sample_nbytes`` long.
+    They belong to bytes ``[offset, offset + nbytes)`` of the storage. With ``width`` 0, ``place`` holds these bytes
+    unchanged. Else it holds the ``sample_nbytes`` bytes that a commit would sample of them for this element width.
     """
 
     storage: Count
@@ -59,7 +59,7 @@ class _HeadRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a staged state is, but for the bytes of its storages; places are offsets in the slot."""
+    """A staged state without the bytes of its storages. Places are offsets in the slot."""
 
     step: int
     metrics: Mapping[str, float]
@@ -73,16 +73,16 @@ class Head:
 
 
 class HeadWriter:
-    """Describes captured states and writes their heads, one after the other.
+    """Builds and encodes the heads of captured states, one after the other.
 
-    What is the same as in the last one, by identity, is neither described nor encoded again.
+    Parts that are the same objects as in the last head are not encoded again.
     """
 
     def __init__(self) -> None:
         self._trees = TreeWriter()
         self._placed: tuple[object, object] = None, None
         self._storages: list[StorageRow] = []
-        self._repository: tuple[object, ...] = ()
+        self._last_parts: tuple[object, ...] = ()
         self._rows: tuple[object, ...] = ()
 
     def head_of(
@@ -96,7 +96,7 @@ class HeadWriter:
         policy: Policy,
         samples: Sequence[SampleRow] = (),
     ) -> Head:
-        """Describe a captured state whose storages are staged at these places."""
+        """Return the head of a captured state whose storages are staged at these places."""
         if self._placed[0] is not captured.tensors or self._placed[1] is not places:
             self._storages = [
                 StorageRow(place, storage.nbytes, storage.element_width, storage.is_float)
@@ -108,12 +108,12 @@ class HeadWriter:
         )
 
     def encode(self, head: Head) -> bytes:
-        """Return a head as it lies in the slot."""
+        """Return the bytes of a head."""
         parts = head.tensors, head.storages, head.samples
-        if len(self._repository) != len(parts) or not all(map(is_, parts, self._repository)):
+        if len(self._last_parts) != len(parts) or not all(map(is_, parts, self._last_parts)):
             tensors = [_row_of(tensor) for tensor in head.tensors]
             self._rows = encoded(tensors), encoded(head.storages), encoded(head.samples)
-            self._repository = parts
+            self._last_parts = parts
         tensor_rows, storage_rows, sample_rows = self._rows
         return encode_inner(
             _HeadRow(
@@ -131,16 +131,16 @@ class HeadWriter:
 
 
 def decode_head(content: bytes | memoryview, *, slot_nbytes: int) -> Head:
-    """Read a head whose places must lie within the slot.
+    """Decode a head and check that all its places lie within the slot.
 
     Raises:
-        MalformedError: No trainer of ours wrote it.
+        MalformedError: The head is invalid.
     """
     where = "the head of a staged state"
     row = decode_inner(content, _HeadRow, where=where)
     for storage in row.storages:
         if storage.place + storage.nbytes > slot_nbytes:
-            raise MalformedError("a staged storage reaches beyond the slot", where=where)
+            raise MalformedError("a staged storage extends beyond the slot", where=where)
     for sample in row.samples:
         if (
             sample.place + sample.sample_nbytes > slot_nbytes
@@ -148,7 +148,7 @@ def decode_head(content: bytes | memoryview, *, slot_nbytes: int) -> Head:
             or sample.offset + sample.nbytes > row.storages[sample.storage].nbytes
             or (sample.width == 0 and sample.sample_nbytes != sample.nbytes)
         ):
-            raise MalformedError("a staged sample reaches beyond the slot, or its storage", where=where)
+            raise MalformedError("a staged sample extends beyond the slot or its storage", where=where)
     return Head(
         step=row.step,
         metrics=row.metrics,
@@ -182,7 +182,7 @@ def _tensor_of(row: TensorRow) -> TensorSpec:
 
 
 def places_to_sample(storages: Sequence[StorageShape], limits: Limits) -> list[tuple[int, int, int, int]]:
-    """Return what a commit samples before it codes: storage, offset and length of a chunk, and its element width."""
+    """Return the chunks that a commit samples before it encodes: storage, offset, length and element width of each."""
     plan = plan_commit(storages, limits)
     found = []
     for unit in units_of(plan):

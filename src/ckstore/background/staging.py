@@ -1,15 +1,16 @@
-"""One state on its way into a slot of the arena: some of it before training goes on, the rest behind a guard.
+"""Copy a state into a slot of the arena: one part before training continues, the guarded part behind a guard.
+
+``StagingArea`` owns the arena, the copy threads and the known layouts of one handle. ``Staging`` copies one state:
+``copy_now`` before ``commit_async`` returns, ``guard`` before the optimizer steps, ``finish`` when somebody waits.
 
 Invariants:
-- The slot is said to be staged after all its units were marked, and where checksums were taken, after those agreed.
-- What a guard protects was not seen to change, by the counters of its library and by some bytes of each part of it,
-  before all of it was copied.
-- Sources are kept alive until they were copied or given up, and not longer.
-- Once ``is_over`` is set, no thread touches the slot any more.
-- It ends on a thread of the pool, where no Ctrl-C comes. What Ctrl-C keeps its owner from doing is done by whoever
-  waits for it next; then it is given up, for its sources are no longer what they were.
-
-What one handle stages with: the arena, the threads that copy, and where states of known shapes go.
+- The slot becomes STAGED after all its units were marked. With ``debug_guard``, checksums were compared before, too.
+- No change of guarded memory was detected before all of it was copied. Changes are detected by the version counters of
+  its library, and by comparing some words of each row.
+- Sources are kept alive until they were copied or given up, and no longer.
+- Once ``is_over`` is set, no thread accesses the slot.
+- Staging ends on a copy thread, which Ctrl-C cannot interrupt. If Ctrl-C interrupts ``copy_now``, the next wait gives
+  the staging up, because the sources may have changed since.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from ckstore.background.arena import FREE, SLOTS_MAX, STAGED, Arena, Slot
 from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, ArenaLayout, pitches_of, plan_layout
-from ckstore.background.copying import CopyPool, HostCopy, Place, result_or_error, strip_traceback
+from ckstore.background.copying import CopyPool, HostCopy, StorageOffset, result_or_error, strip_traceback
 from ckstore.background.device_copy import DeviceCopy, Span, codebooks_of, kinds_of, pin, starts_of, versions_of
 from ckstore.background.staged_head import places_to_sample
 from ckstore.concurrency import Latch, log_safely, noop
@@ -39,19 +40,19 @@ from ckstore.state.memory import keeps_of
 
 
 class Staging:
-    """One state on its way into a slot.
+    """The copying of one state into a slot.
 
     Args:
         captured: The state.
-        layout: Where its bytes go.
-        starts: Where its storages lie.
-        slot: Given to it, with room and its head.
-        pool: Who copies.
+        layout: Where its bytes go in the slot.
+        starts: The address of each storage.
+        slot: The slot, with memory reserved and the head written.
+        pool: The copy threads.
         bell: An eventfd to ring after each unit; -1: none.
-        is_checked: Take checksums of what is copied behind the guard, before training goes on; it is staged when they
-            were compared with those of the copy, and of the source when the guard is entered.
-        on_staged: Called once, on any thread, when all is staged.
-        on_failed: Called once, on any thread, when it never will be.
+        is_checked: Take checksums of guarded memory before training continues, and compare them with the copy, and
+            with the source when the guard is entered.
+        on_staged: Called once, on any thread, when all bytes are staged.
+        on_failed: Called once, on any thread, when they never will be.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Staging:
             )
             for kind in (NOW, LAZY)
         ]
-        # One of each, or none: a device that has nothing to send before training goes on is not waited for.
+        # At most one of each: a device section without bytes is never waited for.
         self._device_now, self._device_lazy = (
             [self._from_device(kind, layout, captured, bell=bell, is_checked=is_checked)]
             if sections[kind].unit_count
@@ -120,18 +121,18 @@ class Staging:
 
     @property
     def _half(self) -> int:
-        """Threads that copy behind a guard, so that what training does meanwhile has processors too."""
+        """How many threads copy behind a guard. The others leave their processors to training."""
         return (self._pool.count + 1) // 2
 
     @property
     def leaves_processors(self) -> bool:
-        """Whether copies are going on, by threads that leave some processor to others."""
+        """Whether guarded memory is being copied by fewer threads than there are processors."""
         lazy = self._host[1]
         is_going_on = self._is_noted and not (lazy.is_over.is_set() or lazy.is_rushed)
         return is_going_on and self._half < len(os.sched_getaffinity(0))
 
     def copy_now(self) -> None:
-        """Copy what must not change; return when that is done, with the rest on its way.
+        """Copy all unguarded memory, and begin to copy the guarded part. Return when the former is done.
 
         Raises:
             CapacityError: There is no memory for it.
@@ -144,22 +145,22 @@ class Staging:
         try:
             for copy in (*self._device_now, *self._device_lazy):
                 copy.begin()
-            # Before anything is waited for: else the device would have nothing to do meanwhile.
+            # Launch before waiting for anything, so that the device is busy meanwhile.
             for copy in self._device_now:
                 if (error := copy.launch()) is not None:
                     raise copy_error(error)
             if now.section.unit_count <= 1:
-                # As behind a guard, where it holds little: the call waits for one thread only.
+                # With little unguarded memory, the caller waits for one thread only.
                 self._pool.run_on_caller_cpu(now.work)
             now.join(self._pool)
             for copy in self._device_now:
-                # While it is waited for, the other one can be told.
+                # Launch the guarded copies while waiting for the others.
                 for other in self._device_lazy:
                     self._pool.send_one(other.launch)
                 self._pool.device_thread.run_and_wait(copy.wait)
             if (error := self._error or now.error) is not None:
                 raise copy_error(error)
-            # What a guard protects must be copied as it is now.
+            # Record what guarded memory contains now, to detect changes.
             for copy in self._device_lazy:
                 copy.note()
             lazy.note()
@@ -167,7 +168,7 @@ class Staging:
             self._is_noted = True
             for copy in self._device_lazy:
                 if not self._device_now:
-                    # Last, since whoever tells a device needs the interpreter, and the call is to return.
+                    # Last, because launching needs the interpreter, and this call should return quickly.
                     self._pool.send_one(copy.launch)
                 self._pool.device_thread.send_one(copy.wait)
             if not any(self._guarded.values()):
@@ -177,10 +178,10 @@ class Staging:
             raise
 
     def guard(self, *, is_host_waiting: bool = False) -> None:
-        """Return when the sources may be changed, having sent the whole pool to copy what is left of them.
+        """Return when guarded memory may be changed. All copy threads work on the rest of it.
 
         Args:
-            is_host_waiting: Wait for devices too: what is told to them next may not be on the stream that is current.
+            is_host_waiting: Wait until devices have copied. The following operations may use other streams.
         """
         for copy in self._device_lazy:
             if not copy.is_launched:
@@ -194,10 +195,10 @@ class Staging:
         self._compare()
 
     def finish(self, *, is_rushed: bool = True) -> None:
-        """Return when all is staged, or was given up.
+        """Wait until the state is staged or given up.
 
         Args:
-            is_rushed: Send the whole pool; else no more of it than copy behind a guard.
+            is_rushed: Use all copy threads. Else only those that copy behind a guard.
         """
         with self._copying:
             if not self._is_noted:
@@ -212,22 +213,22 @@ class Staging:
         self.is_over.wait()
 
     def leave(self) -> None:
-        """Have checksums compared as soon as all is copied: nobody will come to do it. Takes no lock of its own."""
-        # Whoever copies the last unit sees this, or this sees that he has.
+        """Compare checksums as soon as all bytes are copied, since nobody will wait for this staging. Takes no lock."""
+        # Set before reading ``_left``: either this call or the thread that copies the last unit sees both.
         self._is_left = True
         if self._left == 0 and self._is_checked:
             self._pool.send_one(self._check_left)
 
     def give_up(self, error: BaseException) -> None:
-        """Give it up, and wait until no thread is copying any more; a thread of the pool must not call this."""
+        """Give the staging up, and wait until no thread is copying. Must not be called on a copy thread."""
         self.cancel(error)
         self.is_over.wait()
 
     def cancel(self, error: BaseException) -> None:
-        """Give it up; does not wait for threads that are copying."""
+        """Give the staging up, without waiting for threads that are copying."""
         if self.is_over.is_set():
             return
-        # What was raised has the frames of who called, and those the state.
+        # A copy: the traceback would keep the caller's frames alive, and with them the state.
         error = copy_error(error)
         with self._lock:
             self._error = self._error or error
@@ -236,11 +237,11 @@ class Staging:
         self._pool.send_one(self._wind_up)
 
     def _wind_up(self) -> None:
-        """End what was cancelled."""
+        """End a cancelled staging, on a copy thread."""
         with self._lock:
             error = self._error
             assert error is not None
-            # All is copied, and only the check is missing: nobody else would end it.
+            # If only the comparison of checksums is missing, no other thread would end the staging.
             is_end = self._left == 0 and self._is_checked
             self._is_checked = False
         if is_end:
@@ -254,42 +255,42 @@ class Staging:
         return versions_of(keeps_of(captured.storages, self._guarded[kind]))
 
     def _find_guarded_change(self, kind: int) -> CorruptError | None:
-        """Return an error if something was changed that a guard should have protected while it was copied."""
+        """Return an error if guarded memory was changed while it was copied."""
         captured, noted = self._captured, self._versions.get(kind)
         if captured is None or not noted:
             return None
         for index, one, other in zip(self._guarded[kind], noted, self._versions_now(kind, captured), strict=True):
             if one != other:
                 return _changed_error(captured, index, 0)
-        # What is changed through ``data``, or by a fused operation, counts nothing.
+        # Changes through ``.data`` or by fused operations do not increase the version counters.
         row = self._host[1].sampled_change() if kind == LAZY else None
         return None if row is None else _changed_error(captured, *row)
 
     def _check_devices(self) -> None:
-        """Compare sources that lie in devices with what was noted, as this thread's streams have them."""
+        """Compare sources on devices with their checksums, on this thread's current streams."""
         if not self._is_checked or not self._device_lazy:
             return
-        # Whoever commits, on another thread maybe, has noted everything by then.
+        # The lock ensures that ``copy_now``, perhaps on another thread, has recorded all checksums.
         with self._copying:
             for copy in self._device_lazy:
                 if (error := result_or_error(partial(self._changed_source, copy), Exception)) is not None:
                     self.cancel(error)
 
     def _changed_source(self, copy: HostCopy | DeviceCopy) -> BaseException | None:
-        """Return an error if a source is not what was noted any more, or its copy is something else."""
+        """Return an error if a source or its copy does not match the recorded checksums."""
         place = copy.changed_at()
         return None if place is None else self._error_at(place)
 
-    def _error_at(self, place: Place) -> BaseException | None:
+    def _error_at(self, place: StorageOffset) -> BaseException | None:
         captured = self._captured
-        # What is over can be changed.
+        # After the end, the sources may be changed.
         return None if captured is None else _changed_error(captured, *place)
 
     def _note_section_over(self, error: BaseException | None) -> None:
         with self._lock:
             self._error = self._error or error
             self._left -= 1
-            # Where checksums were taken it is staged when they were compared.
+            # With checksums, the state is staged only after they were compared.
             is_copied = self._left == 0
             is_end = is_copied and not (self._is_checked and self._error is None)
         if is_end:
@@ -301,11 +302,11 @@ class Staging:
         try:
             self._check()
         except BaseException as error:
-            # Nobody would hear of it, and a saver would wait for what is never staged.
+            # Nobody waits for this staging, and the saver would wait forever for the rest.
             self.cancel(strip_traceback(error))
 
     def _compare(self) -> None:
-        """Compare checksums, where they were taken and were not compared yet."""
+        """Compare checksums, if there are any and they were not compared yet."""
         if self._is_checked:
             self._pool.run_and_wait(self._check)
 
@@ -337,7 +338,7 @@ class Staging:
             device.forget()
         self._captured = None
         if error is None:
-            # The order matters: a saver whose trainer dies right here publishes what is marked and STAGED.
+            # Set before the callback: if the trainer dies in between, the saver publishes the state.
             self.slot.state = STAGED
         try:
             if error is None:
@@ -345,21 +346,21 @@ class Staging:
             else:
                 self._on_failed(error)
         finally:
-            # They know of who has this: nothing of a commit is left for the collector of cycles, which may be off.
+            # The callbacks refer to the owner of this object. Drop them, because garbage collection may be off.
             self._on_staged, self._on_failed = noop, noop
             self.is_over.set()
 
 
 def _changed_error(captured: Captured, storage: int, offset: int) -> CorruptError:
-    """Return the error that names the first tensor at a place."""
+    """Return the error that names the first tensor at this offset of a storage."""
     numbers = [number for number, spec in enumerate(captured.tensors) if spec.storage == storage]
     number = max((each for each in numbers if captured.tensors[each].offset <= offset), default=numbers[0])
     path = captured.paths[number]
     return CorruptError(
         "a tensor was changed between commit_async and the guard of its optimizer",
         where=place_of(path),
-        todo="change what an attached optimizer owns only after its guard, or do not attach it; usual causes: a second "
-        "optimizer, an Embedding with max_norm, rows restarted through data in a forward pass, share_memory_",
+        todo="change what an attached optimizer owns only inside its guard, or do not attach it; usual causes: a "
+        "second optimizer, an Embedding with max_norm, rows restarted through .data in a forward pass, share_memory_",
         path=path,
     )
 
@@ -367,19 +368,19 @@ def _changed_error(captured: Captured, storage: int, offset: int) -> CorruptErro
 _log = logging.getLogger("ckstore")
 
 _LAYOUTS_MAX = 4
-"""Shapes that are remembered: those of a state, and of parts of it that are committed sample_row_count."""
+"""Layouts that are remembered: those of a state, and of its parts if they are committed separately."""
 
 _POPULATED_NBYTES = 64 << 20
 
 _UNGUARDED = {LAZY: NOW, DEVICE_LAZY: DEVICE_NOW}
 
-_PATIENCE_SECONDS = 5.0
-"""Longer than it takes to populate so much; a thread that was never sent does not end."""
+_POPULATE_WAIT_SECONDS = 5.0
+"""More than it takes to populate ``_POPULATED_NBYTES``. Limited, because interrupted work may never have been sent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LastLayout:
-    """What was stowed last: the tensors of the capture, which memory was guarded, and where its storages lay."""
+    """The last layout, and what it was planned for."""
 
     tensors: Sequence[TensorSpec]
     guarded: tuple[Span, ...]
@@ -387,7 +388,7 @@ class _LastLayout:
     layout: ArenaLayout
 
     def is_for(self, captured: Captured, guarded: Sequence[Span], starts: NDArray[np.uint64]) -> bool:
-        """Whether this state would be stowed in the same way."""
+        """Whether this state would get the same layout."""
         if self.tensors is not captured.tensors or self.guarded != tuple(guarded):
             return False
         return self.starts is starts or np.array_equal(self.starts, starts)
@@ -395,7 +396,7 @@ class _LastLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shapes:
-    """What the tensors of the last capture say of its storages: the length of their rows, and which are codebooks."""
+    """Row lengths and codebooks of the storages, derived from the tensors of the last capture."""
 
     tensors: Sequence[TensorSpec]
     pitches: Sequence[int]
@@ -403,7 +404,7 @@ class _Shapes:
 
 
 class StagingArea:
-    """The memory and the threads of one handle; both are taken when they are first needed."""
+    """The arena, the copy threads and the known layouts of one handle. Arena and threads are created when needed."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -413,19 +414,19 @@ class StagingArea:
         self._last: _LastLayout | None = None
         self._shapes: _Shapes | None = None
         self.is_short = False
-        """Whether there was no memory for a state: ``note_short``."""
+        """Whether memory for a state was missing once. Then nothing is retained for the next commit."""
 
     @property
     def arena(self) -> Arena:
-        """The arena; made now if there is none."""
+        """The arena. Created on first use."""
         if self._arena is None:
-            # A slot that is never used takes no memory.
+            # An unused slot takes no memory.
             self._arena = Arena.create(slot_count=SLOTS_MAX)
         return self._arena
 
     @property
     def nbytes(self) -> int:
-        """Shared memory that the arena has taken."""
+        """Shared memory that the arena occupies."""
         return 0 if self._arena is None else self._arena.nbytes_taken
 
     def free_slots(self) -> list[Slot]:
@@ -434,11 +435,11 @@ class StagingArea:
         return sorted(free, key=lambda slot: (slot.nbytes_taken, slot.nbytes), reverse=True)
 
     def release_all_but(self, slot: Slot) -> int:
-        """Give the memory of all other free slots back to the system; return how many bytes."""
+        """Return the memory of all other free slots to the system. Return how many bytes that were."""
         return sum(each.give_back() for each in self.free_slots() if each is not slot)
 
     def pool(self, policy: Policy) -> CopyPool:
-        """Return the threads that copy."""
+        """Return the copy threads, as many as the policy says."""
         if self._pool is not None and self._pool.count != policy.staging_thread_count:
             self._pool.close()
             self._pool = None
@@ -447,7 +448,7 @@ class StagingArea:
         return self._pool
 
     def plan_layout(self, captured: Captured, guarded: Sequence[Span]) -> tuple[ArenaLayout, NDArray[np.uint64]]:
-        """Say where a state goes in a slot, and where each of its storages lies now."""
+        """Return where the bytes of a state go in a slot, and the address of each of its storages."""
         starts, last = starts_of(captured.storages), self._last
         if last is not None and last.is_for(captured, guarded, starts):
             return last.layout, starts
@@ -456,7 +457,7 @@ class StagingArea:
             shapes = self._shapes = _Shapes(captured.tensors, pitches_of(captured), codebooks_of(captured))
         kinds = kinds_of(captured, starts, guarded)
         for index in shapes.codebooks:
-            # A forward pass may change it, whoever owns it.
+            # A forward pass may change a codebook, whoever owns it, so it is copied without a guard.
             kinds[index] = _UNGUARDED.get(kinds[index], kinds[index])
         pitches = shapes.pitches
         key = (*kinds, *pitches, *((each.nbytes, each.element_width, each.is_float) for each in captured.storages))
@@ -469,52 +470,52 @@ class StagingArea:
         return self._layouts[key], starts
 
     def may_retain(self, nbytes: int, policy: Policy) -> bool:
-        """Whether a state of this length may stay in its slot, as what the next one is coded against."""
+        """Whether a state of this length may stay in its slot as the delta base of the next commit."""
         if policy.base_cache != "memory" or self.is_short or policy.compression == "none" or not policy.delta:
             return False
-        # The next one lies beside it, and may be longer; so does one that waits for its turn.
+        # The next state needs a slot of its own and may be longer. So does one that waits for its turn.
         count = 3 if policy.on_busy == "replace" else 2
         bounds = ((policy.base_cache_nbytes_max, nbytes), (policy.arena_nbytes_max, count * (nbytes + nbytes // 8)))
         return all(bound is None or wanted <= bound for bound, wanted in bounds)
 
     def note_short(self) -> None:
-        """Take note that there was no memory for a state: none is kept for the next one from now on."""
+        """Record that memory for a state was missing. From now on nothing is retained for the next commit."""
         if not self.is_short:
             self.is_short = True
             log_safely(
                 _log,
                 logging.WARNING,
-                "memory for staged states is short: from now on none of them is kept as a base of the next",
+                "memory for staged states is short: states are no longer kept in shared memory as delta bases",
             )
 
     def reserve(self, slot: Slot, nbytes: int, policy: Policy) -> None:
         """Make room in a slot.
 
         Raises:
-            CapacityError: The policy allows less, or there is no room in this process.
+            CapacityError: The policy allows less, or this process has no address space left.
         """
         needed = self.nbytes + slot.nbytes_wanting(nbytes)
         if policy.arena_nbytes_max is not None and needed > policy.arena_nbytes_max:
             raise CapacityError(
-                f"staging takes {needed} bytes of shared memory, and the policy allows {policy.arena_nbytes_max}",
+                f"staging needs {needed} bytes of shared memory, but the policy allows {policy.arena_nbytes_max}",
                 todo="raise arena_nbytes_max, or use commit, which needs no second copy",
             )
         if nbytes > slot.nbytes:
-            # Room takes no memory; with some to spare, a state that grows is not mapped anew each time.
+            # Address space is free. Some extra room avoids a new mapping each time a state grows a little.
             slot.reserve(nbytes + nbytes // 8)
 
     def prewarm(self, nbytes: int, policy: Policy, *, occupied_count: int = 0) -> None:
         """Take the memory that states of this length will need.
 
         Args:
-            nbytes: How long a state is, with its head.
-            policy: How it is to be staged.
-            occupied_count: How many states lie there now.
+            nbytes: Length of a state with its head.
+            policy: How it will be staged.
+            occupied_count: How many states occupy slots now.
 
         Raises:
-            CapacityError: There is none for a single one, or the policy allows less.
+            CapacityError: There is no memory for a single state, or the policy allows less.
         """
-        # Where one stays for the next one to be coded against, that lies in another slot.
+        # A retained state needs a slot in addition to that of the next commit.
         wanted = max(0, 1 + self.may_retain(nbytes, policy) - occupied_count)
         for number, slot in enumerate(self.free_slots()[:wanted]):
             try:
@@ -522,7 +523,7 @@ class StagingArea:
             except CapacityError:
                 if number + occupied_count == 0:
                     raise
-                # The policy's bound, which commits keep by themselves.
+                # The policy's limit for a second slot, which commits respect, too.
                 return
             try:
                 self._populate(slot, nbytes, policy)
@@ -533,7 +534,7 @@ class StagingArea:
                 self.note_short()
 
     def _populate(self, slot: Slot, nbytes: int, policy: Policy) -> None:
-        """Take the memory of a slot, on all threads.
+        """Take the memory of a slot, on all copy threads.
 
         Raises:
             CapacityError: There is no memory left.
@@ -562,17 +563,17 @@ class StagingArea:
             for ended in sent:
                 ended.wait()
         except BaseException as error:
-            # Nobody populates a slot that its owner takes for idle.
+            # Interrupted: no thread may populate a slot that the caller considers idle.
             errors.append(error)
             for ended in sent:
-                ended.wait(_PATIENCE_SECONDS)
+                ended.wait(_POPULATE_WAIT_SECONDS)
             raise
         if errors:
             raise errors[0]
         pin(slot, nbytes)
 
     def close(self, *, is_waited: bool) -> None:
-        """Let go of memory and threads; what threads have begun they finish, waited for or not."""
+        """Release memory and threads. The threads finish what they have begun, whether waited for or not."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close(is_waited=is_waited)

@@ -177,7 +177,7 @@ def test_a_slot_that_claims_more_than_there_is_is_refused(arena):
     other = Arena.attach(os.dup(arena.fd))
     field = np.flatnonzero(arena.facts == UNIT_NBYTES)
     arena.facts[field] = 1000 * UNIT_NBYTES
-    with pytest.raises(MalformedError, match="claims more than there is"):
+    with pytest.raises(MalformedError, match="the capacity of a slot exceeds the arena"):
         other.slots[0].refresh()
     assert other.slots[0].nbytes == UNIT_NBYTES
     other.close()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 def twins():
     try:
-        from ckstore.codec.kernels import native as on_native
+        from ckstore import _native as on_native
     except ImportError:
         native = pytest.param(None, id="native", marks=pytest.mark.skip(reason="the extension is not built"))
     else:

@@ -236,7 +236,7 @@ def test_a_scheduler_on_top_changes_nothing(store, held):
 
 @pytest.mark.parametrize("thing", [None, nn.Linear(2, 2), {"state": {}, "param_groups": []}])
 def test_what_is_no_optimizer_is_refused(store, thing):
-    with pytest.raises(UsageError, match="is no optimizer"):
+    with pytest.raises(UsageError, match="is not an optimizer"):
         store.attach(thing)
 
 
@@ -245,7 +245,7 @@ def test_an_optimizer_without_hooks_is_refused_and_told_what_to_do(store):
         def __init__(self):
             self.param_groups, self.state = [], {}
 
-    with pytest.raises(UsageError, match="cannot tell when it is going to step"):
+    with pytest.raises(UsageError, match="has no hooks before its steps"):
         store.attach(Bare())
 
 

@@ -191,7 +191,7 @@ def test_head_that_is_not_where_it_should_be_fails_its_ticket_only(served, reach
     slot.reserve(MIB)
     slot.start(1 if reach == "slot" else 7, MIB)
     served.say(protocol.Begin(1, 0, 0, slot.nbytes + 1 if reach == "slot" else 100, None, 0))
-    assert "does not lie in its slot" in served.hear(protocol.Failed, ticket=1).what
+    assert "is not in its slot" in served.hear(protocol.Failed, ticket=1).what
     served.hear(protocol.SlotFree, ticket=1)
     served.ticket = 1
     assert served.commit(noise(1), 3).seq == 0
@@ -219,7 +219,7 @@ def test_message_that_means_nothing_ends_the_connection_loudly(served, address, 
         with pytest.raises(SaverError, match="because the trainer died before it was staged"):
             begun.wait()
         assert served.code() == MalformedError.exit_code
-    assert "cannot understand its trainer" in caplog.text
+    assert "received an invalid message and ends" in caplog.text
     assert not (Path(address) / paths.lease_name("main")).exists()
     with ckstore.open(address) as store:
         assert store.steps() == [1]

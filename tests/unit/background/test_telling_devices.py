@@ -154,7 +154,7 @@ def test_a_runtime_that_refuses_a_copy_fails_the_commit(devices, runtime):
     assert staged.staging.is_over.wait(60)
     [error] = staged.told
     assert isinstance(error, ckstore.BackendError)
-    assert "cudaMemcpyAsync has refused a copy: CUDA error 700" in str(error)
+    assert "cudaMemcpyAsync refused a copy: CUDA error 700" in str(error)
     assert len(runtime.told) == 3
     staged.close()
 

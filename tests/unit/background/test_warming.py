@@ -198,7 +198,7 @@ def test_blocks_of_a_commit_that_failed_are_those_of_the_next(served, blocks):
 def test_saver_does_not_understand_a_number_of_blocks_that_no_commit_has(served, caplog, block_count):
     served.ask(protocol.Warm, block_count=block_count, nbytes=STATE_NBYTES)
     assert served.code() == MalformedError.exit_code
-    assert "write blocks were asked for that no commit has" in caplog.text
+    assert "the requested number of write blocks is invalid" in caplog.text
 
 
 def test_saver_that_lacks_memory_for_blocks_maps_states_all_the_same(served, blocks):

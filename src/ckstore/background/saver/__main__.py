@@ -1,6 +1,6 @@
-"""Run a saver: ``python -m ckstore.verbs.background.saver SOCKET BELL ARENA``, on three inherited descriptors.
+"""Entry point of a saver: ``python -m ckstore.background.saver SOCKET BELL ARENA``.
 
-The trainer starts it from ``saver_process.py``.
+The arguments are the numbers of three inherited descriptors. The trainer starts this process in ``client.launch``.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from ckstore.background.saver.server import Priority, Server
 from ckstore.errors import MalformedError
 
 LOG_WAIT_MS = 1000
-"""How long a log record may wait for a trainer that does not read, before it goes to stderr."""
+"""How long a log record may wait for a full socket before it is written to stderr."""
 
 
 class LogToTrainer(logging.Handler):
-    """Sends log records to the trainer; to stderr where that cannot be."""
+    """Sends log records to the trainer, or writes them to stderr if that fails."""
 
     def __init__(self, channel: Channel, level: int) -> None:
         super().__init__(level)
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send one record; never raises."""
+        """Send one record. Never raises."""
         try:
             text = self.format(record)
             if not self._channel.send(protocol.log_of(record.levelno, text), wait_ms=LOG_WAIT_MS):
                 sys.stderr.write(f"ckstore saver (pid {os.getpid()}): {text}\n")
                 sys.stderr.flush()
         except Exception:
-            # Whoever read stderr may be gone too.
+            # stderr may be closed, too.
             return
 
 
@@ -46,14 +46,14 @@ _log = logging.getLogger("ckstore")
 
 
 def main(fds: list[int]) -> int:
-    """Serve on inherited descriptors: socket, bell and arena; return the exit code."""
+    """Serve on the inherited descriptors. Return the exit code."""
     channel, bell, arena_fd = fds
     for fd in fds:
         os.set_inheritable(fd, False)
     end = socket.socket(fileno=channel)
     message = protocol.receive(end, protocol.TO_SAVER)
     if not isinstance(message, protocol.Hello):
-        raise MalformedError("the trainer did not begin with a hello")
+        raise MalformedError("the trainer's first message is not Hello")
     priority = Priority(message.nice)
     priority.use_low_priority()
     server = Server(end, bell, Arena.attach(arena_fd), message, priority)
@@ -61,21 +61,21 @@ def main(fds: list[int]) -> int:
     _log.setLevel(message.log_level)
     _log.propagate = False
     end_without_threads()
-    # What was imported stays: looking through it for garbage took 12 ms in the middle of the second commit.
+    # Imported objects stay alive. Scanning them for garbage would take milliseconds in the middle of a commit.
     gc.freeze()
     return server.run()
 
 
 def end_without_threads() -> None:
-    """End this process when a thread that was started cannot begin: Python lets whoever started it wait for ever."""
-    # It happens for want of memory, and is told to this hook only, by a thread that can do no more than call C.
+    """End this process if a started thread cannot run. Python would let the thread that started it wait forever."""
+    # This happens when memory is short. Python reports it only to this hook, on a thread that cannot run Python code.
     faults: queue.SimpleQueue[sys.UnraisableHookArgs] = queue.SimpleQueue()
 
     def watch() -> None:
         while True:
             fault = faults.get()
             if "thread started" in str(fault.err_msg):
-                _log.critical("the saver ends: it has no memory for a thread")
+                _log.critical("the saver ends: there is no memory to start a thread")
                 os._exit(1)
             sys.__unraisablehook__(fault)
 

@@ -1,10 +1,10 @@
-"""Commits tickets one after the other, with a saver's own view of the store, and reports what became of each.
+"""Commit tickets in the saver process: hold the lease, run the commit, report the result.
 
 Invariants:
-- The lease is held before a byte is read, and kept from one ticket to the next; who gives it up forgets the run too.
-- A ticket is told of as holding the lease only if the trainer was seen alive after the lease was taken: a trainer that
-  is started again finds the lease, and waits.
-- Nothing that a ticket meets ends the saver: every error is reported, with its class.
+- The lease is held before a byte is read, and is kept for the next ticket. Giving it up also forgets the run.
+- ``Began`` is sent for a ticket only if the trainer was seen alive after the lease was taken. So a restarted trainer
+  finds the lease and waits.
+- No error of a ticket ends the saver. Every error is reported, with its class.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ckstore.store.store_config import read_store_record, require_same_store
 _log = logging.getLogger("ckstore")
 
 PROGRESS_SECONDS = 1.0
-"""Least time between two reports of progress: each wakes a thread of the trainer."""
+"""Least time between two progress messages, since each wakes a thread of the trainer."""
 
 _PARENTS_MAX = 16
 
@@ -59,13 +59,13 @@ class Send(Protocol):
 
 
 class Committer:
-    """The store of a saver, and what it remembers from one commit to the next.
+    """The saver's view of the store, and what it remembers between commits. Used by the committing thread.
 
     Args:
-        hello: Where to save, and for whom.
+        hello: The store to write to, and the trainer.
         send: Sends a message to the trainer.
-        on_lease: Called when the lease has been taken, before anything is read.
-        thread_limit: How many threads of a commit may work, at any time.
+        on_lease: Called when the lease was taken, before anything is read.
+        thread_limit: How many threads a commit may use at present.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class Committer:
         self._is_disowned = False
         self._seq_of: dict[int, int | None] = {}
         self._given_up: dict[int, tuple[int | None, int]] = {}
-        """The parents of those whose turn never came."""
+        """Parents of tickets that were cancelled before their turn."""
         self.exit_code = 0
-        """Of the last error, for whoever looks at a saver that nobody hears."""
+        """Exit code for the last error, for a saver whose trainer is dead."""
 
     def open(self) -> None:
-        """Open the store, and choose what moves its packs: not while the first state waits for that.
+        """Open the store and choose the I/O engine, so that the first state need not wait for that.
 
         Raises:
-            CkstoreError: There is none, or it cannot be used.
+            CkstoreError: The store does not exist or cannot be used.
         """
         hello = self._hello
-        # Whether others may write the folder was judged when the trainer opened it.
+        # The trainer has already checked who may write to the folder.
         backend = backend_for(
             os.fsdecode(hello.address), engine=cast(EngineName, hello.engine), allow_shared_folder=True
         )
@@ -109,31 +109,31 @@ class Committer:
         repository.lease = self._lease = GatedLease(backend, hello.run, SYSTEM_CLOCK)
         self._repository = repository
         if isinstance(backend, LocalBackend):
-            # Both are found out by trying.
+            # Evaluating both properties tries out the engines.
             _log.debug("packs are moved by %s, past the page cache: %s", backend.engine_name, backend.is_direct)
 
     @property
     def holds_lease(self) -> bool:
-        """Whether the lease is held now."""
+        """Whether the lease is held."""
         return self._lease is not None and self._lease.is_held
 
     @property
     def retained_tickets(self) -> frozenset[int]:
-        """The tickets in whose slots lies what the next commit may be coded against."""
+        """Tickets whose slots are retained as delta bases of the next commit."""
         return self._bases.tickets
 
     def was_transferred(self, token: str) -> bool:
-        """Whether the lease is this process's by a token that the trainer has seen; on any thread."""
+        """Whether the lease file still has this token, which the trainer has transferred. On any thread."""
         if not token or self._lease is None:
             return False
-        # Where nothing answers, the commit looks again.
+        # If the store does not respond, the commit will check again.
         with contextlib.suppress(CkstoreError):
             holder = self._lease.holder()
             return holder is not None and holder.token == token
         return False
 
     def announce(self, step: int) -> None:
-        """Let the lease say which step comes last, for whoever will have to wait for it."""
+        """Record in the lease which step is published last, for processes that wait for this saver."""
         assert self._lease is not None
         lease = self._lease
         started = TRAINER_DEAD if self._is_disowned else self._hello.trainer_started
@@ -142,7 +142,7 @@ class Committer:
             lease.renew()
 
     def mark_trainer_dead(self) -> None:
-        """Let the lease say that the trainer is gone: a process of its pid may live that became another program."""
+        """Record in the lease that the trainer is gone. Its pid may already belong to another program."""
         lease = self._lease
         purpose = None if lease is None else SaverPurpose.of(lease.purpose)
         self._is_disowned = True
@@ -151,32 +151,32 @@ class Committer:
             lease.renew()
 
     def release(self) -> None:
-        """Give up the lease, and forget the run: others may write it from now on."""
+        """Give up the lease and forget the run, which other processes may write from now on."""
         assert self._repository is not None
         self._repository.lease.release()
         self._repository.forget_run_state()
         self._bases, self._fingerprint = BaseCache(), None
-        # The trainer commits by itself now, with blocks of its own.
+        # The trainer commits by itself now, with its own write blocks.
         self._blocks.release()
 
     def release_retained(self) -> None:
-        """Hold nothing for the next commit any more: neither bases, in a slot or on the heap, nor write blocks."""
+        """Free everything that is retained for the next commit: delta bases and write blocks."""
         self._bases.release()
         self._blocks.release()
 
     def warm(self, block_count: int, nbytes: int) -> Iterator[None]:
-        """Take memory that a commit of so many bytes wants; yields often, and need not be carried on."""
-        # What there are no addresses for is told by the commit that wants it.
+        """Allocate the memory that a commit of this size needs. Yields often; may be stopped at any time."""
+        # A lack of memory is reported by the commit that needs it.
         with contextlib.suppress(CapacityError, MemoryError):
             yield from self._blocks.warm(block_count, nbytes)
 
     def close(self) -> None:
-        """Give up the lease, and let go of the store."""
+        """Give up the lease and close the store."""
         if self._repository is not None:
             self._repository.close()
 
     def commit(self, ticket: Ticket) -> None:
-        """Commit a ticket, and report it; an error is reported, not raised."""
+        """Commit a ticket and report the result. Errors are reported, not raised."""
         number = ticket.number
         parent = self._parent_of(ticket)
         try:
@@ -191,7 +191,7 @@ class Committer:
         self._send(protocol.done_of(number, receipt))
 
     def give_up(self, ticket: Ticket) -> None:
-        """Report a ticket that the trainer has given up before its turn came; on any thread."""
+        """Report a ticket that was cancelled before its turn. On any thread."""
         self._given_up[ticket.number] = ticket.parents
         while len(self._given_up) > _PARENTS_MAX:
             del self._given_up[min(self._given_up)]
@@ -209,7 +209,7 @@ class Committer:
     def _report(self, ticket: Ticket, error: BaseException) -> None:
         step = ticket.head.step
         if ticket.is_aborted:
-            _log.info("the commit of step %d was given up", step)
+            _log.info("the commit of step %d was cancelled", step)
         elif isinstance(error, CkstoreError):
             self.exit_code = error.exit_code
             _log.error("the commit of step %d failed: %s", step, error)
@@ -255,12 +255,12 @@ class Committer:
             and (purpose := SaverPurpose.of(transferred.purpose))
             and purpose.trainer_started == TRAINER_DEAD
         ):
-            # The trainer let go before there was anybody to hear of it.
+            # The trainer died, or dropped its handle, before this process could notice.
             self.mark_trainer_dead()
         elif transferred is not None:
             self._lease.renew()
         if ticket.is_orphan:
-            # Whoever had it meanwhile, and is gone again, may have resumed an older state and gone on from there.
+            # Another writer may have held the lease meanwhile and have continued from an older checkpoint.
             self._lease.check_held()
         self._lease.wait_for_orphan()
         try:
@@ -273,7 +273,7 @@ class Committer:
         self._on_lease()
 
     def _follow(self, parent: int | None) -> None:
-        """Let the commit be coded against its parent, where the trainer has gone back to an earlier checkpoint."""
+        """Make the parent the delta base, if the trainer has gone back to an earlier checkpoint."""
         repository = self._repository
         assert repository is not None
         last = self._bases.seq if self._bases.seq is not None else repository.newest and repository.newest.header.seq
@@ -293,13 +293,13 @@ def _tag_or_warning(repository: Repository, name: str, seq: int) -> str:
     try:
         history.tag(repository, name, f"seq:{seq}")
     except CkstoreError as error:
-        # The checkpoint is durable: an error here would make the trainer commit it again.
+        # Not an error: the checkpoint is durable, and an error would make the trainer commit it again.
         return f"the checkpoint is durable, but tag {name!r} was not set: {error}"
     return ""
 
 
 class _ReportingStopwatch(Stopwatch):
-    """A stopwatch that tells the trainer which stage has begun, and how many bytes were read."""
+    """A stopwatch that also reports the current stage and the bytes read to the trainer."""
 
     def __init__(self, clock: Clock, ticket: Ticket, send: Send) -> None:
         super().__init__(clock)
@@ -312,7 +312,7 @@ class _ReportingStopwatch(Stopwatch):
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Measure one stage, and tell of it."""
+        """Measure one stage and report its begin."""
         self._stage = stage
         self._report_progress()
         with super().__call__(stage):
@@ -330,7 +330,7 @@ class _ReportingStopwatch(Stopwatch):
 
 
 class GatedLease(Lease):
-    """The lease of a saver: what it guards is published only when the gate lets it pass."""
+    """The lease of a saver. Its check before publishing also waits until the state is fully staged."""
 
     def __init__(self, backend: Backend, run: str, clock: Clock) -> None:
         super().__init__(backend, run, clock)
@@ -338,18 +338,18 @@ class GatedLease(Lease):
 
     def _start_heartbeat(self) -> None:
         super()._start_heartbeat()
-        # Whoever renews a lease waits for a beat that is being written.
+        # The thread that renews the lease waits for the heartbeat thread, which must therefore not be suspended.
         if self._heartbeat is not None:
             leave_idle_class(self._heartbeat)
 
     def release(self) -> None:
-        """Give the lease up, also one that was transferred and not adopted; never raises."""
+        """Give up the lease, also one that was transferred but not accepted yet. Never raises."""
         with contextlib.suppress(CkstoreError):
             self._record = self._read_transferred() or self._record
         super().release()
 
     def check_held(self) -> None:
-        """Look at the lease again, whatever is staged.
+        """Check that the lease is still held, without waiting for staging.
 
         Raises:
             ConflictError: Another writer took it over.
@@ -357,17 +357,17 @@ class GatedLease(Lease):
         super().check()
 
     def check(self) -> None:
-        """Look at the lease again, before publishing, and wait until all is staged.
+        """Wait until the state is fully staged, then check that the lease is still held. Called before publishing.
 
         Raises:
             ConflictError: Another writer took it over.
-            SaverError: It never will be.
+            SaverError: The state will never be fully staged.
         """
         self.gate()
         super().check()
 
 
 def leave_idle_class(thread: threading.Thread) -> None:
-    """Take a thread out of the idle class, which it has from its maker, where the system allows that."""
+    """Return a thread from the idle class, which it inherited, to the normal one, if the system allows that."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(thread.native_id or 0, os.SCHED_OTHER, os.sched_param(0))

@@ -1,12 +1,14 @@
-"""The saver's loop: take staged states, commit them as a synchronous commit would, report, and outlive the trainer.
+"""The server loop of a saver: receive staged states, commit them in order, report the results, outlive the trainer.
 
-One thread listens to the trainer and watches it; another one commits, one ticket after the other.
+One thread listens to the trainer and watches whether it is alive. A second thread commits one ticket after the other.
+``Priority`` sets how much of the machine both get.
 
 Invariants:
-- A ticket that is whole when the trainer dies, and whose lease was held while it lived, is published; another is not.
-- The saver ends when the trainer is dead or has said so, or says nothing to one that a signal asks to, and nothing is
-  left to do; the lease is given up at last.
-- What cannot be understood ends the connection: nothing is guessed. What was whole is published all the same.
+- After the trainer's death, a ticket is published exactly if it is fully staged and the lease was held for it while the
+  trainer lived.
+- The saver ends when no work is left and one of these is true: the trainer is dead, it has sent Quit, or a signal asked
+  the saver to end and the trainer did not reply. It then gives up the lease.
+- An invalid message ends the connection, and nothing is guessed. Fully staged tickets are still published.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ from ckstore.store.lease import HEARTBEAT_THREAD_NAME
 _log = logging.getLogger("ckstore")
 
 BELL_PAUSE_MS = 1
-"""After the bell has rung, until it is listened for again: it rings some ten times as often while a state is copied."""
+"""Pause after the bell has rung. While a state is being copied, it would wake this thread about ten times as often."""
 
 
 class Server:
-    """One saver."""
+    """One saver. All methods are called by the listening thread unless they say otherwise."""
 
     leave_seconds = 5.0
-    """For a trainer to let a saver go that a signal has asked to end; one that is stopped does not."""
+    """After a signal asked the saver to end: how long the trainer has to reply. A stopped trainer does not reply."""
 
     def __init__(self, end: socket.socket, bell: int, arena: Arena, hello: protocol.Hello, priority: Priority) -> None:
         self._socket = end
@@ -54,40 +56,42 @@ class Server:
         self._priority = priority
         self._is_hurried = False
         self._hurried_last = 0
-        """The last ticket that there was when somebody waited."""
+        """The newest ticket at the moment when the trainer last started to wait."""
         self._trainer = ProcessWatch(hello.trainer_pid, hello.trainer_started)
         self.channel = Channel(end, self._trainer)
         self._monitor = StagingMonitor()
         self._changed = threading.Condition()
-        self._telling = threading.Lock()
-        """Nothing is told of a ticket after its end."""
+        self._reporting = threading.Lock()
+        """Held while results are sent, so that nothing is sent about a ticket after its end."""
         self._jobs: deque[Job] = deque()
         self._delayed: list[DelayedBegin] = []
-        """The listening thread's; another one may look whether there is one."""
+        """Owned by the listening thread. The committing thread may check whether it is empty."""
         self._delayed_until = 0.0
         self._is_working = self._has_read_socket = False
-        self._is_end_requested = self._has_sent_leaving = self._is_ending = (
-            False  # By a signal; what is begun now is too late.
-        )
-        self._leave_at: float | None = None  # When to end that was asked, if the trainer says nothing to it.
+        self._is_end_requested = self._has_sent_leaving = False
+        """A signal asked the saver to end, and the trainer was told."""
+        self._leave_at: float | None = None
+        """When the saver ends if the trainer does not reply to that."""
+        self._is_ending = False
+        """New tickets are refused."""
         self._is_over = False
         self._tickets: dict[int, Ticket] = {}
-        """Those whose slots are in use: they are to be committed, or the next commit may be coded against them."""
+        """Tickets whose slots are in use: not yet committed, or retained as delta bases."""
         self._last = 0
         self._ended: set[int] = set()
-        """Tickets that have ended, and whose slots were not given back; the committing thread's."""
+        """Tickets that have ended and whose slots are not free. Owned by the committing thread."""
         self._committer = Committer(hello, self.channel.send, self._confirm_lease, priority.thread_limit)
         self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
 
     def run(self) -> int:
-        """Serve until the end, as a process that signals may ask to end; return the exit code."""
+        """Serve until the end, in a process of its own with signal handling. Return the exit code."""
         signal.signal(signal.SIGTERM, lambda number, frame: self.ask_to_end())
-        # Ctrl-C, and whatever else a terminal or a scheduler sends to all processes of a job, is the trainer's affair.
+        # A terminal or scheduler sends signals to all processes of a job. Only the trainer reacts to them.
         signal.pthread_sigmask(signal.SIG_SETMASK, JOB_SIGNALS - {signal.SIGTERM})
         return self.serve()
 
     def serve(self) -> int:
-        """Serve until the end, on any thread, whatever signals come; return the exit code."""
+        """Serve until the end, on any thread. Return the exit code."""
         try:
             self._committer.open()
         except Exception as error:
@@ -101,8 +105,8 @@ class Server:
             self._listen()
         except Exception as error:
             problem = error
-            _log.error("the saver cannot understand its trainer, and ends: %s", error)
-            # What was said before that counts, unless it is what cannot be understood.
+            _log.error("the saver received an invalid message and ends: %s", error)
+            # Earlier messages are valid, unless one of them is the invalid one.
             with contextlib.suppress(CkstoreError):
                 self._begin_delayed()
             self._note_trainer_gone()
@@ -111,11 +115,11 @@ class Server:
         self._trainer.close()
         if problem is not None:
             return getattr(problem, "exit_code", 1)
-        # A trainer that lives was told of every error.
+        # If the trainer lives, it has received every error.
         return self._committer.exit_code if self._monitor.is_trainer_gone else 0
 
     def ask_to_end(self) -> None:
-        """Have the listening thread ask the trainer whether to end; called by a signal, in the middle of anything."""
+        """Ask the trainer whether to end. Called by a signal handler at any moment, so it only wakes the loop."""
         self._is_end_requested = True
         os.eventfd_write(self._bell, 1)
 
@@ -129,7 +133,7 @@ class Server:
                 poll.register(fd, select.POLLIN)
         poll.register(self._bell, select.POLLIN)
         while not (self._is_ending and self._has_read_socket and self._is_idle()):
-            # First whether it is dead, then what it said: all that it said before counts.
+            # Check for the trainer's death before reading: then all messages that it sent before its death are read.
             is_alive = self._trainer.is_alive
             has_rung = self._has_rung()
             is_open = self._receive_all()
@@ -137,15 +141,15 @@ class Server:
             if not (is_alive and is_open) or SYSTEM_CLOCK.monotonic() >= self._delayed_until:
                 self._begin_delayed()
             self._leave_in_time()
-            # No other thread does it: one that put itself aside would hold up whoever wants what it has locked.
+            # Only this thread lowers priorities: a thread that lowers its own could be suspended while it holds a lock.
             self._set_priority()
             self._monitor.notify()
             if not (is_alive and is_open):
-                # A socket that nobody holds any more is the end too: nobody could stage or ask for anything.
+                # The end of the connection counts as death: nobody can stage bytes or send requests.
                 self._note_trainer_gone()
                 return
             if self._delayed:
-                # Whoever copies rings for every unit.
+                # The copy threads ring the bell for every unit, so it is not polled here.
                 without_bell.poll(max(1, round(1e3 * (self._delayed_until - SYSTEM_CLOCK.monotonic()))))
             elif not (self._is_ending and self._is_idle()):
                 if has_rung:
@@ -172,9 +176,9 @@ class Server:
 
     def _handle(self, message: protocol.Message) -> None:
         if isinstance(message, protocol.Begin):
-            # First the lease, then the trainer, as in ``_confirm_lease``.
+            # Check the lease before the trainer, as ``_confirm_lease`` does.
             is_granted = self._committer.holds_lease and self._trainer.is_alive
-            # What was said before it could listen was not said too late.
+            # Messages that arrived before the first read are never late.
             is_late = self._is_ending and self._has_read_socket
             if not self._delayed:
                 self._delayed_until = SYSTEM_CLOCK.monotonic() + message.start_delay_ms / 1e3
@@ -183,7 +187,8 @@ class Server:
                 self._set_priority()
                 return
         if isinstance(message, protocol.Hurry):
-            # Before what was held begins: a thread that wakes in the idle class may hold the GIL, and no processor.
+            # Raise the priority before the delayed tickets begin: in the idle class, a thread can be suspended while it
+            # holds the GIL.
             self._hurry()
         self._begin_delayed()
         if isinstance(message, protocol.Abort):
@@ -192,47 +197,48 @@ class Server:
             self._add(message)
         elif isinstance(message, protocol.Warm):
             if not WRITE_BLOCKS_MIN <= message.block_count <= WRITE_BLOCKS:
-                raise MalformedError("write blocks were asked for that no commit has", where=repr(message))
+                raise MalformedError("the requested number of write blocks is invalid", where=repr(message))
             for slot in self._arena.slots:
-                # What it is too short of memory for is told by the ticket that wants it.
+                # A lack of memory is reported by the ticket that needs it.
                 with contextlib.suppress(CapacityError):
                     slot.refresh()
             self._add(message)
         elif isinstance(message, protocol.Quit):
             self._is_ending = True
             if not (message.is_parting or self._is_idle()):
-                # Its handle was dropped: another one, of the same process perhaps, must not resume what is older.
+                # The trainer dropped its handle. A new handle, even in the same process, must wait for this saver.
                 self._committer.mark_trainer_dead()
         elif isinstance(message, protocol.Hurry):
+            # Again, since a delayed ticket may have failed to begin.
             self._hurry()
         elif isinstance(message, protocol.Staged):
             if (ticket := self._tickets.get(message.ticket)) is not None:
                 ticket.note_staged()
         elif not isinstance(message, protocol.Begin):
-            raise MalformedError(f"a {type(message).__name__} message came where none belongs")
+            raise MalformedError(f"unexpected {type(message).__name__} message from the trainer")
         self._set_priority()
 
     def _begin_delayed(self) -> None:
-        """Take note of what was begun, and waited until now."""
+        """Begin the tickets whose start was delayed."""
         while self._delayed:
             self._begin(self._delayed.pop(0))
 
-    def _begin(self, held: DelayedBegin) -> None:
-        message = held.message
+    def _begin(self, delayed: DelayedBegin) -> None:
+        message = delayed.message
         if message.ticket <= self._last or message.slot >= len(self._arena.slots):
-            raise MalformedError("a ticket is out of order, or of a slot that is not there", where=repr(message))
+            raise MalformedError("a ticket is out of order, or its slot does not exist", where=repr(message))
         slot = self._arena.slots[message.slot]
         with self._changed:
             is_taken = any(ticket.is_in(slot) for ticket in self._tickets.values())
         if is_taken:
-            raise MalformedError("a slot was begun that is not free", where=repr(message))
+            raise MalformedError("a ticket was begun in a slot that is in use", where=repr(message))
         self._last = message.ticket
         try:
-            if held.is_late:
-                raise SaverError("the saver is ending", todo="commit again: that starts a new one")
+            if delayed.is_late:
+                raise SaverError("the saver is ending", todo="commit again: that starts a new saver")
             slot.refresh()
             if message.head_place + message.head_nbytes > slot.nbytes or slot.ticket != message.ticket:
-                raise MalformedError("the head of a ticket does not lie in its slot", where=repr(message))
+                raise MalformedError("the head of a ticket is not in its slot", where=repr(message))
             head = decode_head(bytes(slot.view(message.head_place, message.head_nbytes)), slot_nbytes=slot.nbytes)
         except CkstoreError as error:
             self.channel.send(protocol.failed_of(message.ticket, error))
@@ -243,22 +249,22 @@ class Server:
         self._committer.announce(head.step)
         with self._changed:
             self._tickets[ticket.number] = ticket
-        # Before the other thread can get at it, and end it; it may have been taken over meanwhile.
+        # Before the committing thread can end the ticket. The lease is read again: another writer may have taken it.
         is_transferred = self._committer.was_transferred(message.lease)
         if is_transferred or self._committer.holds_lease:
-            self._confirm_lease(ticket if is_transferred or held.is_granted else None)
+            self._confirm_lease(ticket if is_transferred or delayed.is_granted else None)
         self._add(ticket)
 
     def _abort(self, number: int) -> None:
-        """Give a ticket up: at once where nothing of it has begun, else at the next look."""
-        with self._telling:
+        """Cancel a ticket: immediately if its commit has not begun, else when the commit checks next."""
+        with self._reporting:
             with self._changed:
                 ticket = self._tickets.get(number)
                 is_waiting = any(job is ticket for job in self._jobs)
                 if ticket is not None and is_waiting:
                     self._jobs.remove(ticket)
                     del self._tickets[number]
-                    # The thread that commits says so at the end of a job, and may have none.
+                    # The committing thread updates this after each job, but it may have no job.
                     self._is_hurried = self._is_hurried and bool(self._jobs or self._is_working)
             if ticket is not None:
                 ticket.abort()
@@ -268,7 +274,7 @@ class Server:
                 self.channel.send(protocol.SlotFree(number))
 
     def _leave_in_time(self) -> None:
-        """Where a signal has asked to end: let the trainer say when, who may be about to begin something."""
+        """After a signal: ask the trainer when to end, since it may be about to begin a ticket."""
         if not self._is_end_requested or self._is_ending:
             return
         self._has_sent_leaving = self._has_sent_leaving or self.channel.send(protocol.Leaving(), wait_ms=0)
@@ -280,7 +286,7 @@ class Server:
 
     def _hurry(self) -> None:
         with self._changed:
-            # What was held may have failed to begin since it was hurried.
+            # A delayed ticket may have failed to begin since the trainer asked.
             self._is_hurried = bool(self._jobs or self._is_working or self._delayed)
             if not self._is_hurried:
                 return
@@ -288,19 +294,19 @@ class Server:
             self._set_priority()
 
     def _set_priority(self) -> None:
-        """Hurry while somebody waits; stand aside while a state is copied, or nothing is to do; give way otherwise."""
+        """Full priority while the trainer waits, idle class during copies and without work, low priority otherwise."""
         with self._changed:
             is_idle = not (self._jobs or self._is_working)
             if self._is_hurried or self._is_over or (self._is_ending and is_idle):
                 self._priority.hurry()
             elif is_idle or self._delayed or any(ticket.is_being_copied for ticket in self._tickets.values()):
-                # Before the next state comes: told by its first message, threads would compute on until they heard.
+                # Without work too: if Begin arrived at low priority, threads would compete with the copy threads.
                 self._priority.use_idle_class()
             else:
                 self._priority.use_low_priority()
 
     def _note_trainer_gone(self) -> None:
-        # Nobody trains any more, and whoever starts the run again has to wait.
+        # Training has ended, and a restarted trainer must wait for this saver. So run at full priority.
         self._is_ending = True
         self._hurry()
         self._set_priority()
@@ -314,12 +320,12 @@ class Server:
             self._changed.notify_all()
         self._worker.join()
 
-    # The committing thread
+    # Shared by both threads
 
     def _add(self, job: Job) -> None:
         with self._changed:
             self._jobs.append(job)
-            # Before it wakes: it might lock something, and have no processor to unlock it.
+            # Before the committing thread wakes: in the idle class it could take a lock and then be suspended.
             self._set_priority()
             self._changed.notify_all()
 
@@ -328,15 +334,15 @@ class Server:
             return not (self._jobs or self._is_working or self._delayed)
 
     def _confirm_lease(self, seen: Ticket | None = None) -> None:
-        """Tell every ticket that the lease is held for it, if the trainer lives to see that.
+        """Report for every ticket that the lease is held, provided the trainer is alive to notice. On any thread.
 
         Args:
-            seen: It did when this one came, and the lease was held then.
+            seen: A ticket for which the trainer was seen alive while the lease was held already.
         """
-        with self._telling:
+        with self._reporting:
             with self._changed:
                 waiting = [ticket for ticket in self._tickets.values() if not ticket.has_lease]
-                # After the lease was taken: from now on a trainer that is started again finds it.
+                # Checked after the lease was taken: a trainer that restarts from now on finds the lease.
                 if waiting and not self._trainer.is_alive:
                     waiting = [ticket for ticket in waiting if ticket is seen]
                 for ticket in waiting:
@@ -344,12 +350,14 @@ class Server:
             for ticket in waiting:
                 self.channel.send(protocol.Began(ticket.number))
 
+    # On the committing thread
+
     def _work(self) -> None:
         try:
             self._work_off()
         except BaseException:
-            # Nobody would end the tickets that are left: let the trainer see the saver die.
-            _log.critical("the saver met a fault of its own", exc_info=True)
+            # Unfinished tickets would never end. The death of this process ends them in the trainer.
+            _log.critical("internal error in the saver", exc_info=True)
             os._exit(1)
 
     def _work_off(self) -> None:
@@ -357,7 +365,7 @@ class Server:
             with self._changed:
                 self._is_working = False
                 self._is_hurried = self._is_hurried and any(map(self._is_waited_for, self._jobs))
-                # Whoever listens may be waiting for this one to end, and says what priority comes next.
+                # Wake the listening thread: it may wait for this job to end, and it sets the next priority.
                 os.eventfd_write(self._bell, 1)
                 self._changed.wait_for(lambda: self._jobs or self._is_over)
                 if not self._jobs:
@@ -382,18 +390,18 @@ class Server:
                 self.channel.send(protocol.Answer(job.question))
 
     def _is_waited_for(self, job: Job) -> bool:
-        """Whether whoever has waited since the last idle moment waits for this one too."""
+        """Whether the trainer waits for this job. If it waits at all, it waits for all jobs of that moment."""
         return isinstance(job, protocol.Release | protocol.Forget | protocol.Warm) or job.number <= self._hurried_last
 
     def _warm(self, job: protocol.Warm) -> None:
-        """Map what memory was taken for states to come, and take what else they need, until there is more to do."""
+        """Map memory for future states and allocate write blocks, until other work arrives."""
         steps = [self._committer.warm(job.block_count, job.nbytes), *(slot.map_ahead() for slot in self._arena.slots)]
         for _ in itertools.chain.from_iterable(steps):
             if self._jobs or self._delayed or self._is_ending:
                 return
 
     def _free_slots(self) -> None:
-        """Give back the slots of tickets that have ended, and that hold nothing of what the next one wants."""
+        """Report the slots of ended tickets that the next commit does not need as free."""
         free = self._ended - self._committer.retained_tickets
         self._ended -= free
         with self._changed:
@@ -405,16 +413,25 @@ class Server:
 
 NICE_MAX = 19
 
-
 _NORMAL = os.sched_param(0)
-"""The only one that these classes have."""
+"""The only scheduling parameter that these classes accept."""
 
 
 class Priority:
-    """The priority of this process, all threads of it; thread-safe.
+    """The scheduling priority of all threads of the saver. Thread-safe.
+
+    - Low priority, while a commit runs and training continues: the policy's nice value. Training that uses every
+      processor leaves the saver about a thirtieth of one.
+    - Full priority, while the trainer waits: the priority that the process was started with.
+    - Idle class (SCHED_IDLE, sched(7)), while a state is being copied and between commits. Such a thread gives up its
+      processor to any other thread, so that the copy threads are scheduled onto it. A waking thread still gets a
+      processor until the next tick; see ``Begin.start_delay_ms``.
+
+    Returning to full priority needs ``CAP_SYS_NICE`` or a limit (``ulimit -e``), and ``CAP_SYS_ADMIN`` for autogroups.
+    If that is refused, the saver keeps its low priority, and never enters the idle class, which it could not leave.
 
     Args:
-        nice: Added to the niceness that the process was started with, while it gives way.
+        nice: Added to the initial nice value at low priority.
     """
 
     def __init__(self, nice: int) -> None:
@@ -426,18 +443,18 @@ class Priority:
         self._may_use_idle_class: bool | None = None
         self._others_count = max(1, len(os.sched_getaffinity(0)) - 1)
         self.thread_limit = ThreadLimit()
-        """How many threads may hash and code: while the saver gives way, one fewer than there are processors."""
+        """How many threads may hash and encode. At low priority, one processor is left free."""
 
     def use_low_priority(self) -> None:
-        """Let others go first."""
+        """Let other processes run first."""
         self._set(self._nice, is_idle=False)
 
     def use_idle_class(self) -> None:
-        """Let others have every processor that they want, at once; who is not to give way does not do this either."""
+        """Give up every processor that others want. Without effect if the saver's nice value is 0."""
         self._set(self._nice, is_idle=self._nice > 0)
 
     def hurry(self) -> None:
-        """Be as important as the process was when it was started, where the system allows that."""
+        """Return to the initial priority, if the system allows that."""
         self._set(0, is_idle=False)
 
     def _set(self, added: int, *, is_idle: bool) -> None:
@@ -452,12 +469,12 @@ class Priority:
 
     def _set_all(self, added: int, is_idle: bool) -> None:
         nice = min(NICE_MAX, self._base + added)
-        # The thread that listens: what it hears is when this ends. And the lease's: others judge by it who lives.
+        # The listening thread must hear when to leave the idle class. Other processes judge by the lease's heartbeat.
         awake = {
             os.getpid(),
             *(thread.native_id for thread in threading.enumerate() if thread.name == HEARTBEAT_THREAD_NAME),
         }
-        # Niceness belongs to a thread; one that is started later has that of its maker, which may be the old one still.
+        # Priority belongs to a thread. A thread that starts meanwhile inherits it, perhaps the old one: so repeat.
         done: set[int] = set()
         while new := _threads() - done:
             for thread_id in new:
@@ -468,7 +485,7 @@ class Priority:
                         os.sched_setscheduler(thread_id, os.SCHED_IDLE if is_idle else os.SCHED_OTHER, _NORMAL)
             done |= new
         if self._group_base is not None:
-            # A session has its own share where the kernel groups processes by session: niceness counts within it only.
+            # Where the kernel groups processes by session, nice values only count within the session's group.
             with contextlib.suppress(OSError):
                 Path("/proc/self/autogroup").write_text(str(min(NICE_MAX, self._group_base + added)))
 
@@ -477,13 +494,13 @@ def _threads() -> set[int]:
     """Return the ids of all threads of this process."""
     if proc_is_ours():
         return {int(thread.name) for thread in Path("/proc/self/task").iterdir()}
-    # Another pid namespace's /proc gives them numbers that are other processes' here: then only Python's own are known.
+    # The /proc of another pid namespace uses other numbers. Only the threads that Python has started are known then.
     return {os.getpid(), *(thread.native_id for thread in threading.enumerate() if thread.native_id)}
 
 
 def _may_leave_idle_class() -> bool:
     """Return whether a thread of this process that has entered the idle class may leave it."""
-    # Capabilities do not tell: in a user namespace they are not worth what they say. A thread that sleeps is asked.
+    # Tried on a sleeping thread. Capabilities do not tell, because they may be void in a user namespace.
     is_over = Latch()
     thread = threading.Thread(target=is_over.wait, name="ckstore-priority", daemon=True)
     try:
@@ -498,7 +515,7 @@ def _may_leave_idle_class() -> bool:
 
 
 def _autogroup_nice() -> int | None:
-    """Return the niceness of this session's group, as ``/autogroup-25 nice 0`` says it; None where there is none."""
+    """Return the nice value of this session's autogroup, or None. Its file holds ``/autogroup-25 nice 0``, say."""
     try:
         return int(Path("/proc/self/autogroup").read_text().rpartition(" ")[2])
     except (OSError, ValueError):

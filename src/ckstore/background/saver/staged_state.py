@@ -1,13 +1,9 @@
-"""A staged state as a commit sees it: storages in a slot of the arena, read as soon as they are staged.
+"""A staged state as a commit sees it: storages in a slot of the arena, readable as soon as they are staged.
 
 Invariants:
-- A byte is read only after it was marked, or its slot said, to be staged; whoever needs one that is not waits for it.
-- A ticket whose trainer has died, or that was aborted, before it was whole is given up: every reader of it raises.
-- Nothing is published before the trainer has said that all is staged.
-
-The head of a staged state: all that a commit wants to know of it, but for the bytes of its storages.
-
-It lies in the slot that the state is staged in, because tree and tensors may be long; places are offsets in the slot.
+- A byte is read only after its unit is marked or its slot is STAGED. Readers wait for that.
+- A ticket that is cancelled, or whose trainer dies, before it is fully staged is given up. All its readers raise.
+- Nothing is published before the state is fully staged.
 """
 
 from __future__ import annotations
@@ -23,16 +19,16 @@ from ckstore.errors import SaverError
 from ckstore.state.capture import Captured
 
 LOOK_SECONDS = 0.05
-"""How often marks are result_or_error at while somebody waits for them, should no bell have rung."""
+"""How often a waiting reader checks the marks, in case the bell did not ring."""
 
 
 @dataclass(frozen=True, slots=True)
 class DelayedBegin:
-    """What was begun, as it stood when that was said.
+    """A ``Begin`` message, with what was true when it arrived.
 
     Args:
-        message: What was said.
-        is_granted: The trainer was seen alive when the lease was held already.
+        message: The message.
+        is_granted: The lease was held, and then the trainer was seen alive.
         is_late: The saver was ending.
     """
 
@@ -42,25 +38,25 @@ class DelayedBegin:
 
 
 class StagingMonitor:
-    """Where the threads of a commit wait for the trainer, and hear of its death."""
+    """Where the threads of a commit wait for staged bytes or for the trainer's death. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.is_trainer_gone = False
 
     def notify(self) -> None:
-        """Wake those who wait: something may have come."""
+        """Wake the waiting threads, because more may be staged."""
         with self._changed:
             self._changed.notify_all()
 
     def note_trainer_gone(self) -> None:
-        """Tell that the trainer is dead: what is staged now is all that ever will be."""
+        """Record the trainer's death: no more bytes will be staged."""
         with self._changed:
             self.is_trainer_gone = True
             self._changed.notify_all()
 
     def wait(self, has_come: Callable[[], bool]) -> None:
-        """Wait until a condition holds; it may raise."""
+        """Wait until a condition holds. Exceptions of the condition are raised."""
         with self._changed:
             while not has_come():
                 self._changed.wait(LOOK_SECONDS)
@@ -70,11 +66,11 @@ class Ticket:
     """One staged state, from its first byte to its receipt.
 
     Args:
-        number: The trainer's number of it.
+        number: The trainer's number for it.
         slot: Where it is staged.
-        head: What it is.
-        monitor: Where its readers wait.
-        parents: The seq that it comes from, and the ticket that it comes from if that is published; 0: none.
+        head: Its description.
+        monitor: Where readers wait.
+        parents: The seq of its parent, and the ticket that becomes its parent if that is published (0: none).
     """
 
     def __init__(
@@ -90,11 +86,11 @@ class Ticket:
         self.head = head
         self.parents = parents
         self.has_lease = False
-        """Whether the lease was held for it while the trainer lived; only then it may outlive the trainer."""
+        """Whether the lease was held for it while the trainer lived. Only then is it published after a death."""
         self.may_retain = False
-        """Whether its slot may be read for the next commit, after this one has ended."""
+        """Whether the saver may keep the slot as the delta base of the next commit."""
         self.is_aborted = False
-        """Whether the trainer has given it up."""
+        """Whether the trainer has cancelled it."""
         self.nbytes_read = 0
         self.on_read: Callable[[], None] = lambda: None
         self._slot = slot
@@ -108,27 +104,27 @@ class Ticket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storages together."""
+        """Bytes of all storages."""
         return sum(storage.nbytes for storage in self.head.storages)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every byte is staged, and the trainer has said so."""
+        """Whether every byte is staged."""
         return self._slot.ticket == self.number and self._slot.state == STAGED
 
     def note_staged(self) -> None:
-        """Look whether it is whole, now that the trainer has said so: from then on no reader looks at marks."""
+        """Record that it is fully staged, so that readers need not check marks any more."""
         self._is_known_whole = self.is_whole
 
     @property
     def is_being_copied(self) -> bool:
-        """Whether the trainer is still copying it."""
+        """Whether the trainer is still copying."""
         return not (self.is_whole or self.is_given_up)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether it will not be published any more."""
-        # First the trainer, then the slot: what it did before it died counts.
+        """Whether it will never be published."""
+        # Read the trainer's death before the slot: then everything that was staged before the death counts.
         is_gone = self._monitor.is_trainer_gone
         return self.is_aborted or (is_gone and not (self.has_lease and self.is_whole))
 
@@ -138,7 +134,7 @@ class Ticket:
         return self.has_lease and self._monitor.is_trainer_gone
 
     def abort(self) -> None:
-        """Give it up, as the trainer asks."""
+        """Cancel it, as the trainer asked."""
         self.is_aborted = True
         self._monitor.notify()
 
@@ -147,19 +143,19 @@ class Ticket:
         return self._slot is slot
 
     def leave(self) -> None:
-        """Let go of the slot's memory: nobody reads it any more, but by views that were handed out."""
+        """Release the slot's memory. Views that were returned before stay valid."""
         self._bytes = memoryview(b"")
 
     def captured(self) -> Captured:
-        """Return the state as a commit takes it."""
+        """Return the state as input of a commit."""
         head = self.head
         return Captured(head.tree, [], list(head.tensors), list(self.storages), list(head.warnings))
 
     def check(self) -> None:
-        """Raise if it was given up.
+        """Raise if the ticket is given up.
 
         Raises:
-            SaverError: It was.
+            SaverError: It is.
         """
         if self.is_given_up:
             raise SaverError(
@@ -169,15 +165,15 @@ class Ticket:
             )
 
     def wait_whole(self) -> None:
-        """Wait until all is staged.
+        """Wait until all bytes are staged.
 
         Raises:
-            SaverError: It never will be.
+            SaverError: They never will be.
         """
         self._wait(lambda: self.is_whole)
 
     def read(self, place: int, nbytes: int) -> memoryview:
-        """Return bytes of the slot, once they are staged.
+        """Return bytes of the slot, after waiting until they are staged.
 
         Raises:
             SaverError: They never will be, or the ticket was given up meanwhile.
@@ -188,7 +184,7 @@ class Ticket:
         return self._bytes[place : place + nbytes]
 
     def is_staged(self, place: int, nbytes: int) -> bool:
-        """Whether bytes of the slot are there."""
+        """Whether these bytes of the slot are staged."""
         return self._is_known_whole or self._slot.is_staged(place, place + nbytes)
 
     def _wait(self, has_come: Callable[[], bool]) -> None:
@@ -200,11 +196,11 @@ class Ticket:
 
 
 Job = Ticket | protocol.Release | protocol.Forget | protocol.Warm
-"""What the committing thread does, one after the other."""
+"""What the committing thread works on, in order."""
 
 
 class StagedStorage:
-    """The bytes of one storage, some of which may still have to come."""
+    """One storage, of which some bytes may not be staged yet."""
 
     def __init__(self, ticket: Ticket, row: StorageRow, samples: Sequence[SampleRow]) -> None:
         self.nbytes = row.nbytes
@@ -217,11 +213,11 @@ class StagedStorage:
 
     @property
     def is_host(self) -> bool:
-        """They lie in host memory."""
+        """Whether the bytes are in host memory. Always true."""
         return True
 
     def read(self, lo: int, hi: int) -> memoryview:
-        """Return bytes ``lo`` to ``hi``; waits for them."""
+        """Return bytes ``lo`` to ``hi``, after waiting until they are staged."""
         assert 0 <= lo <= hi <= self.nbytes
         if lo == hi:
             return memoryview(b"")
@@ -235,6 +231,6 @@ class StagedStorage:
         return ticket.read(self._place + lo, hi - lo)
 
     def sample(self, offset: int, nbytes: int, width: int) -> bytes | None:
-        """Return the sample of a chunk if it is staged sample_row_count: in one piece, and before the chunk itself."""
+        """Return the sample of a chunk if it is staged separately, which is earlier than the chunk itself."""
         row = self._samples.get((offset, nbytes, width))
         return None if row is None else bytes(self._ticket.read(row.place, row.sample_nbytes))
