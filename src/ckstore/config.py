@@ -290,13 +290,19 @@ STAGING_THREADS_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that readers enforce before they allocate memory; recorded in ``store.json``."""
+    """Bounds that readers enforce before they allocate memory. ``store.json`` records those of a store.
+
+    Attributes:
+        chunk_nbytes_max: Largest chunk.
+        pack_nbytes_max: Largest pack.
+        manifest_nbytes_max: Largest manifest.
+        depth_max: Largest chain depth of a frame.
+    """
 
     chunk_nbytes_max: int = 4 * MIB
     pack_nbytes_max: int = 64 * GIB
     manifest_nbytes_max: int = 1 * GIB
     depth_max: int = 64
-    """Largest chain depth of a frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +314,7 @@ class Policy:
             compresses the planes that shrink. ``"best"`` spends more CPU time for somewhat smaller packs; use it where
             storage costs more than CPU.
         delta: Store a tensor as its difference from the previous commit or the last keyframe, where a sample shows that
-            this is smaller. Set it to False to make every checkpoint independent of all others.
+            this is smaller. Set it to False to store every new chunk without a base, for the fastest restores.
         read_amplification_max: How many bytes a restore may read, as a multiple of a checkpoint that is stored without
             deltas. Lower it for faster restores, raise it for smaller deltas.
         base_cache: Where delta bases come from. ``"none"`` reads them back from the store. ``"memory"`` keeps them in
