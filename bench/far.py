@@ -22,9 +22,9 @@ from obstore.store import from_url
 import ckstore
 from bench import machine
 from bench.measure import Result, Sample, interleave, save, show
+from ckstore.api import open_existing
 from ckstore.io.remote import client
 from ckstore.io.remote.client import RemoteOptions
-from ckstore.verbs.maintenance import keep
 from support.fault_proxy import FaultProxy, fault_proxy
 from support.s3_server import s3_server
 
@@ -48,7 +48,7 @@ def listed(address: str, count: int) -> None:
 
 
 def planned(address: str, count: int) -> None:
-    with keep(address) as keeping:
+    with open_existing(address) as keeping:
         plan = keeping.gc(ckstore.Retention(keep_last=10), dry_run=True).plan
         assert len(plan.drops) == count - 10
 

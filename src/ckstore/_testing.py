@@ -13,18 +13,19 @@ if TYPE_CHECKING:
     from ckstore.background.commits import BackgroundCommits
     from ckstore.delta.base_cache import BaseCache
     from ckstore.store.repository import Repository
-    from ckstore.verbs.reading import Handle
 
 
-def repository_of(store: Handle) -> Repository:
+def repository_of(store: Store) -> Repository:
     """Return the backend, manifests, tags, packs and lease of an open store and run."""
     return store._repository
 
 
 def background_of(store: Store) -> BackgroundCommits:
     """Return the background commits of an open store. They exist after the first background commit or prewarming."""
-    assert store._background is not None, "no background commit was made and nothing was prewarmed"
-    return store._background
+    side = store._background
+    commits = None if side is None else side._commits
+    assert commits is not None, "no background commit was made and nothing was prewarmed"
+    return commits
 
 
 def guard_memory(store: Store, owner: Any) -> None:
@@ -34,7 +35,7 @@ def guard_memory(store: Store, owner: Any) -> None:
         store: An open store.
         owner: An object with ``spans()``, which returns a list of (address, bytes), and ``release()``.
     """
-    store._guarded = owner
+    store._trainer_side()._guarded = owner
 
 
 def bases_of(store: Store) -> BaseCache:
@@ -45,4 +46,5 @@ def bases_of(store: Store) -> BaseCache:
 
 def saver_of(store: Store) -> Saver | None:
     """Return the saver process of an open store, or None if it was not started."""
-    return None if store._background is None else store._background._saver
+    side = store._background
+    return None if side is None or side._commits is None else side._commits._saver

@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 
 from ckstore._testing import repository_of
+from ckstore.api import Store
 from ckstore.errors import CkstoreError
 from ckstore.store.repository import Repository
-from ckstore.verbs.maintenance import Keeping
 from support import crash_scenarios
 from support.cuts import Checked, crash_states
 from support.failing_calls import Run, check_each, failing_runs
@@ -55,7 +55,7 @@ def collect_again(disk):
     """Do as the next collection does, whatever the one before has left."""
     with crash_scenarios.open_store(disk) as store:
         repository = Repository(repository_of(store).backend, repository_of(store).record, crash_scenarios.RUN)
-        report = Keeping(repository, crash_scenarios.QUIET_POLICY).gc(min_age=0, now=True)
+        report = Store(repository, crash_scenarios.QUIET_POLICY).gc(min_age=0, now=True)
         assert report.done.stop == ""
         assert not any(plan.blocked for plan in report.runs)
     return report

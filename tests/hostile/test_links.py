@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore.api import open_existing
 from ckstore.errors import CkstoreError, UnsupportedError
 from ckstore.io.local import LocalBackend
-from ckstore.verbs.maintenance import keep
 from support.memory_folders import PREFIX, parent
 from support.memory_folders import tmp_path as tmp_path
 
@@ -48,7 +48,7 @@ def original(tmp_path_factory):
             store.commit({"x": np.full(50_000, step)}, step)
         store.tag(2, "best")
         store.delete(0)
-        with keep(root) as keeper:
+        with open_existing(root) as keeper:
             keeper.gc(min_age=0)
     for kind in ("ckm", "lease"):
         draft = root / "tmp" / f"{'ab' * 16}.{kind}"

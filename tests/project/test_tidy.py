@@ -19,12 +19,13 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "ckstore"
 FUNCTION_LINES_MAX, FILE_LINES_MAX, COLUMNS_MAX = 60, 600, 120
 LONG_FILES = {
-    "config.py": "every setting of a store in one place",
-    "background/commits.py": "one life cycle, from submitting to the receipt",
-    "ops/demote.py": "plan and story of one verb",
-    "ops/repack_plan.py": "plan and estimates of one verb",
+    "api.py": (1700, "one short method for each verb of a store, most of it signatures and docstrings"),
+    "config.py": (900, "every setting of a store in one place"),
+    "background/commits.py": (900, "one life cycle, from submitting to the receipt"),
+    "ops/demote.py": (900, "plan and work of one verb"),
+    "ops/repack_plan.py": (900, "plan and estimates of one verb"),
 }
-"""Files that may have up to 900 lines, and why."""
+"""Files that may be longer than others: how long, and why."""
 
 DOORS = {
     "blake3": {"hashing.py"},
@@ -178,9 +179,10 @@ def test_functions_and_files_keep_their_limits():
     breaches = []
     for path in everything():
         lines = text_of(path).splitlines()
-        is_long = path.is_relative_to(SRC) and path.relative_to(SRC).as_posix() in LONG_FILES
-        if len(lines) > (900 if is_long else FILE_LINES_MAX):
-            breaches.append(at(path, len(lines), f"a file has at most {FILE_LINES_MAX} lines"))
+        name = path.relative_to(SRC).as_posix() if path.is_relative_to(SRC) else ""
+        lines_max, _ = LONG_FILES.get(name, (FILE_LINES_MAX, ""))
+        if len(lines) > lines_max:
+            breaches.append(at(path, len(lines), f"a file has at most {lines_max} lines"))
         breaches += [
             at(path, number, f"a line has at most {COLUMNS_MAX} columns")
             for number, line in enumerate(lines, 1)

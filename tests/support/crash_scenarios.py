@@ -17,10 +17,10 @@ import numpy as np
 
 import ckstore
 from ckstore._testing import repository_of
+from ckstore.api import Store
 from ckstore.io.local import LocalBackend
 from ckstore.ops.gc.policy import Retention
 from ckstore.store.repository import Repository
-from ckstore.verbs.maintenance import Keeping
 from support.faults import ForgetfulBackend
 from support.model import difference
 
@@ -140,7 +140,7 @@ def collect(place, ack):
         seqs = sorted(info.seq for info in store.log())
         for seq in seqs[:-2]:
             ack(f"deleting {seq}")
-        keeping = Keeping(Repository(repository_of(store).backend, repository_of(store).record, RUN), QUIET_POLICY)
+        keeping = Store(Repository(repository_of(store).backend, repository_of(store).record, RUN), QUIET_POLICY)
         report = keeping.gc(Retention(keep_last=2), min_age=0)
         for name in report.done.dropped:
             ack(f"deleted {name.seq}")

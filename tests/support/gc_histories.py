@@ -8,9 +8,9 @@ import numpy as np
 
 import ckstore
 from ckstore._testing import repository_of
+from ckstore.api import Store
 from ckstore.format import paths
 from ckstore.ops.gc.policy import Retention
-from ckstore.verbs.maintenance import Keeping
 from support.memory_files import flip
 from support.model import difference
 
@@ -38,7 +38,7 @@ def keeper(store, run=None):
     """Return what collects in the store of a handle, as another process would."""
     parts = repository_of(store)
     again = type(parts)(parts.backend, parts.record, run or parts.run, clock=parts.clock)
-    return Keeping(again, ckstore.Policy())
+    return Store(again, ckstore.Policy())
 
 
 def check_restores(store, steps):

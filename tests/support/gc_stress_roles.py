@@ -18,12 +18,12 @@ import numpy as np
 import ckstore
 import ckstore.ops.gc.run
 from ckstore._testing import repository_of
+from ckstore.api import Store
 from ckstore.errors import CkstoreError, ConflictError, CorruptError, NotFoundError
 from ckstore.format import paths
 from ckstore.io.local import LocalBackend
 from ckstore.ops.gc.policy import Retention
 from ckstore.store.refs import load_whole
-from ckstore.verbs.maintenance import Keeping
 from support.model import difference
 
 POLICY = ckstore.Policy(threads=1, memory_nbytes_max=64 << 20)
@@ -113,7 +113,7 @@ def open_store(folder, run):
 
 def keeper(store):
     parts = repository_of(store)
-    return Keeping(type(parts)(parts.backend, parts.record, parts.run, clock=parts.clock), POLICY)
+    return Store(type(parts)(parts.backend, parts.record, parts.run, clock=parts.clock), POLICY)
 
 
 def run(role, index, folder, rng):

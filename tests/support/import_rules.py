@@ -32,10 +32,9 @@ ALLOWED = {
     "background": CHECKPOINTS | {"ops"},
     "interval": FORMAT | {"background"},
     "preemption": FORMAT | {"background", "interval"},
-    "verbs": CHECKPOINTS | {"quant", "ops", "tiers", "background", "interval", "preemption"},
-    "api": CHECKPOINTS | {"ops", "verbs"},
-    "cli": FORMAT | {"store", "ops", "tiers", "verbs", "api"},
-    "_testing": CHECKPOINTS | {"background", "verbs", "api"},
+    "api": CHECKPOINTS | {"quant", "ops", "tiers", "background", "interval", "preemption"},
+    "cli": FORMAT | {"store", "ops", "tiers", "api"},
+    "_testing": CHECKPOINTS | {"background", "api"},
     "__init__": FORMAT | {"state", "ops", "background", "interval", "api"},
     "__main__": {"cli"},
 }

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckstore.api import Store, open_existing
 from ckstore.cli import render
 from ckstore.cli.parser import AsJson, Shared, StorePath, opened
 from ckstore.cli.render import SEQ, STEP, Column, Table, count, json_of, local_time, size
 from ckstore.errors import CorruptError, NotFoundError, UsageError
 from ckstore.ops.gc.policy import Retention
 from ckstore.store.tier_checks import require_proof
-from ckstore.verbs.maintenance import Keeping, keep
 
 if TYPE_CHECKING:
     from ckstore.ops.gc.rewrite_packs import Repacked
@@ -144,7 +144,7 @@ def gc(
         return
     if save_policy and policy is None and trash_for is None:
         raise UsageError("--save-policy needs rules, or --trash-for", todo="for example --keep-last 3")
-    with keep(path, run=run or "main", allow_shared_folder=allow_shared_folder) as store:
+    with open_existing(path, run=run or "main", allow_shared_folder=allow_shared_folder) as store:
         if run is not None and run not in store.runs():
             raise NotFoundError(f"there is no run {run!r}", where=str(path), todo="`ckstore ls` shows the runs")
         _begin(store, forget_policy=forget_policy and not dry_run, accept_missing=accept_missing and not dry_run)
@@ -156,7 +156,7 @@ def gc(
     _print(report, as_json=as_json)
 
 
-def _save(store: Keeping, policy: Retention | None, trash_for: str | None) -> None:
+def _save(store: Store, policy: Retention | None, trash_for: str | None) -> None:
     """Store the rules and the trash time that are given."""
     if policy is not None:
         store.set_retention(policy)
@@ -164,7 +164,7 @@ def _save(store: Keeping, policy: Retention | None, trash_for: str | None) -> No
         store.set_trash_for(trash_for)
 
 
-def _begin(store: Keeping, *, forget_policy: bool, accept_missing: bool) -> None:
+def _begin(store: Store, *, forget_policy: bool, accept_missing: bool) -> None:
     """Before the collection, forget stored rules and give up missing checkpoints, if the options say so."""
     if forget_policy:
         _forget(store)
@@ -172,7 +172,7 @@ def _begin(store: Keeping, *, forget_policy: bool, accept_missing: bool) -> None
         store.accept_missing()
 
 
-def _forget(store: Keeping) -> None:
+def _forget(store: Store) -> None:
     store.set_retention(None)
     store.set_trash_for(None)
 

@@ -88,7 +88,7 @@ def import_(
 def _import(
     path: str, source: Path, opening: dict[str, Any], options: dict[str, Any], *, is_best: bool, dry_run: bool
 ) -> ImportReport:
-    from ckstore.verbs.importing import plan_import
+    from ckstore.api import plan_import
 
     with contextlib.ExitStack() as stack:
         on_progress = stack.enter_context(render.progress("importing"))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ckstore.api import Store, open_existing
 from ckstore.cli import render
 from ckstore.cli.parser import AsJson, Run, Shared, StorePath, confirm, require_terminal
 from ckstore.cli.render import Column, Table, count, json_of_info, local_time, name_of, size
 from ckstore.errors import NotFoundError, UsageError
 from ckstore.results import Info
-from ckstore.verbs.maintenance import Keeping, TrashEntry, keep
+
+if TYPE_CHECKING:
+    from ckstore.ops.trash import TrashEntry
 
 _WORDS = {
     "dropped": "dropped",
@@ -69,7 +72,7 @@ def trash(
              entries, demoted ones become exact again
     purge    deletes what no checkpoint needs; this cannot be undone
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    with keep(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+    with open_existing(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         if action == "ls":
             _list(store, as_json=as_json)
             return
@@ -81,7 +84,7 @@ def trash(
             _purge(store, trash_ids or [], is_asked=not yes, as_json=as_json)
 
 
-def _list(store: Keeping, *, as_json: bool) -> None:
+def _list(store: Store, *, as_json: bool) -> None:
     entries = store.trash()
     if as_json:
         render.print_json({"trash": [_json_of(entry) for entry in entries]})
@@ -106,7 +109,7 @@ def _json_of(entry: TrashEntry) -> dict[str, object]:
     }
 
 
-def _restore(store: Keeping, path: str, trash_ids: list[str], *, as_json: bool) -> None:
+def _restore(store: Store, path: str, trash_ids: list[str], *, as_json: bool) -> None:
     restored = [store.restore_from_trash(trash_id) for trash_id in trash_ids]
     undeleted = [info for each in restored for info in each.undeleted]
     troubles = [trouble for each in restored for trouble in each.troubles]
@@ -136,7 +139,7 @@ def _restore(store: Keeping, path: str, trash_ids: list[str], *, as_json: bool) 
         raise NotFoundError(what, where=str(path), todo="`ckstore trash ls` lists the content of the trash")
 
 
-def _purge(store: Keeping, trash_ids: list[str], *, is_asked: bool, as_json: bool) -> None:
+def _purge(store: Store, trash_ids: list[str], *, is_asked: bool, as_json: bool) -> None:
     if is_asked:
         require_terminal(unchanged="nothing was freed", as_json=as_json)
         confirm("Free it? Deleted checkpoints in it cannot be restored afterwards.", unchanged="nothing was freed")
@@ -162,7 +165,7 @@ def undelete(
     Deleted checkpoints become new entries, which `latest` skips: training never resumes from an old state by surprise.
     Demoted checkpoints become exact again in place. `ckstore trash ls` lists what can be brought back.
     """
-    with keep(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+    with open_existing(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         infos = []
         for ref in refs:
             infos.append(store.undelete(ref))

@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ckstore.clock import Clock
 from ckstore.codec import kernels
 from ckstore.config import Limits, is_name
-from ckstore.errors import CkstoreError, ConflictError, CorruptError, UnsupportedError
+from ckstore.errors import CkstoreError, ConflictError, CorruptError, UnsupportedError, UsageError
 from ckstore.format import paths
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader
 from ckstore.format.header import PREAMBLE_NBYTES, decode_preamble
@@ -38,6 +40,7 @@ from ckstore.format.records import FORMAT_VERSION, StoreRecord, encode_record
 from ckstore.hashing import NO_BASE, ChunkId, PackId, chunk_id_of, new_token
 from ckstore.io.backend import Backend, Distant
 from ckstore.io.buffers import BufferPool
+from ckstore.io.url import backend_for
 from ckstore.ops.pack_copies import PackCopy
 from ckstore.ops.repair_plan import Mend, Pick, RepairPlan, plan_repair
 from ckstore.ops.verify_packs import FrameCheck
@@ -532,3 +535,30 @@ def _ids_of_packs(backend: Backend) -> Iterator[tuple[str, int]]:
                 with contextlib.suppress(CorruptError, FileNotFoundError):
                     found = decode_superheader(backend.read_head(f"{folder}/{file}", SUPERHEADER_NBYTES))
                     yield found.store_id.hex(), FORMAT_VERSION
+
+
+@contextmanager
+def open_copies(sources: Sequence[str | os.PathLike[str] | Backend], store_id: bytes | None) -> Iterator[list[Backend]]:
+    """Open copies of a store, and close them afterwards.
+
+    Args:
+        sources: Folders, URLs or backends. A backend is not closed.
+        store_id: The id that each copy must have; None: any.
+
+    Raises:
+        UsageError: A source is another store.
+    """
+    backends: list[Backend] = []
+    opened: list[Backend] = []
+    try:
+        for source in sources:
+            backend = backend_for(source, allow_shared_folder=True)
+            backends.append(backend)
+            if backend is not source:
+                opened.append(backend)
+            if store_id is not None and bytes.fromhex(read_store_record(backend).store_id) != store_id:
+                raise UsageError("this is another store, and no copy of this one", where=backend.root)
+        yield backends
+    finally:
+        for backend in opened:
+            backend.close()

@@ -11,31 +11,24 @@ Packs in other tiers are read only on request. A pack that is both here and in a
 
 Files that can be lost without harm are not read: ``leases``, ``tmp``, ``trash``, ``reserve``, ``gc.lock``, the contents
 of drop marks, and packs that no manifest names.
-
-After a restore met damage, ``with_recovery_advice`` verifies older checkpoints to suggest one that is readable.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
-from ckstore.codec.frame_decoder import FrameDecoder, decoder_nbytes
 from ckstore.concurrency import run_uninterrupted
 from ckstore.config import Policy, is_name
 from ckstore.errors import BackendError, CkstoreError, CorruptError, NotFoundError, UnsupportedError, UsageError
 from ckstore.format import paths
-from ckstore.format.manifest import Manifest
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, FileRecord, HomeRecord, OwnerRecord, decode_record
 from ckstore.io.backend import Ageing
 from ckstore.io.url import is_bucket_address
 from ckstore.ops.verify_packs import Audit, ChainAudit, FrameCheck, PackAudit
-from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.damage import Damage, Report, Uses, label_of
 from ckstore.store.manifests import Manifests, missing_sentence
-from ckstore.store.refs import load_whole
 from ckstore.store.repository import Repository
 from ckstore.store.tags import Tags
 
@@ -249,85 +242,3 @@ def _check_manifest(manifests: Manifests, name: ManifestName, uses: Uses, report
         return
     report.checkpoint_count += 1
     uses.add(name, manifest)
-
-
-def is_damage(error: CkstoreError) -> bool:
-    """Return whether stored bytes are damaged or unreadable, so that restoring another checkpoint may help."""
-    is_unreadable = isinstance(error, BackendError) and error.facts.get("errno") == errno.EIO
-    return is_unreadable or isinstance(error, CorruptError)
-
-
-def fallback_candidates(repository: Repository, damaged: int | None, error: CkstoreError) -> Iterator[Manifest]:
-    """Yield the checkpoints that ``restore(fallback=True)`` may use, newest first. Only their manifests were checked.
-
-    Args:
-        repository: The store and its run.
-        damaged: The seq of the damaged checkpoint; None: unknown.
-        error: The damage. Checkpoints that need the same frame are left out.
-    """
-    place = (error.facts.get("pack_id"), error.facts.get("offset"))
-    for name in reversed(repository.manifests.listing().names):
-        if name.seq == damaged:
-            continue
-        try:
-            manifest = load_whole(repository, name)
-        except CkstoreError as problem:
-            _log.warning("seq %d (step %d) was skipped: %s", name.seq, name.step, problem)
-            continue
-        is_lost = any(pack.tier == LOST_TIER for pack in manifest.packs)
-        if not (manifest.header.is_archival or is_lost or _needs(manifest, place)):
-            yield manifest
-
-
-def _needs(manifest: Manifest, place: tuple[object, object]) -> bool:
-    pack_id, offset = place
-    packs = [index for index, pack in enumerate(manifest.packs) if pack.pack_id.hex() == pack_id]
-    return any(frame.pack in packs and frame.offset == offset for frame in manifest.frames)
-
-
-def newest_readable(
-    repository: Repository, policy: Policy, damaged: int | None, error: CkstoreError
-) -> ManifestName | None:
-    """Return the newest other checkpoint that can be decoded completely; None if there is none."""
-    chunk_nbytes_max = repository.limits.chunk_nbytes_max
-    for manifest in fallback_candidates(repository, damaged, error):
-        name = manifest.header.name
-        try:
-            report = verify(
-                repository,
-                "decode",
-                [(repository.run, name)],
-                make_check=lambda: FrameDecoder(chunk_nbytes_max).check_frame,
-                check_nbytes=decoder_nbytes(chunk_nbytes_max),
-                policy=policy,
-                is_remote=True,
-            )
-        except CkstoreError as problem:
-            _log.warning("seq %d (step %d) cannot be read either: %s", name.seq, name.step, problem)
-            continue
-        if report.is_clean and report.checkpoint_count:
-            return name
-    return None
-
-
-def with_recovery_advice(
-    repository: Repository, policy: Policy, damaged: int | None, error: CkstoreError
-) -> CkstoreError:
-    """Add advice to the error of a damaged checkpoint: repair, or the newest other one that is readable."""
-    what = "a checkpoint" if damaged is None else f"seq {damaged}"
-    _log.warning("%s is damaged (%s); looking for the newest other checkpoint that is readable", what, error.what)
-    repair = f"run `ckstore repair {repository.backend.root}` to see what can be repaired"
-    try:
-        found = newest_readable(repository, policy, damaged, error)
-    except CkstoreError as problem:
-        return _with_todo(error, f"{repair}; looking for another readable checkpoint failed: {problem.what}")
-    if found is None:
-        return _with_todo(error, f"{repair}; no other checkpoint of run {repository.run} is readable")
-    way = f'the newest other readable checkpoint is step {found.step}: restore("seq:{found.seq}")'
-    is_older = damaged is None or found.seq < damaged
-    by_itself = ", or restore(fallback=True), which does this automatically" if is_older else ""
-    return _with_todo(error, f"{repair}; {way}{by_itself}", whole_step=found.step, whole_seq=found.seq)
-
-
-def _with_todo(error: CkstoreError, todo: str, **facts: object) -> CkstoreError:
-    return type(error)(error.what, where=error.where, todo=todo, **{**error.facts, **facts})

@@ -38,7 +38,7 @@ from ckstore.state.memory import MemorySpan
 from ckstore.state.named_types import has_class
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
 from ckstore.state.standard_types import PLAIN, PLAIN_MIN, Conversion, convert_standard, pack_numbers
-from ckstore.state.tensors import HostStorage, LeafAdapter, TensorLeaf
+from ckstore.state.tensors import HostStorage, LeafAdapter, TensorLeaf, loaded_adapters
 from ckstore.state.values import LONG_TEXT, converter_for, encode_plain, leaf_type_error
 
 LONG_NBYTES_MIN = 64 << 10
@@ -318,6 +318,22 @@ class StateWalker:
                 f"its default factory {items.default_factory!r} is not one of {', '.join(FACTORIES)}",
                 "use one of these, or store a plain dict",
             ) from None
+
+
+def capture_for_commit(state: object) -> Captured:
+    """Capture a state with every loaded tensor library, and wait for device work that still computes it.
+
+    The wait makes the values visible to all threads of the commit, whatever stream they use.
+
+    Raises:
+        LeafTypeError: A leaf cannot be stored.
+    """
+    captured = capture(state, loaded_adapters())
+    if not all(storage.is_host for storage in captured.storages):
+        from ckstore.state.torch_adapter import wait_for_devices
+
+        wait_for_devices(captured.storages)
+    return captured
 
 
 def _sparse_views(walk: StateWalker, tensors: list[TensorSpec], storages: list[HostStorage]) -> Iterator[str]:

@@ -84,6 +84,28 @@ class Tiers:
             )
         return tiers[tier]
 
+    def choose(self, address: str | None, tier: str | None) -> str:
+        """Return the address that a caller means: the given one, that of a named tier, or that of the only tier.
+
+        Raises:
+            NotFoundError: No tier is configured, or none has this name.
+            UsageError: There are several tiers, and none was named.
+        """
+        if address is not None:
+            return address
+        if tier is not None:
+            return self.address_of(tier)
+        addresses = self.addresses()
+        if len(addresses) == 1:
+            return next(iter(addresses.values()))
+        if addresses:
+            raise UsageError(
+                "there are several tiers",
+                where=", ".join(addresses),
+                todo="name one, or an address; `ckstore push --forget` removes one that is not wanted",
+            )
+        raise NotFoundError("no tier is configured", where=self._backend.root, todo="name a bucket: s3://bucket/prefix")
+
     def name_at(self, place: str) -> str | None:
         """Return the name of the tier at a place, as ``Backend.root`` says it; None where it has none."""
         return _name_of(place, read_config(self._backend).tiers, None)

@@ -10,6 +10,7 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
+from ckstore.api import open_existing
 from ckstore.cli.main import run
 from ckstore.errors import CkstoreError, ConflictError, UsageError
 from ckstore.format import paths
@@ -17,7 +18,6 @@ from ckstore.io.url import backend_for
 from ckstore.ops.gc import collect
 from ckstore.store import pending_deletes
 from ckstore.store.pending_deletes import deletion_lists
-from ckstore.verbs.maintenance import keep
 
 LAST_ONE = ckstore.Retention(keep_last=1)
 
@@ -55,7 +55,7 @@ def test_rules_drop_checkpoints_and_their_packs_go_with_the_trash(store, address
     assert (report.freed_nbytes, len(packs_at(address))) == (0, 3)
     assert report.later_nbytes == planned.later_nbytes > 100_000
     assert_restores(store, 3)
-    with keep(address) as keeping:
+    with open_existing(address) as keeping:
         assert keeping.undelete(1).is_archival
     assert_restores(store, 1, 3)
     freed = store.gc(now=True)
@@ -89,7 +89,7 @@ def test_garbage_is_left_alone_until_it_is_old(store, address):
 def test_purge_frees_what_was_dropped(store, address):
     store.delete(2)
     store.delete(3)
-    with keep(address) as keeping:
+    with open_existing(address) as keeping:
         entries = keeping.trash()
         assert [len(entry.manifests) for entry in entries] == [1, 1]
         keeping.purge(entries[0].trash_id)
@@ -267,7 +267,7 @@ def test_collection_beside_commits_of_the_run_goes_on(store, address, monkeypatc
 def test_writer_that_published_before_the_look_keeps_its_pack(store, address, monkeypatch):
     """An undelete publishes after the list was written: the collector finds the pack named."""
     store.delete(2)
-    with keep(address) as keeping:
+    with open_existing(address) as keeping:
         (entry,) = keeping.trash()
     manifest = repository_of(store).trash.read_folder(entry.trash_id).manifests[0]
     content = repository_of(store).backend.read_bytes(manifest.path, nbytes_max=1 << 30)
@@ -289,7 +289,7 @@ def test_writer_that_published_before_the_look_keeps_its_pack(store, address, mo
 def test_writer_that_publishes_after_the_look_withdraws(store, address, monkeypatch, quiet_log):
     """An undelete comes between the collector's look and its removal: it finds the list, and gives up."""
     store.delete(2)
-    with keep(address) as keeping:
+    with open_existing(address) as keeping:
         (entry,) = keeping.trash()
         kept = repository_of(store).trash.read_folder(entry.trash_id).manifests[0]
     content = repository_of(store).backend.read_bytes(kept.path, nbytes_max=1 << 30)
@@ -298,7 +298,7 @@ def test_writer_that_publishes_after_the_look_withdraws(store, address, monkeypa
     def undeletes_first(backend, clock, packs):
         there = backend_for(address)
         there.create(kept.path, content, sync=True)
-        with keep(address) as keeping, pytest.raises(CkstoreError) as caught:
+        with open_existing(address) as keeping, pytest.raises(CkstoreError) as caught:
             keeping.undelete(2)
         refused.append(caught.value)
         there.unlink(kept.path)

@@ -52,6 +52,15 @@ def span_seconds(span: str | float) -> float:
     return seconds
 
 
+def seconds_of(span: str | float) -> float:
+    """Return the seconds of a span as ``span_seconds`` does, which may also be 0.
+
+    Raises:
+        UsageError: It is not a span of time.
+    """
+    return 0.0 if span in (0, "0") else span_seconds(span)
+
+
 def span_words(seconds: float) -> str:
     """Return a span in words: ``7d``, ``1d12h``, ``90.5s``."""
     if seconds != int(seconds):

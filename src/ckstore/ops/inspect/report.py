@@ -26,14 +26,15 @@ from ckstore.format.manifest import Manifest
 from ckstore.format.paths import ManifestName
 from ckstore.format.tree import TensorNode, leaves_of
 from ckstore.hashing import PackId
+from ckstore.ops.gc.run import GcLimits, GcReport, collect_store
 from ckstore.ops.inspect.stats import group_of
+from ckstore.ops.stored_policies import stored_policy
 from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.damage import lost_tensors
 from ckstore.store.listing import Entry, log_of_run
 from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
-    from ckstore.ops.gc.run import GcReport
     from ckstore.results import Info
 
 
@@ -268,3 +269,15 @@ def _source(content: str) -> str:
 
 def _read(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text("utf-8")
+
+
+def report_page(repository: Repository, on_progress: Callable[[int, int], None] | None) -> str:
+    """Return the report on a store as an HTML page; see ``Store.report``."""
+    gc: GcReport | None = None
+    problem = ""
+    try:
+        gc = collect_store(repository, stored_policy(repository), runs=None, limits=GcLimits(), dry_run=True)
+    except CkstoreError as error:
+        # The plan of a collection is only one section of the page.
+        problem = str(error)
+    return page_of(gather(repository, gc, problem, on_progress))

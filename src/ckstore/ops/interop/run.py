@@ -289,6 +289,18 @@ class ImportRequest:
     exclude: Sequence[str] = ()
     skip_leaf: Sequence[str] = ()
 
+    @classmethod
+    def of(
+        cls,
+        source: str | os.PathLike[str],
+        step: int | None,
+        numbered: bool,
+        exclude: Sequence[str],
+        skip_leaf: Sequence[str],
+    ) -> ImportRequest:
+        """Make it from the arguments of ``Store.import_from``."""
+        return cls(Path(source), step, numbered, tuple(exclude), tuple(skip_leaf))
+
 
 @dataclass(slots=True)
 class _PlannedImport:
