@@ -1,43 +1,19 @@
-"""Something that happens once, waited for by threads that Ctrl-C may interrupt.
+"""Threads that stay correct when Ctrl-C (KeyboardInterrupt) is raised at any moment, and logging that never blocks.
 
-``threading.Event`` is made of Python code: a signal whose handler raises right after its lock was taken, before the
-``with`` around it has begun, leaves that lock locked. Whoever sets the event then waits for it for ever, and so does
-whoever waits for the event. Of waits that a signal comes to as they begin it happens to some in a thousand
-(``tests/unit/test_latch.py`` counts them).
+The classes of ``threading`` and ``concurrent.futures`` take locks in Python code. A KeyboardInterrupt between taking
+such a lock and entering its ``with`` block leaves it locked, and every thread that needs it waits forever. This happens
+to about one in a thousand interrupted waits (``tests/unit/test_latch.py`` counts them). The tools here use only locks
+that belong to one waiting thread, and queues that are implemented in C.
 
-Invariants:
-- No lock is held but by somebody who waits, and that one is his own: nobody ever waits for one that was left locked.
-- Whoever is interrupted leaves nothing that keeps others waiting: if it was in ``set``, they look by themselves.
-
-Run one step on many chunks in parallel, with turns in the order of the plan; let Ctrl-C interrupt none halfway.
-
-The threads take chunks in ascending order, so the lowest chunk not yet done is always being worked on
-and a thread that waits for its turn never waits for one that has not begun.
-
-Threads that ask many things at the same time, for a caller whom Ctrl-C may interrupt at any moment.
-
-The futures of ``concurrent.futures`` wait by conditions, whose locks Python code takes: Ctrl-C can leave one locked,
-and a thread that has an answer then waits for ever, and who waits for that thread. Here all pass through queues made
-in C, of which Ctrl-C leaves nothing behind.
-
-Invariants:
-- Nothing that was sent runs any more when ``close`` returns, and what had not begun by then never runs.
-- Answers come in the order of what was asked, and so many at most wait to be taken.
-
-Log from where an exception, or a wait, would keep others waiting.
-
-Filters and handlers are the user's, and Python lets what they raise through to whoever logs. And each handler has a
-lock that Python code takes: Ctrl-C in the middle of a trainer's own ``log.info`` can leave it with the main thread for
-ever (``tests/unit/test_logs.py`` counts how often), and every other thread that logs by that handler then waits for
-ever.
-On the threads that copy a state, or hear of a saver's end, either would leave somebody waiting who needs them.
-
-So all threads but the main one have a thread of its own say what they have to say, and wait a little for it at most.
-
-Invariants:
-- ``tell`` raises nothing, and of a thread other than the main one it takes no longer than ``LOG_WAIT_SECONDS``; but
-  where no thread can be started it is said by whoever tells it, however long that takes.
-- What is said is said in the order in which it was told; what waits to be said is bounded.
+- ``Latch``: a one-shot event.
+- ``run_in_turns``: run one step on many chunks in parallel, with turns in the order of the plan. Threads take chunks in
+  ascending order. So the lowest unfinished chunk is always being processed, and a thread that waits for its turn never
+  waits for a chunk that has not begun.
+- ``run_uninterrupted``: run a step on another thread, so that Ctrl-C never interrupts it halfway.
+- ``Pool`` and ``map_in_threads``: many calls at a time, with results in the order of the items.
+- ``log_safely``: log from a thread that others wait for. A log handler belongs to the user: it may raise, and Ctrl-C
+  during the trainer's own ``log.info`` may leave its lock locked (``tests/unit/test_logs.py`` counts how often). So all
+  threads except the main one pass their records to a logging thread, and wait for it only briefly.
 """
 
 from __future__ import annotations
@@ -59,11 +35,15 @@ from typing import Generic, TypeVar
 from ckstore.clock import SYSTEM_CLOCK
 
 WAKE_SECONDS = 1.0
-"""Between two looks of who waits, in case that whoever has set it was interrupted before all were woken."""
+"""How often a waiting thread checks the event itself, in case ``set`` was interrupted before it woke all threads."""
 
 
 class Latch:
-    """Is set once, and stays so."""
+    """A one-shot event. Thread-safe, and safe under KeyboardInterrupt in ``set`` and ``wait``.
+
+    Each waiting thread uses a lock of its own, so no thread can wait for a lock that an interruption left locked. If
+    ``set`` is interrupted, the waiting threads notice the event by themselves.
+    """
 
     __slots__ = ("_is_set", "_waiting")
 
@@ -72,42 +52,42 @@ class Latch:
         self._waiting: list[threading.Lock] = []
 
     def is_set(self) -> bool:
-        """Return whether it has happened."""
+        """Return whether the event is set."""
         return self._is_set
 
     @property
     def waiting_count(self) -> int:
-        """How many threads wait for it."""
+        """How many threads are waiting."""
         return len(self._waiting)
 
     def set(self) -> None:
-        """Wake all who wait, and let pass who comes later; never waits."""
+        """Set the event and wake all waiting threads. Never waits."""
         self._is_set = True
-        # Whoever is not in the list by now sees that it has happened. Two may be setting it at a time.
+        # A thread that is not in the list yet will see the flag. Two threads may be in this loop at a time.
         with contextlib.suppress(IndexError):
             while True:
                 self._waiting.pop().release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it happens.
+        """Wait until the event is set.
 
         Args:
-            timeout: Seconds; None: as long as it takes.
+            timeout: Seconds. None: no limit.
 
         Returns:
-            Whether it has happened.
+            Whether the event is set.
         """
         if not self._is_set:
-            mine = threading.Lock()
-            mine.acquire()
-            # Not before: it may be set before this one is in the list.
-            self._waiting.append(mine)
+            own_lock = threading.Lock()
+            own_lock.acquire()
+            # Append before the check below: ``set`` may be called at any moment.
+            self._waiting.append(own_lock)
             end = math.inf if timeout is None else SYSTEM_CLOCK.monotonic() + timeout
             while not self._is_set and (left := end - SYSTEM_CLOCK.monotonic()) > 0:
-                mine.acquire(timeout=min(WAKE_SECONDS, left))
-            # Whoever is woken is not in it any more.
+                own_lock.acquire(timeout=min(WAKE_SECONDS, left))
+            # ``set`` has already removed the locks of the threads that it woke.
             with contextlib.suppress(ValueError):
-                self._waiting.remove(mine)
+                self._waiting.remove(own_lock)
         return self._is_set
 
 
@@ -118,7 +98,7 @@ Step = Callable[[int, int], None]
 
 
 TURN_SECONDS = 0.004
-"""How often a thread that may not begin looks whether it may by now."""
+"""How often a thread that may not begin checks again."""
 
 
 def noop(*_: object) -> None:
@@ -128,25 +108,25 @@ def noop(*_: object) -> None:
 class ThreadLimit:
     """How many threads may begin chunks at present.
 
-    It is set and read without a lock: whoever sets it must never wait for a thread that has no processor.
+    Set and read without a lock, so that the thread that sets it never waits for a suspended thread.
     """
 
     def __init__(self) -> None:
         self.maximum: int | None = None
-        """None: all threads may begin. The first one always may."""
+        """None: no limit. The first thread may always begin."""
 
     def allows(self, thread_index: int) -> bool:
         """Whether the thread of this index may begin a chunk."""
-        most = self.maximum
-        return most is None or thread_index < max(1, most)
+        maximum = self.maximum
+        return maximum is None or thread_index < max(1, maximum)
 
 
 class Stopped(Exception):
-    """Raised in a thread that waits for its turn after another one failed."""
+    """Raised in a thread that waits for its turn, after another thread failed."""
 
 
 class Turns:
-    """Lets chunk ``i`` pass after chunk ``i - 1``."""
+    """Lets chunk ``i`` pass after chunk ``i - 1``. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -160,21 +140,21 @@ class Turns:
             self._changed.wait_for(lambda: self._is_stopped or self._next == index)
             if self._is_stopped:
                 raise Stopped
-        # Outside the condition's lock: what happens in a turn may itself wait, for a free buffer say.
+        # Not under the lock: the caller may wait during its turn, for example for a free buffer.
         yield
         with self._changed:
             self._next = index + 1
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Wake everybody who waits; they raise ``Stopped``."""
+        """Wake all waiting threads, which raise ``Stopped``."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
 
 class _Indices:
-    """Hands out indices in ascending order, to threads that may begin."""
+    """Distributes indices in ascending order to threads that may begin. Thread-safe."""
 
     def __init__(self, count: int, may_begin: Callable[[int], bool]) -> None:
         self._rest = iter(range(count))
@@ -183,8 +163,8 @@ class _Indices:
         self._is_over = Latch()
 
     def next_for(self, thread_index: int) -> int | None:
-        """Return the next index, waiting until the thread may begin with it; None: there is none, or all is over."""
-        # Never waits between an index and its turn: others wait for that.
+        """Return the next index when the thread may begin, or None if no index is left or ``end`` was called."""
+        # Wait before taking an index: the other threads wait for the turn of every index that was taken.
         while not self._may_begin(thread_index):
             if self._is_over.wait(TURN_SECONDS):
                 return None
@@ -195,7 +175,7 @@ class _Indices:
         return index
 
     def end(self) -> None:
-        """Hand out no more."""
+        """Distribute no more indices."""
         self._is_over.set()
 
 
@@ -203,19 +183,19 @@ def start_thread(thread: threading.Thread) -> None:
     """Start a thread.
 
     Raises:
-        RuntimeError: There is no room for one. Python's own wait for a thread to begin may make such an error of Ctrl-C
-            as well; that is raised as what it was.
+        RuntimeError: The system cannot start a thread. Python also raises RuntimeError if Ctrl-C interrupts its wait
+            for the new thread; then the original exception is raised instead.
     """
     handled = sys.exc_info()[1]
     try:
         thread.start()
     except RuntimeError as error:
-        # What the caller is dealing with is the context of whatever is raised here, and no Ctrl-C.
+        # The context is the interruption, unless it is an exception that the caller was already handling.
         if error.__context__ is not handled and error.__context__ is not None:
             raise error.__context__ from None
         raise
     finally:
-        # It would keep this frame, and this frame would keep it.
+        # Break the reference cycle between this frame and the exception.
         del handled
 
 
@@ -228,19 +208,21 @@ def run_in_turns(
     on_failure: Callable[[], None],
     may_begin: Callable[[int], bool] = lambda _: True,
 ) -> None:
-    """Run ``step`` for every index below ``count``; raise the first failure once every thread has ended.
+    """Run ``step`` for every index below ``count``. Raise the first failure after every thread has ended.
 
     Args:
-        count: How many indices there are.
-        thread_count: Threads to start, at most.
+        count: Number of indices.
+        thread_count: Number of threads, at most.
         step: Called for each index.
-        turns: In which order those who ask for a turn get it.
-        on_failure: Called once, when a step fails or the caller is interrupted; wakes who waits, but not for a turn.
-        may_begin: Whether the thread of an index may begin a step now, asked again and again; that of 0 soon may.
+        turns: The turns that the steps wait for.
+        on_failure: Called once when a step fails or the caller is interrupted. Must wake steps that wait for anything
+            except a turn.
+        may_begin: Whether the thread of an index may begin a step now. Called repeatedly. Must be true soon for 0.
     """
     indices = _Indices(count, may_begin)
     failures: list[BaseException] = []
-    ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # Not a semaphore, for what latch.py says of events.
+    # A queue and not a semaphore, whose lock an interruption could leave locked.
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def stop(error: BaseException) -> None:
         failures.append(error)
@@ -266,7 +248,7 @@ def run_in_turns(
     try:
         for thread in threads:
             start_thread(thread)
-        # The caller only waits, so that Ctrl-C is raised here and never in the middle of a step.
+        # The caller only waits, so Ctrl-C is raised here and never within a step.
         for _ in threads:
             ended.get()
     except BaseException as error:
@@ -274,16 +256,17 @@ def run_in_turns(
         raise
     finally:
         for thread in threads:
-            if thread.is_alive():  # One that Ctrl-C has kept from beginning cannot be joined.
+            # An interrupted start leaves a thread that cannot be joined.
+            if thread.is_alive():
                 thread.join()
     if failures:
-        # Out of the list: an error that this frame has keeps the frame, and it all that its callers have.
+        # Popped: an exception in a local variable would keep this frame and those of its callers alive.
         raise failures.pop(0)
 
 
 def call_on_new_thread(work: Callable[[], None]) -> None:
-    """Call ``work`` on a new thread: how ``run_uninterrupted`` does it unless it is told otherwise."""
-    start_thread(threading.Thread(target=work, name="ckstore-aside", daemon=True))
+    """Call ``work`` on a new thread. The default of ``run_uninterrupted``."""
+    start_thread(threading.Thread(target=work, name="ckstore-uninterrupted", daemon=True))
 
 
 def run_uninterrupted(
@@ -292,21 +275,22 @@ def run_uninterrupted(
     on_interrupt: Callable[[BaseException], None],
     start: Callable[[Callable[[], None]], None] | None = None,
 ) -> Result:
-    """Run ``step`` on another thread, so that Ctrl-C is raised in a caller who waits and never halfway through it.
+    """Run ``step`` on another thread and wait, so that Ctrl-C is raised in the caller and never within the step.
 
     Args:
-        step: What to run; whatever it raises is raised here.
-        on_interrupt: Called with what interrupted the caller, to make the step end soon; it is waited for.
-        start: Lets another thread call what it is given, which never raises; None: ``call_on_new_thread``.
+        step: The function to run. Its exceptions are raised here.
+        on_interrupt: Called with the exception that interrupted the caller, to end the step soon. The step is then
+            waited for.
+        start: Has another thread call its argument, which never raises. None: ``call_on_new_thread``.
     """
     results: list[Result] = []
     failures: list[BaseException] = []
     ended = Latch()
-    # Who takes it first decides whether the step runs: the thread, or whatever interrupts the caller while it starts.
-    chance = threading.Lock()
+    # The first to take it decides whether the step runs: the thread, or an interruption while the thread is started.
+    decision = threading.Lock()
 
     def work() -> None:
-        if not chance.acquire(blocking=False):
+        if not decision.acquire(blocking=False):
             return
         try:
             results.append(step())
@@ -319,7 +303,7 @@ def run_uninterrupted(
         (start or call_on_new_thread)(work)
         ended.wait()
     except BaseException as error:
-        if not chance.acquire(blocking=False):
+        if not decision.acquire(blocking=False):
             on_interrupt(error)
             _wait_in_any_case(ended)
         raise
@@ -329,7 +313,7 @@ def run_uninterrupted(
 
 
 def _wait_in_any_case(event: Latch) -> None:
-    """Wait for what comes soon; whoever interrupts the wait has interrupted the caller before, and is told by that."""
+    """Wait for an event that will be set soon. Further interruptions are ignored, since one is already being raised."""
     while not event.is_set():
         with contextlib.suppress(BaseException):
             event.wait()
@@ -339,15 +323,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _AHEAD = 2
-"""Answers that wait to be taken, for each question that is under way: they bound the memory."""
+"""Results per running call that may wait to be taken. Limits the memory."""
 
 
 class Pool:
-    """Threads that call what they are sent; they start as they are needed.
+    """Threads that call functions. They are started when needed.
+
+    When ``close`` returns, no function is running, and those that had not begun never run.
 
     Args:
-        count_max: How many at most.
-        name: What they are called, before their numbers.
+        count_max: Number of threads, at most.
+        name: Prefix of the thread names.
     """
 
     def __init__(self, count_max: int, name: str) -> None:
@@ -358,15 +344,15 @@ class Pool:
         self._is_over = Latch()
 
     def send(self, call: Callable[[], object]) -> None:
-        """Let one thread call this; it must not raise.
+        """Have a thread call a function, which must not raise.
 
         Raises:
-            RuntimeError: No thread can be started, and there is none.
+            RuntimeError: No thread can be started, and there is none yet.
         """
         if len(self._threads) < self._count_max:
             name = f"{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=_serve, args=(self._work, self._is_over), name=name, daemon=True)
-            # Before it starts: Ctrl-C must not leave one that nobody waits for.
+            # Recorded before it starts, so that an interruption leaves no unknown thread.
             self._threads.append(thread)
             try:
                 start_thread(thread)
@@ -377,10 +363,11 @@ class Pool:
         self._work.put(call)
 
     def close(self) -> None:
-        """Wait for what has begun, and drop what has not."""
+        """Wait for the calls that have begun, and drop the others."""
         self._end()
         for thread in self._threads:
-            if thread.is_alive():  # One that Ctrl-C has kept from beginning cannot be joined.
+            # An interrupted start leaves a thread that cannot be joined.
+            if thread.is_alive():
                 thread.join()
 
     def _end(self) -> None:
@@ -388,172 +375,176 @@ class Pool:
         self._work.put(None)
 
     def __del__(self) -> None:
-        # Ctrl-C may have come before ``close`` could do it.
+        # For a caller that was interrupted before it called ``close``.
         self._end()
 
 
 def _serve(work: SimpleQueue[Callable[[], object] | None], is_over: Latch) -> None:
     while (call := work.get()) is not None and not is_over.is_set():
         call()
-        # Nothing of it is kept alive while the thread sleeps.
+        # A sleeping thread must not keep the data of a call alive.
         del call
-    # For the next one.
+    # For the next thread.
     work.put(None)
 
 
 def map_in_threads(
-    ask: Callable[[T], R],
+    call: Callable[[T], R],
     items: Iterable[T],
     *,
     count_max: int,
     name: str,
     on_stop: Callable[[], object] = lambda: None,
 ) -> Iterator[R]:
-    """Yield what is answered for each item, in their order.
+    """Yield the result of each call, in the order of the items.
 
-    The first exception ends it. Whoever stops taking answers waits for those that are under way, and for no others.
+    The first exception ends the iteration. If the caller stops early, calls that have begun are waited for, and the
+    others never run.
 
     Args:
-        ask: Asked on other threads, about several items at a time.
-        items: What to ask about; taken as there is room.
-        count_max: How many are under way at the same time.
-        name: What the threads are called.
-        on_stop: Called when not all are asked or answered, or one failed, before those under way are waited for.
+        call: Called on other threads, for several items at a time.
+        items: The items. Taken from the iterable as results are taken.
+        count_max: Number of calls at a time, at most.
+        name: Prefix of the thread names.
+        on_stop: Called if the iteration ends early, before running calls are waited for.
     """
-    asked, source = _Asked(ask, Pool(count_max, name)), enumerate(items)
+    calls, source = _Calls(call, Pool(count_max, name)), enumerate(items)
     try:
         for number, item in islice(source, _AHEAD * count_max):
-            asked.send(number, item)
-        while asked.taken < asked.sent:
-            answer = asked.next_answer()
+            calls.send(number, item)
+        while calls.taken < calls.sent:
+            result = calls.next_result()
             for number, item in islice(source, 1):
-                asked.send(number, item)
-            yield answer
+                calls.send(number, item)
+            yield result
     except BaseException:
         on_stop()
         raise
     finally:
-        asked.pool.close()
+        calls.pool.close()
 
 
-class _Asked(Generic[T, R]):
-    """What was asked, and the answers that nobody has taken yet."""
+class _Calls(Generic[T, R]):
+    """Calls that were sent to a pool, and results that were not taken yet."""
 
-    def __init__(self, ask: Callable[[T], R], pool: Pool) -> None:
+    def __init__(self, call: Callable[[T], R], pool: Pool) -> None:
         self.pool = pool
         self.sent = self.taken = 0
-        self._ask = ask
-        self._told: SimpleQueue[tuple[int, tuple[R | None, BaseException | None]]] = SimpleQueue()
+        self._call = call
+        self._results: SimpleQueue[tuple[int, tuple[R | None, BaseException | None]]] = SimpleQueue()
         self._waiting: dict[int, tuple[R | None, BaseException | None]] = {}
 
     def send(self, number: int, item: T) -> None:
-        """Ask about an item, which is the next one."""
-        ask, told = self._ask, self._told
+        """Call the function for the next item."""
+        call, results = self._call, self._results
 
-        def call() -> None:
+        def work() -> None:
             try:
-                told.put((number, (ask(item), None)))
+                results.put((number, (call(item), None)))
             except BaseException as error:
-                told.put((number, (None, error)))
+                results.put((number, (None, error)))
 
-        self.pool.send(call)
+        self.pool.send(work)
         self.sent = number + 1
 
-    def next_answer(self) -> R:
-        """Return the next one in order, or raise what was raised instead."""
+    def next_result(self) -> R:
+        """Return the next result in order, or raise the exception of its call."""
         while self.taken not in self._waiting:
-            self._waiting.update([self._told.get()])
-        answer, error = self._waiting.pop(self.taken)
+            self._waiting.update([self._results.get()])
+        result, error = self._waiting.pop(self.taken)
         self.taken += 1
         if error is not None:
             try:
                 raise error
             finally:
-                # It would keep this frame, and this frame would keep it.
+                # Break the reference cycle between this frame and the exception.
                 del error
-        return answer  # type: ignore[return-value]  # R may be None itself
+        return result  # type: ignore[return-value]  # R may be None itself
 
 
 LOG_WAIT_SECONDS = 1.0
-"""How long who tells something waits until it is said: what a thread logs before it acts is usually read before."""
+"""How long a thread waits for its record to be logged. So a record is usually logged before the thread goes on."""
 
 QUEUED_LOG_RECORDS_MAX = 1000
-"""What may wait to be said while a handler keeps everybody waiting; what comes after it is dropped."""
+"""Records that may wait while a handler blocks. Further ones are dropped."""
 
 
 def log_safely(log: logging.Logger, level: int, text: str, *facts: object, exc_info: bool = False) -> None:
-    """Log what a thread has to say that others wait for; what a filter or handler raises cannot be told, and is not.
+    """Log a record from a thread that others wait for. Exceptions of filters and handlers are dropped.
+
+    On the main thread, or if no logging thread can be started, the record is logged directly. On any other thread this
+    returns after at most ``LOG_WAIT_SECONDS``. Records keep their order.
 
     Args:
-        log: Where to.
-        level: One of those of ``logging``.
-        text: What to say, with a place for each fact as ``logging`` has them.
-        facts: What the places stand for.
-        exc_info: Whether to say what exception is being handled.
+        log: The logger.
+        level: One of the levels of ``logging``.
+        text: The message, with placeholders as in ``logging``.
+        facts: Values of the placeholders.
+        exc_info: Whether to add the exception that is being handled.
     """
     failure = sys.exc_info() if exc_info else None
     frame, thread = sys._getframe(1), threading.current_thread()
     where = frame.f_code.co_filename, frame.f_lineno
     function = frame.f_code.co_name
 
-    def say() -> None:
+    def emit() -> None:
         if log.isEnabledFor(level):
             record = log.makeRecord(log.name, level, *where, text, facts, failure, function)
-            # Who says it, not who passes it on.
+            # Name the thread that logs, not the logging thread.
             record.thread, record.threadName = thread.ident, thread.name
             log.handle(record)
 
-    if thread is threading.main_thread() or not _speaker.has_said(say):
-        # Nobody else can; and the main thread never waits for a lock that it was left with itself.
+    if thread is threading.main_thread() or not _logging_thread.has_taken(emit):
+        # The main thread cannot wait for a lock that it left locked itself: the locks of handlers are reentrant.
         with contextlib.suppress(Exception):
-            say()
+            emit()
 
 
-class _Speaker:
-    """Says what others tell it, one after another, on a thread that is there while there is something to say."""
+class _LoggingThread:
+    """Emits the records of other threads, in order, on a thread that runs while there are any."""
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Begin anew, in a forked child too: it has no thread, and perhaps a lock that nobody releases."""
-        # Entered by threads that no signal interrupts, and for no longer than a thread takes to start.
+    def reset(self) -> None:
+        """Forget everything. In a forked child the thread does not exist, and the lock may be held forever."""
+        # Held only by threads that no signal interrupts, and no longer than a thread takes to start.
         self._changing = threading.Lock()
-        self._unsaid: deque[tuple[Callable[[], None], Latch]] = deque()
-        self._is_speaking = False
+        self._queue: deque[tuple[Callable[[], None], Latch]] = deque()
+        self._is_running = False
         self._is_stuck = False
 
-    def has_said(self, say: Callable[[], None]) -> bool:
-        """Have it said, and wait a little for it; False: no thread can be started for it."""
-        said = Latch()
+    def has_taken(self, emit: Callable[[], None]) -> bool:
+        """Queue a record and wait briefly until it is emitted. Return False if no thread can be started."""
+        emitted = Latch()
         with self._changing:
-            if len(self._unsaid) == QUEUED_LOG_RECORDS_MAX:
+            if len(self._queue) == QUEUED_LOG_RECORDS_MAX:
                 return True
-            self._unsaid.append((say, said))
-            if not self._is_speaking:
+            self._queue.append((emit, emitted))
+            if not self._is_running:
                 try:
-                    threading.Thread(target=self._speak, name="ckstore-logs", daemon=True).start()
+                    threading.Thread(target=self._run, name="ckstore-logs", daemon=True).start()
                 except RuntimeError:
-                    self._unsaid.pop()
+                    self._queue.pop()
                     return False
-                self._is_speaking = True
-        # Whoever waited in vain has waited for all who come after him, until something is said again.
-        if not self._is_stuck and not said.wait(LOG_WAIT_SECONDS):
+                self._is_running = True
+        # After one wait has timed out, no thread waits until a record is emitted again.
+        if not self._is_stuck and not emitted.wait(LOG_WAIT_SECONDS):
             self._is_stuck = True
         return True
 
-    def _speak(self) -> None:
+    def _run(self) -> None:
         while True:
             with self._changing:
-                if not self._unsaid:
-                    self._is_speaking = False
+                if not self._queue:
+                    self._is_running = False
                     return
-                say, said = self._unsaid.popleft()
+                emit, emitted = self._queue.popleft()
             with contextlib.suppress(BaseException):
-                say()
+                emit()
             self._is_stuck = False
-            said.set()
+            emitted.set()
 
 
-_speaker = _Speaker()
-os.register_at_fork(after_in_child=_speaker.begin)
+_logging_thread = _LoggingThread()
+os.register_at_fork(after_in_child=_logging_thread.reset)

@@ -1,17 +1,14 @@
-"""What a forked child must let go of, because it is its parent's: descriptors, memory, ears for signals.
+"""Processes: what forked children must close, how child processes are started, and whether a process is running.
 
-How the processes that this one starts for itself are begun: with the same modules, and out of reach of job signals.
+Child processes are started with the same modules, and with job signals blocked. A scheduler sends signals to every
+process of a job: a warning before the time limit (SIGUSR1, SIGUSR2, SIGXCPU), the end of a session (SIGHUP), a
+cancellation (SIGTERM). Only the trainer reacts to them. A child finishes its work, and ends when that is done or when
+its parent has ended.
 
-A scheduler sends its signals to every process of a job: a warning before the time limit (SIGUSR1, SIGUSR2, SIGXCPU),
-the end of a session (SIGHUP), a cancellation (SIGTERM). What they mean is the trainer's affair. A child has work to
-finish, and ends by itself when that is done, or when its parent is gone.
-
-Whether a process still runs, judged by what it wrote down about itself.
-
-The kernel is asked by pidfd and signal 0, which know the pids of this process's own namespace. What /proc says counts
-only where it is the /proc of this pid namespace: nested containers and sandboxes often keep another one's, in which
-other processes have the same numbers. A process that another boot or pid namespace started cannot be judged here at
-all: two machines of one image may share their host name and their machine id, so neither proves a reboot.
+A process is identified by boot, pid namespace, pid and start time. The kernel is asked by pidfd and signal 0, which use
+this process's pid namespace. /proc is used only if it shows the same namespace: in nested containers and sandboxes it
+may show another one, where other processes have the same numbers. Processes of another boot or namespace cannot be
+checked at all. Two machines of one image may share host name and machine id, so neither proves a reboot.
 """
 
 from __future__ import annotations
@@ -33,33 +30,33 @@ from ckstore.hashing import new_token
 
 
 class InheritedResource(Protocol):
-    """Something that a process made, and a child of it finds in its memory."""
+    """A resource of this process that a forked child must not keep."""
 
     def close_in_child(self) -> None:
-        """Let go of it, in a forked child; locks may be held there by threads that are not, so none is taken."""
+        """Release it in a forked child. Takes no lock, because the thread that holds it does not exist there."""
         ...
 
 
 _inherited: weakref.WeakSet[InheritedResource] = weakref.WeakSet()
 
 
-def close_in_children(thing: InheritedResource) -> None:
-    """Have every child that is forked from now on let go of something, for as long as it is not collected."""
-    _inherited.add(thing)
+def close_in_children(resource: InheritedResource) -> None:
+    """Call ``resource.close_in_child`` in every child that is forked from now on. Does not keep the resource alive."""
+    _inherited.add(resource)
 
 
-def keep_in_children(thing: InheritedResource) -> None:
-    """Take that back: there is nothing left to let go of."""
-    _inherited.discard(thing)
+def keep_in_children(resource: InheritedResource) -> None:
+    """Undo ``close_in_children``, because there is nothing left to close."""
+    _inherited.discard(resource)
 
 
 def _close_in_child() -> None:
-    for thing in list(_inherited):
+    for resource in list(_inherited):
         try:
-            thing.close_in_child()
+            resource.close_in_child()
         except Exception as error:
-            # What one cannot let go of must not keep the others; no log, whose locks may be held by nobody here.
-            sys.stderr.write(f"ckstore: a forked child could not let go of a {type(thing).__name__}: {error}\n")
+            # Go on with the others. Not logged, because a log handler's lock may be held forever in a forked child.
+            sys.stderr.write(f"ckstore: a forked child could not close a {type(resource).__name__}: {error}\n")
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -73,10 +70,10 @@ _FAULTS = {
     signal.SIGSYS,
     signal.SIGTRAP,
 }
-"""What a process does wrong by itself: it cannot go on."""
+"""Signals of faults of the process itself, after which it cannot continue."""
 
 _NEVER_HELD = {signal.SIGKILL, signal.SIGSTOP}
-"""Neither can be blocked."""
+"""Signals that cannot be blocked."""
 
 _HARMLESS = {
     signal.SIGCHLD,
@@ -87,51 +84,52 @@ _HARMLESS = {
     signal.SIGURG,
     signal.SIGWINCH,
 }
-"""What ends no process: it does nothing, or stops and continues it."""
+"""Signals that do not end a process by default."""
 
 JOB_SIGNALS = frozenset(signal.valid_signals()) - _FAULTS - _NEVER_HELD - _HARMLESS
-"""Every signal that is sent from outside and would end a process that does not handle it, real-time ones included."""
+"""Signals from outside that end a process which does not handle them, real-time signals included."""
 
 
 def child_environment() -> dict[str, str]:
-    """Return an environment in which the same modules are found as here, wherever the process is started."""
+    """Return an environment in which a child finds the same modules, wherever it is started."""
     package = str(Path(__file__).parents[1])
     found = module_search_path()
-    # numpy's threads would cost memory, and do nothing there.
+    # Threads of numpy's libraries would take memory without any use.
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = os.pathsep.join(found if package in found else [package, *found])
     return {**os.environ, "PYTHONPATH": path, **single}
 
 
 def module_search_path() -> list[str]:
-    """Return where modules are looked for here, as absolute paths."""
+    """Return ``sys.path`` with absolute paths."""
     try:
         here = Path.cwd()
     except OSError:
-        # The working folder was removed: what was to be found in it is gone, too.
+        # The working folder was removed, and with it all modules in it.
         return [entry for entry in sys.path if Path(entry).is_absolute()]
     return [str(here / entry) for entry in sys.path]
 
 
 def start_python(arguments: Sequence[str], *, fds: Sequence[int] = (), **options: Any) -> subprocess.Popen[bytes]:
-    """Start this interpreter with all job signals blocked; the child unblocks those that it handles.
+    """Start this interpreter with all job signals blocked. The child unblocks those that it handles.
 
     Args:
-        arguments: What follows the interpreter on the command line.
-        fds: Descriptors that the child inherits; their numbers there follow the arguments.
+        arguments: The command line after the interpreter.
+        fds: Descriptors that the child inherits. Their numbers in the child are appended to the arguments.
         options: As for ``subprocess.Popen``.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The process cannot be started.
     """
+    # A child inherits the blocked signals, also through exec. So a signal cannot end it at any moment.
     # A child inherits what is blocked, through exec as well: there is no moment at which a signal could end it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     lifted: list[int] = []
     try:
-        # Where a process was started without standard streams, new descriptors have their numbers, which are replaced.
+        # Without standard streams, descriptors may have the numbers 0 to 2, which Popen replaces.
         lifted += [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in fds]
         line = [sys.executable, *arguments, *map(str, lifted)]
-        # Modules are looked for where Python is started; and a child must not keep a disk from being unmounted.
+        # Started in /, so that the working folder is not searched for modules, and its disk can be unmounted.
         return subprocess.Popen(line, cwd="/", env=child_environment(), pass_fds=lifted, **options)
     finally:
         for fd in lifted:
@@ -142,30 +140,30 @@ def start_python(arguments: Sequence[str], *, fds: Sequence[int] = (), **options
 PROC = Path("/proc")
 
 _PID_MAX = (1 << 31) - 1
-"""No call takes a higher one."""
+"""Largest pid that system calls accept."""
 
 
 class RecordedProcess(Protocol):
-    """What a record says about the process that wrote it."""
+    """The fields of a record that identify the process that wrote it."""
 
     @property
     def boot_id(self) -> str:
-        """What ``boot_identity`` said there."""
+        """``boot_identity()`` of that process."""
         ...
 
     @property
     def pid(self) -> int:
-        """Its pid, in its own namespace."""
+        """Its pid in its own namespace."""
         ...
 
     @property
     def process_started(self) -> str:
-        """What ``process_started`` said there."""
+        """``process_started(pid)`` of that process."""
         ...
 
 
 class ProcessIdentity(TypedDict):
-    """What a record says first: the process that it is made for, and a token of its own."""
+    """The first fields of a record: the process that owns it, and a random token."""
 
     host: str
     boot_id: str
@@ -175,7 +173,7 @@ class ProcessIdentity(TypedDict):
 
 
 def identity_of(pid: int) -> ProcessIdentity:
-    """Return what a new record for a process of this boot and pid namespace says of it."""
+    """Return the first fields of a new record that a process of this boot and pid namespace owns."""
     return ProcessIdentity(
         host=socket.gethostname(),
         boot_id=boot_identity(),
@@ -186,20 +184,20 @@ def identity_of(pid: int) -> ProcessIdentity:
 
 
 def process_started(pid: int) -> str | None:
-    """Return the start time of a process in clock ticks since boot, or None: it has ended, or /proc does not say.
+    """Return the start time of a process in clock ticks since boot. None: it has ended, or /proc is not usable.
 
-    Together with the pid it names a process for the lifetime of a boot: pids are used again, pairs are not.
+    The pid and the start time together identify a process during one boot, although pids are reused.
     """
     fields = _stat_of(pid)
     return None if fields is None or _has_ended(fields) else fields[19]
 
 
 def is_running(pid: int, started: str) -> bool | None:
-    """Whether a process of this pid namespace runs, a stopped one too; None: that cannot be known here.
+    """Whether a process of this pid namespace is running or stopped. None: unknown.
 
     Args:
         pid: The process.
-        started: What ``process_started`` said of it; empty where it said nothing.
+        started: Its start time from ``process_started``. Empty: unknown.
     """
     if not 0 < pid <= _PID_MAX:
         return None
@@ -213,16 +211,16 @@ def is_running(pid: int, started: str) -> bool | None:
     return fields[19] == started
 
 
-def owner_is_running(maker: RecordedProcess) -> bool | None:
-    """Whether the process that wrote a record runs; None where only its heartbeat, or the record's age, can tell."""
+def owner_is_running(record: RecordedProcess) -> bool | None:
+    """Whether the process that wrote a record is running. None: unknown; check its heartbeat or the record's age."""
     here = boot_identity()
-    if not here or maker.boot_id != here:
+    if not here or record.boot_id != here:
         return None
-    return is_running(maker.pid, maker.process_started)
+    return is_running(record.pid, record.process_started)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal, and waits for SIGCONT."""
+    """Whether a process was stopped by a signal and waits for SIGCONT."""
     fields = _stat_of(pid)
     return fields is not None and fields[0] in {"T", "t"}
 
@@ -234,19 +232,19 @@ def proc_is_ours() -> bool:
     except OSError:
         return False
     for line in status.splitlines():
-        # The pids of this process from the namespace of that /proc down to its own (proc(5)): one if both are the same.
+        # The pids of this process, from the namespace of /proc down to its own (proc(5)). One pid: both are the same.
         if line.startswith(b"NSpid:"):
             return line.split()[1:] == [b"%d" % os.getpid()]
     with contextlib.suppress(OSError):
-        # Linux before 4.1, and sandboxes that have no such line.
+        # Linux before 4.1 and some sandboxes have no such line.
         return str((PROC / "self").readlink()) == str(os.getpid())
     return False
 
 
 def boot_identity() -> str:
-    """Return ``machine id/boot id/pid namespace``; within one of these, a pid names one process at a time.
+    """Return ``machine id/boot id/pid namespace``. Within it, a pid identifies one process at a time.
 
-    Empty where the system does not say; then only heartbeats tell.
+    Empty if the system does not provide it. Then only heartbeats show whether a process is running.
     """
     try:
         machine = Path("/etc/machine-id").read_text().strip()
@@ -261,19 +259,19 @@ def boot_identity() -> str:
 
 
 def _exists(pid: int) -> bool:
-    """Whether a process of this pid namespace has this pid and has not ended, as far as the kernel says."""
+    """Whether the kernel knows a process with this pid that has not ended."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
     except (OSError, AttributeError):
-        # Refused in some sandboxes, and unknown before Linux 5.3.
+        # Some sandboxes refuse pidfds, and Linux before 5.3 has none.
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
             return False
         except OSError:
-            # There is one, of another user.
+            # It exists and belongs to another user.
             return True
         return True
     try:
@@ -285,8 +283,8 @@ def _exists(pid: int) -> bool:
 
 
 def _stat_of(pid: int) -> list[str] | None:
-    """Return the fields of a process's ``stat`` from its state on; None where this /proc does not say."""
-    # ``self`` is this process in every /proc that shows it at all; another pid may be another process's there.
+    """Return the fields of ``/proc/PID/stat`` from the state on. None: /proc is not usable."""
+    # ``self`` is correct in every /proc. Another pid may be another process there.
     name = "self" if pid == os.getpid() else str(pid)
     if name != "self" and not proc_is_ours():
         return None
@@ -294,11 +292,11 @@ def _stat_of(pid: int) -> list[str] | None:
         stat = (PROC / name / "stat").read_text(errors="replace")
     except OSError:
         return None
-    # A program's name may hold anything, blanks and parentheses too.
+    # The program name before the last parenthesis may contain blanks and parentheses.
     fields = stat.rsplit(")", 1)[-1].split()
     return fields if len(fields) > 19 else None
 
 
 def _has_ended(fields: list[str]) -> bool:
-    """Whether a process is a zombie, or going."""
+    """Whether a process is a zombie or is being removed."""
     return fields[0] in {"Z", "X"}

@@ -203,7 +203,7 @@ def test_a_failure_is_kept_by_nobody_but_who_catches_it():
 # A process of its own: pytest's limit of time for each test has the only timer of this kind.
 INTERRUPTED = """
 import random, signal, sys, threading, time
-from ckstore.concurrency import ask_at_once
+from ckstore.concurrency import map_in_threads
 
 class Interrupted(BaseException):
     pass
@@ -222,7 +222,7 @@ for _ in range(count):
     got = []
     try:
         signal.setitimer(signal.ITIMER_REAL, choice.uniform(1e-6, 1.5e-3))
-        for answer in ask_at_once(ask, range(12), count_max=3, name="asked"):
+        for answer in map_in_threads(ask, range(12), count_max=3, name="asked"):
             got.append(answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
     except (Interrupted, RuntimeError):

@@ -137,14 +137,14 @@ def test_ctrl_c_is_raised_as_what_it_is_whatever_python_makes_of_it_while_a_thre
     crew = CopyPool(1)
     calls = [
         lambda: crew.send(lambda: None),
-        lambda: crew.see_through_here(lambda: None),
+        lambda: crew.run_on_caller_cpu(lambda: None),
         lambda: run_uninterrupted(int, on_interrupt=lambda error: None),
     ]
     for call in calls:
         with pytest.raises(KeyboardInterrupt):
             call()
     monkeypatch.undo()
-    assert crew.see_through(lambda: 3) == 3
+    assert crew.run_and_wait(lambda: 3) == 3
     crew.close()
 
 

@@ -188,7 +188,7 @@ def test_a_descriptor_that_is_no_arena_is_refused(content):
     fd = os.memfd_create("something-else")
     try:
         os.write(fd, content)
-        with pytest.raises(MalformedError, match="no arena"):
+        with pytest.raises(MalformedError, match="is not an arena"):
             Arena.attach(fd)
     finally:
         os.close(fd)
