@@ -14,7 +14,7 @@ from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.config import KIB, MIB, Limits, Policy
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.paths import pack_name
-from ckstore.ops import verify_chains
+from ckstore.ops import verify_packs
 from ckstore.store.store_config import create_store
 from support.chains import ChainWriter
 from support.memory_files import flip
@@ -101,8 +101,8 @@ def test_every_frame_is_decoded_and_hardly_any_twice(tree, decoded):
 @pytest.mark.parametrize("copies", [0, 1])
 def test_few_copies_cost_time_and_nothing_else(tree, decoded, copies, monkeypatch):
     store, _ = tree
-    monkeypatch.setattr(verify_chains, "COPIES_MAX", copies)
-    monkeypatch.setattr(verify_chains, "NESTED_MAX", 2)
+    monkeypatch.setattr(verify_packs, "COPIES_MAX", copies)
+    monkeypatch.setattr(verify_packs, "NESTED_MAX", 2)
     assert store.verify("decode").is_clean
     frames = frames_of(manifests_of(store))
     assert set(decoded) == {frame.chunk_id for _, frame in frames.values()}
@@ -192,14 +192,14 @@ def test_walks_keep_within_the_memory_of_the_policy(tree, monkeypatch):
     store, _ = tree
     pools = []
 
-    class Pool(verify_chains.BufferPool):
+    class Pool(verify_packs.BufferPool):
         def __init__(self, block_nbytes, count):
             super().__init__(block_nbytes, count)
             pools.append(self.nbytes)
 
-    monkeypatch.setattr(verify_chains, "BufferPool", Pool)
+    monkeypatch.setattr(verify_packs, "BufferPool", Pool)
     policy = Policy(threads=64, memory_nbytes_max=56 * MIB)
     with ckstore.open(repository_of(store).backend, create=False, policy=policy) as bounded:
         assert bounded.verify("decode").is_clean
     assert pools
-    assert len(pools) * (max(pools) + (verify_chains.COPIES_MAX + 1) * CHUNK_NBYTES) < 56 * MIB
+    assert len(pools) * (max(pools) + (verify_packs.COPIES_MAX + 1) * CHUNK_NBYTES) < 56 * MIB
