@@ -1,15 +1,13 @@
-"""Where the elements of a chunk lie in the rows and columns of their tensor.
+"""The rows and columns of a chunk, and positive factors for them, one byte each.
+
+Rows have 16 to 65,536 elements. A tensor without such rows is treated as rows of 4,096.
+
+Factors are logarithms whose powers come from a table, so they are exact on every machine. Code 0 is the factor 0. Code
+c is ``2 ** (exponent + (c - 1) / 2 ** octave_bits)``, correctly rounded to fp32: an integer exponent, and one of the
+sixteen mantissas below.
 
 Invariants:
-- Rows have 16 to 65,536 elements; tensors that have no such rows are seen as rows of 4096.
-
-Positive factors of rows and columns as one byte each: logarithms whose powers are a table, exact everywhere.
-
-Code 0 is the factor 0. Code c is ``2 ** (exponent + (c - 1) / 2 ** octave_bits)``, correctly rounded to fp32: its
-exponent is an integer, and its mantissa one of sixteen that are written down here.
-
-Invariants:
-- Decoding takes integers only; whatever the codes, factors are 0 or normal fp32 numbers.
+- Decoding uses integers only. For any codes, factors are 0 or normal fp32 numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from ckstore.errors import MalformedError, UsageError
 FloatName = Literal["float32", "bfloat16", "float16"]
 
 KINDS: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""How the kernels call the dtypes."""
+"""The kernels' numbers of the dtypes."""
 WIDTHS: dict[int, int] = {0: 4, 1: 2, 2: 2}
 
 ROW_MIN, ROW_MAX = 16, 1 << 16
@@ -36,15 +34,15 @@ ROW_OTHERWISE = 4096
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """What a chunk is of its tensor.
+    """The position of a chunk in its tensor.
 
     Args:
         dtype: Of the elements.
-        row_nelements: Elements of a row of the tensor.
-        phase: Where in its row the first element of the chunk lies.
+        row_nelements: Elements per row of the tensor.
+        phase: Position of the chunk's first element in its row.
 
     Raises:
-        UsageError: There are no such rows, or another dtype.
+        UsageError: The dtype, the row length or the phase is out of range.
     """
 
     dtype: FloatName
@@ -59,14 +57,14 @@ class ChunkShape:
 
     @staticmethod
     def of(shape: Sequence[int], dtype: FloatName, element_offset: int = 0) -> ChunkShape:
-        """Return that of the chunk that begins with this element of a contiguous tensor."""
+        """Return the position of the chunk that begins with this element of a contiguous tensor."""
         row = math.prod(shape[1:]) if len(shape) > 1 else 0
         row = row if ROW_MIN <= row <= ROW_MAX else ROW_OTHERWISE
         return ChunkShape(dtype, row, element_offset % row)
 
     @property
     def kind(self) -> int:
-        """How the kernels call the dtype."""
+        """The kernels' number of the dtype."""
         return KINDS[self.dtype]
 
     @property
@@ -77,7 +75,7 @@ class ChunkShape:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The rows and columns that a chunk of ``count`` elements touches."""
+    """The rows and columns that a chunk of ``count`` elements covers, wholly or in part."""
 
     count: int
     row: int
@@ -85,11 +83,11 @@ class Grid:
 
     @property
     def row_count(self) -> int:
-        """Rows touched."""
+        """Number of rows, partial ones included."""
         return -(-(self.phase + self.count) // self.row) if self.count else 0
 
     def row_sizes(self) -> NDArray[np.int64]:
-        """Return how many elements of each row are there."""
+        """Return the number of the chunk's elements in each row."""
         sizes = np.full(self.row_count, self.row, np.int64)
         if self.count:
             sizes[0] -= self.phase
@@ -97,7 +95,7 @@ class Grid:
         return sizes
 
     def col_sizes(self) -> NDArray[np.int64]:
-        """Return how many elements of each column are there."""
+        """Return the number of the chunk's elements in each column."""
         sizes = np.full(self.row, self.row_count, np.int64)
         if self.count:
             sizes[: self.phase] -= 1
@@ -106,7 +104,7 @@ class Grid:
 
 
 FACTOR_MAX = 2.0**100
-"""No greater factor is coded."""
+"""Bound on factors."""
 
 _OCTAVE_BITS = (4, 3, 2)
 _EXPONENT_MIN, _EXPONENT_MAX = -126, 127
@@ -124,12 +122,12 @@ _MANTISSAS = np.array(
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Codes, and what they mean.
+    """Coded factors.
 
     Args:
-        codes: One byte each.
-        exponent: Of the least factor.
-        octave_bits: How many factors an octave has, as a power of two: 2, 3 or 4.
+        codes: One byte per factor.
+        exponent: The exponent of the smallest factor.
+        octave_bits: Binary logarithm of the factors per octave: 2, 3 or 4.
     """
 
     codes: NDArray[np.uint8]
@@ -147,15 +145,15 @@ class Factors:
 
 
 def ones(count: int) -> Factors:
-    """Return so many factors of 1."""
+    """Return ``count`` factors of 1."""
     return Factors(np.ones(count, np.uint8), 0, 4)
 
 
 def factors_of(values: NDArray[np.float64]) -> Factors:
-    """Code the nearest factors, in the finest steps that reach from the least to the greatest.
+    """Code the nearest factors, in the finest steps that span all of them.
 
     Args:
-        values: Not negative, and below ``FACTOR_MAX``; what is below the reach of a byte gets the least factor.
+        values: Non-negative numbers below ``FACTOR_MAX``. Those below the range of a byte get the smallest factor.
     """
     positive = values[values > 0]
     if not positive.size:
@@ -170,11 +168,13 @@ def factors_of(values: NDArray[np.float64]) -> Factors:
 
 
 def require_known(exponent: int, octave_bits: int) -> None:
-    """Refuse what makes other factors than normal numbers.
+    """Check that all factors are normal numbers.
 
     Raises:
-        MalformedError: An exponent is out of range, or there are no such octaves.
+        MalformedError: The exponent or ``octave_bits`` is out of range.
     """
     is_known = octave_bits in _OCTAVE_BITS and exponent >= _EXPONENT_MIN
     if not is_known or exponent + (254 >> octave_bits) > _EXPONENT_MAX:
-        raise MalformedError(f"factors of exponent {exponent} and {octave_bits} bits an octave are none of ours")
+        raise MalformedError(
+            f"factors have the exponent {exponent} and {octave_bits} bits per octave, which no writer makes"
+        )

@@ -1,20 +1,19 @@
-"""Products of two narrow matrices of integers that come near a wide matrix of floats.
+"""Approximate a wide matrix of floats by the product of two narrow matrices of integers.
 
-What training changes in a weight within a few hundred steps, the direction that Adam takes, and what a second moment
-differs from the product of its row and its column are all sums of a few dozen outer products: each batch pushes a
-matrix along the few directions in which its activations and its gradients lie. Sixteen to sixty-four such directions
-hold 85 to 98% of the energy of the changes (measured on a GPT of 12.8 M parameters, for 25, 100 and 300 steps), and
-cost a rows + columns of numbers each, not rows x columns. That is why this comes first, and grids for single
-elements second.
+The change of a weight within a few hundred steps, the direction of Adam's step, and the difference of a second moment
+from its row and column factors are all sums of a few dozen outer products, because every batch moves a matrix along
+the few directions of its activations and gradients. In a GPT of 12.8 M parameters, 16 to 64 directions contain 85 to
+98 % of the energy of the changes after 25 to 300 steps. A direction costs rows + columns numbers instead of rows x
+columns. So outer products are tried before grids of single elements.
 
-A matrix is approximated by ``scale * sum over r of 2**shift[r] * left[:, r] * right[r, :]``, where left and right are
-integers. Their steps follow the singular values: every coefficient of the transform is rounded in units of one step,
-and a direction is kept where it takes away more energy than its coefficients cost.
+A matrix is approximated by ``scale * sum over r of 2**shift[r] * left[:, r] * right[r, :]`` with integers left and
+right. Their steps follow the singular values: every coefficient of the transform is rounded in units of one step, and a
+direction is kept if it removes more energy than its coefficients cost.
 
 Invariants:
-- ``multiply`` sums integers below 2**53 in float64, or below 2**24 in float32, or in int32 of words: every partial sum
-  is exact, so that any order and any processor gives the same bits. Rounding to float32 comes after it.
-- What ``fit`` finds may differ from machine to machine in the last bits: it is the encoder's choice, and is stored.
+- ``multiply`` sums integers below 2**53 in float64, below 2**24 in float32, or int16 products in int32. Every partial
+  sum is exact, so any order on any processor gives the same bits. Rounding to float32 comes afterwards.
+- The result of ``fit`` may differ between machines in the last bits. It is the encoder's choice, and it is stored.
 """
 
 from __future__ import annotations
@@ -35,26 +34,26 @@ SHIFT_MAX = 15
 
 _INTEGER_MAX = 2**15 - 1
 _EXACT_IN_FLOAT32, _EXACT_IN_FLOAT64 = 2**24, 2**53
-# A direction is kept if its energy is above this share of what rounding one step adds per coefficient; found by
-# comparing errors at equal bits, and flat around its optimum.
-_KEPT_FROM = 0.2
-# Directions that are tried beyond those that are wanted, so that the last of these are found well.
-_OVERSAMPLED = 8
+# A direction is kept if its energy is above this share of the squared step for each of its coefficients. The value was
+# found by comparing errors at equal bits; the optimum is flat.
+_ENERGY_SHARE_MIN = 0.2
+# Additional directions in the randomized iteration, so that the last wanted ones are accurate.
+_EXTRA_DIRECTIONS = 8
 _NARROW = 2
-# Directions of less than this share of the greatest square come short: rounding to fp32 would turn them.
-_NO_SIZE = 1e-6
+# Added to the diagonal, as a share of its maximum. Directions below it become short; fp32 rounding would turn them.
+_RIDGE = 1e-6
 _TINY = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Integers whose product is meant.
+    """A product of two matrices of integers.
 
     Args:
         left: One column for each direction.
         right: One row for each direction.
-        shifts: The power of two that a direction is multiplied by.
-        scale: What an integer of the product stands for.
+        shifts: For each direction, the exponent of the power of two that it is multiplied by.
+        scale: The value of 1 in the product.
     """
 
     left: Integers
@@ -64,7 +63,7 @@ class Product:
 
     @property
     def rank(self) -> int:
-        """How many directions there are."""
+        """Number of directions."""
         return self.shifts.size
 
     def sum_max(self) -> int:
@@ -72,7 +71,7 @@ class Product:
         return self._bounds()[0]
 
     def _bounds(self) -> tuple[int, int]:
-        """Return a bound on every partial sum, and one on the shifted integers of the right side."""
+        """Return bounds on every partial sum and on the shifted integers of the right side."""
         if not self.rank or not self.left.size or not self.right.size:
             return 0, 0
         lefts, rights = (_greatest(side, axis) for side, axis in ((self.left, 0), (self.right, 1)))
@@ -81,16 +80,16 @@ class Product:
         return sum(one * other for one, other in shifted), max(other for _, other in shifted)
 
     def is_exact(self) -> bool:
-        """Return whether the sums stay where float64 is exact."""
+        """Return True if all sums are exact in float64."""
         return self.sum_max() < _EXACT_IN_FLOAT64
 
 
 def multiply(product: Product, out: Floats) -> None:
-    """Write the integers that a product stands for, without its scale; bit for bit the same everywhere.
+    """Write the integers of a product, without its scale; bit for bit the same on every machine.
 
     Args:
-        product: One that ``is_exact``.
-        out: A contiguous matrix of as many rows as ``left`` has and columns as ``right`` has.
+        product: A product that ``is_exact``.
+        out: A contiguous matrix with the rows of ``left`` and the columns of ``right``.
     """
     if not product.rank:
         out.fill(0)
@@ -112,24 +111,24 @@ def multiply(product: Product, out: Floats) -> None:
 
 
 def _greatest(integers: Integers, axis: int) -> list[int]:
-    """Return the greatest magnitudes along an axis; that of -2**15 is 2**15."""
+    """Return the greatest magnitudes along an axis; 2**15 for -2**15."""
     most, least = (side.astype(np.int32) for side in (integers.max(axis=axis), integers.min(axis=axis)))
     found: list[int] = np.maximum(most, -least).tolist()
     return found
 
 
-def nothing(rows: int, cols: int) -> Product:
-    """Return the product that is zero everywhere."""
+def zero_product(rows: int, cols: int) -> Product:
+    """Return the product of rank 0, which is zero everywhere."""
     return Product(np.empty((rows, 0), np.int16), np.empty((0, cols), np.int16), np.empty(0, np.uint8), np.float32(1))
 
 
 def fit(matrix: Floats, step: float, rank_max: int) -> Product | None:
-    """Return the product that comes near a matrix with so coarse a step; None where its numbers do not fit.
+    """Return the product that approximates a matrix with this step; None if its numbers are out of range.
 
     Args:
-        matrix: Finite values, not all of them zero, whose squares are neither zero nor infinite.
-        step: Width of a step of the transform's coefficients, in units of the values, above 0.
-        rank_max: Most directions.
+        matrix: Finite values, not all zero, whose squares neither underflow nor overflow.
+        step: Step of the transform's coefficients, in units of the values; positive.
+        rank_max: Bound on the directions.
     """
     rows, cols = matrix.shape
     found = _directions(matrix, _count_max(rows, cols, rank_max), _least_square(rows, cols, step))
@@ -137,30 +136,30 @@ def fit(matrix: Floats, step: float, rank_max: int) -> Product | None:
 
 
 def _count_max(rows: int, cols: int, rank_max: int) -> int:
-    """Return how many directions are looked for: more are no narrow matrices any more, whatever they would save."""
+    """Return the bound on directions: with more, the matrices are not narrow and cost more than they save."""
     return max(1, min(rank_max, RANK_MAX, rows * cols // (_NARROW * (rows + cols))))
 
 
 def _least_square(rows: int, cols: int, step: float) -> float:
-    """Return the square of a singular value from which on a direction takes away more than it costs."""
-    return _KEPT_FROM * (rows + cols) * step * step
+    """Return the squared singular value above which a direction removes more energy than it costs."""
+    return _ENERGY_SHARE_MIN * (rows + cols) * step * step
 
 
 def product_of(left: Floats, sizes: NDArray[np.float64], right: Floats, step: float) -> Product | None:
-    """Round directions to integers; None where they do not fit.
+    """Round directions to integers; None if they are out of range.
 
     Args:
-        left: Left directions as columns, of length 1, or shorter where they are very weak.
+        left: Left directions as columns of length 1, or shorter if they are very weak.
         sizes: Singular values, the greatest first.
-        right: Right directions as rows, of length 1.
-        step: Width of a step, as ``fit`` takes it.
+        right: Right directions as rows of length 1.
+        step: The step, as in ``fit``.
     """
     if not sizes.size:
-        return nothing(len(left), right.shape[1])
+        return zero_product(len(left), right.shape[1])
     shifts = np.rint(np.log2(sizes[0] / sizes))
     if shifts[-1] > SHIFT_MAX:
         return None
-    # The steps of both sides multiply to scale * 2**shift: what the shift is off by, both sides share.
+    # The steps of both sides multiply to scale * 2**shift. Both sides share the rounding error of the shift.
     off = np.sqrt(sizes * np.exp2(shifts) / sizes[0])
     scale = step * step / sizes[0]
     counts = (sizes / (step * off)).astype(np.float32)
@@ -174,7 +173,7 @@ def product_of(left: Floats, sizes: NDArray[np.float64], right: Floats, step: fl
 
 
 def _rounded(vectors: Floats, counts: Floats) -> Integers | None:
-    """Return vectors, each times its count, as integers; None where they do not fit."""
+    """Return vectors, each multiplied by its count, as integers; None if they are out of range."""
     numbers = np.ascontiguousarray(vectors)
     words: Integers = np.empty(numbers.shape, np.int16)
     greatest = kernels.round_vectors(numbers.data, counts.data, words.data)
@@ -182,17 +181,18 @@ def _rounded(vectors: Floats, counts: Floats) -> Integers | None:
 
 
 def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArray[np.float64], Floats] | None:
-    """Return the first left directions, singular values and right directions, found by a randomized iteration.
+    """Return left directions, singular values and right directions, the strongest first.
 
-    None where products of the values are too large for fp32.
+    None if products of the values overflow fp32.
 
-    Halko, Martinsson and Tropp (SIAM Review 2011): random signs along the shorter side go through the matrix and back
-    once; what they become spans its strongest directions. The signs are the same for every matrix.
+    Randomized subspace iteration (Halko, Martinsson and Tropp, SIAM Review 2011): random signs along the shorter side
+    are multiplied by the matrix and its transpose once, and the result spans its strongest directions. The signs are
+    the same for every matrix.
 
     Args:
         matrix: Finite values.
-        count: Most directions.
-        least: Squares of singular values that are not above it are left out.
+        count: Bound on the directions.
+        least: Directions whose squared singular value is not above this are left out.
     """
     rows, cols = matrix.shape
 
@@ -218,11 +218,10 @@ def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArr
 
 
 def _orthogonal(wide: Floats) -> Floats | None:
-    """Return orthogonal rows of length 1 that span those of a matrix; directions of no size become short.
+    """Return orthogonal rows of length 1 that span the rows of a matrix; None if the values overflow fp32.
 
-    By Cholesky's root of the products of the rows (Fukaya et al., ScalA 2014), to whose diagonal a little is added, so
-    that what the last product below rounds away has no direction. The products are summed in fp64: errors of fp32 are
-    larger than what is added, and would make rows of any length. None where values are too large for fp32.
+    Cholesky QR (Fukaya et al., ScalA 2014). A small ridge on the diagonal makes directions short that fp32 cannot
+    represent. The Gram matrix is summed in fp64, because fp32 errors would be larger than the ridge.
     """
     greatest = max(float(wide.max(initial=0)), -float(wide.min(initial=0)))
     if not 0 < greatest < np.inf:
@@ -231,17 +230,17 @@ def _orthogonal(wide: Floats) -> Floats | None:
     (count, inner), size = wide.shape, 2 * (len(wide),)
     gram, inverse = np.empty(size), np.empty(size)
     kernels.products_of_rows(wide.data, gram.data, count, inner)
-    gram[np.diag_indices(count)] += _NO_SIZE * gram.diagonal().max()
+    gram[np.diag_indices(count)] += _RIDGE * gram.diagonal().max()
     if not kernels.inverse_root(gram.data, inverse.data):
-        raise AssertionError("the products of finite rows have no root")
+        raise AssertionError("the Gram matrix of finite rows has no Cholesky root")
     return _times(inverse.astype(np.float32), wide)
 
 
 def _times(left: Floats, right: Floats, *, rounds: bool = False) -> Floats:
-    """Return a product of matrices by the kernel, which takes one thread: the caller's.
+    """Return a product of matrices, computed by the kernel on the caller's thread only.
 
-    Where it ``rounds``, factors are rounded to bf16: they are off by less than one part in 256, each its own way, and a
-    sum of them over a side of the matrix by far less than the step that it is rounded by in the end.
+    With ``rounds``, factors are rounded to bf16. Each is off by less than one part in 256 independently, so a sum over
+    a side of the matrix is off by much less than the final step.
     """
     rows, inner = left.shape
     out: Floats = np.empty((rows, right.shape[1]), np.float32)
@@ -250,7 +249,7 @@ def _times(left: Floats, right: Floats, *, rounds: bool = False) -> Floats:
 
 
 def _times_turned(left: Floats, right: Floats) -> Floats:
-    """Return the product of the right matrix and the transpose of the left one, whose factors are rounded to bf16."""
+    """Return the product of the right matrix and the transpose of the left one, with factors rounded to bf16."""
     (rows, inner), cols = left.shape, len(right)
     out: Floats = np.empty((cols, rows), np.float32)
     kernels.multiply_floats(left.data, right.data, out.data, rows, inner, cols, True, True, True)
@@ -258,7 +257,7 @@ def _times_turned(left: Floats, right: Floats) -> Floats:
 
 
 def _gram(wide: Floats) -> Floats:
-    """Return the products of a matrix's rows with each other."""
+    """Return the Gram matrix of a matrix's rows."""
     rows, inner = wide.shape
     out: Floats = np.empty((rows, rows), np.float32)
     kernels.multiply_floats(wide.data, wide.data, out.data, rows, inner, rows, True)
@@ -282,5 +281,5 @@ def _signs(count: int, length: int) -> Floats:
 
 
 def _random_signs(count: int, length: int) -> Floats:
-    """Return a fixed matrix of random signs, with some rows more than directions are looked for."""
-    return _signs(min(count + _OVERSAMPLED, length), length)
+    """Return a fixed matrix of random signs, with some rows more than ``count``."""
+    return _signs(min(count + _EXTRA_DIRECTIONS, length), length)

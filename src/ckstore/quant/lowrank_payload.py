@@ -1,26 +1,21 @@
-"""The bytes of a product: its numbers, and its integers in streams that share frequencies.
+"""The payload of a chunk that is stored as outer products, written and read.
 
-``rank u16, groups u8, 0 u8, scale f32, shifts rank x u8, group of each vector 2 rank x u8``, first those of the
-left side, then those of the right; then for each group ``mode u8, nbytes u32`` of its low bytes and of its high
-bytes; then the streams in that order. A group is its vectors one after another, zigzagged to 16 bits. Modes: 0 raw,
-1 one byte that all of them are, 3 the plane coder.
+With ``p`` the product, an element is ``base + p`` (weights), ``p * sqrt(base)`` with ``p`` clipped to a limit (first
+moments, whose base is the second moment), or ``((row * col) * max(1 + p, 1/16)) ** 2`` (second moments). The latter is
+at least 2**-126, or 0 where a factor is 0.
 
-Invariants:
-- Whatever the bytes, reading them yields a product that ``is_exact`` of the shape that was asked for, or raises.
-- Nothing is allocated by a length that was not compared with the shape and the bytes at hand.
-
-Chunks as products of narrow matrices: changes of weights, quotients of moments, roots of second moments.
-
-With ``p`` the product, an element is ``base + p`` (weights), ``p * sqrt(base)`` with ``p`` cut to a limit (first
-moments; the base is the second one) or ``((row * col) * max(1 + p, 1/16)) ** 2`` (second moments), but never below
-2**-126, and 0 where a factor is.
-
-Payload: ``row u32, phase u32``; for first moments ``limit f32``, for second ones the factors of rows and of columns,
+Payload: ``row u32, phase u32``; for first moments ``limit f32``; for second moments the factors of rows and of columns,
 ``exponent i16, octave bits u8, codes``; then the product.
 
+Product: ``rank u16, groups u8, 0 u8, scale f32, shifts rank x u8, group of each vector 2 rank x u8`` (left vectors
+first); then for each group ``mode u8, nbytes u32`` of its low bytes and of its high bytes; then these streams. A group
+contains its vectors one after another, zigzag-coded to 16 bits. Modes: 0 raw, 1 constant, 3 plane coder.
+
 Invariants:
-- Decoding takes an exact product, then single operations of IEEE 754 binary32: the same bits on every machine.
-- Whatever the payload, the destination is written only when all of it has been read and found right.
+- For any bytes, reading yields a product that ``is_exact`` and has the expected shape, or raises.
+- Nothing is allocated for a length that was not compared with the shape and the payload.
+- Decoding uses an exact product and single IEEE 754 binary32 operations: the same bits on every machine.
+- The destination is written only after the whole payload has been read and checked.
 """
 
 from __future__ import annotations
@@ -38,13 +33,13 @@ from ckstore.config import LowRank
 from ckstore.errors import MalformedError
 from ckstore.quant.geometry import FACTOR_MAX, ROW_MAX, ROW_MIN, Factors, Grid, factors_of, require_known
 from ckstore.quant.grid import CLASS_COUNT, SUM_COUNT
-from ckstore.quant.lowrank import RANK_MAX, SHIFT_MAX, Floats, Integers, Product, fit, multiply, nothing
+from ckstore.quant.lowrank import RANK_MAX, SHIFT_MAX, Floats, Integers, Product, fit, multiply, zero_product
 
 _HEAD = struct.Struct("<HBBf")
 _ROW = struct.Struct("<BI")
 _RAW, _CONST, _RANS = 0, 1, 3
 _GROUP_COUNT_MAX = 32
-# What a group costs besides: states of the coder, bitmap of symbols, header, its rows in the table; and a symbol.
+# Overhead in bits: of a group (states of the coder, bitmap of symbols, header, rows in the table), and of a symbol.
 _GROUP_BITS, _SYMBOL_BITS = 8 * (256 + 32 + 4 + 10), 16
 _SPREAD_MIN = 1e-3
 
@@ -53,14 +48,14 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The vectors of one side as rows: their low and their high bytes, zigzagged, and the mean square of each."""
+    """The vectors of one side as rows: low and high bytes of the zigzag code, and the spread of each vector."""
 
     planes: tuple[Bytes, Bytes]
     spreads: NDArray[np.float64]
 
 
 def pack(product: Product) -> bytes:
-    """Return the bytes that ``unpack`` makes the product of."""
+    """Return the bytes of a product; ``unpack`` reads them."""
     sides = [_split(product.left.T), _split(product.right)]
     group_of = _groups(sides)
     of_left, of_right = group_of[: product.rank], group_of[product.rank :]
@@ -78,13 +73,13 @@ def pack(product: Product) -> bytes:
 
 
 def unpack(payload: memoryview, rows: int, cols: int) -> Product:
-    """Return the product of this shape.
+    """Read a product of this shape.
 
     Raises:
-        MalformedError: No writer makes such bytes.
+        MalformedError: No writer makes these bytes.
     """
     if payload.nbytes < _HEAD.size:
-        raise MalformedError("a product is cut short")
+        raise MalformedError("a product is truncated")
     rank, count, zero, scale = _HEAD.unpack(payload[: _HEAD.size])
     at = _HEAD.size + 3 * rank + 2 * count * _ROW.size
     if zero or rank > min(rows, cols, RANK_MAX) or count > _GROUP_COUNT_MAX or payload.nbytes < at:
@@ -112,19 +107,19 @@ def unpack(payload: memoryview, rows: int, cols: int) -> Product:
             start += target.size
     product = Product(left, right, shifts, np.float32(scale))
     if at != payload.nbytes or not product.is_exact():
-        raise MalformedError("a product has more bytes than it needs, or sums that are not exact")
+        raise MalformedError("a product has superfluous bytes, or sums that are not exact")
     return product
 
 
 def _split(vectors: Integers) -> _Side:
-    """Return the bytes of zigzagged integers."""
+    """Return the low and high bytes of the zigzag code of vectors."""
     low, high, sums = np.empty(vectors.shape, np.uint8), np.empty(vectors.shape, np.uint8), np.empty(len(vectors))
     kernels.split_zigzag(np.ascontiguousarray(vectors).data, low.data, high.data, sums.data)
     return _Side((low, high), sums / max(1, vectors.shape[1]))
 
 
 def _groups(sides: Sequence[_Side]) -> NDArray[np.uint8]:
-    """Return which vectors share frequencies: neighbours in their spread, in groups that take the fewest bits."""
+    """Return the group of each vector. Vectors of similar spread share frequencies, so that the bits are fewest."""
     spreads = np.concatenate([side.spreads for side in sides])
     if not spreads.size:
         return np.empty(0, np.uint8)
@@ -137,7 +132,7 @@ def _groups(sides: Sequence[_Side]) -> NDArray[np.uint8]:
         low, high = side.planes
         classes = all_classes[start : start + len(low)]
         start += len(low)
-        # Hardly any vector has a high byte.
+        # Few vectors have high bytes other than zero.
         is_high = high.any(axis=1)
         _count(low, classes, counts[:, 0])
         _count(high[is_high], classes[is_high], counts[:, 1])
@@ -147,7 +142,7 @@ def _groups(sides: Sequence[_Side]) -> NDArray[np.uint8]:
 
 
 def _count(symbols: Bytes, classes: Bytes, counts: NDArray[np.int64]) -> None:
-    """Add how often each byte occurs in the rows of each class."""
+    """Add the occurrences of each byte in the rows of each class."""
     length = symbols.shape[1]
     if symbols.size and ROW_MIN <= length <= ROW_MAX:
         found = np.zeros((SUM_COUNT, 256), np.uint32)
@@ -159,7 +154,7 @@ def _count(symbols: Bytes, classes: Bytes, counts: NDArray[np.int64]) -> None:
 
 
 def partition(counts: NDArray[np.int64]) -> list[int]:
-    """Return the first member of each one's group, where groups of neighbours take the fewest bits in all."""
+    """Partition classes into groups of neighbours with the fewest bits; return the first member of each one's group."""
     total = len(counts)
     starts, ends = np.triu_indices(total + 1, 1)
 
@@ -169,7 +164,7 @@ def partition(counts: NDArray[np.int64]) -> list[int]:
         return found
 
     flat = counts.reshape(total, -1)
-    # Most bytes occur nowhere.
+    # Most byte values do not occur.
     occurring = np.ascontiguousarray(flat[:, flat.any(axis=0)])
     bits = np.full((total + 1, total + 1), np.inf)
     bits[starts, ends] = bits_of_groups(of_groups(occurring), of_groups(counts.sum(axis=2)))
@@ -186,14 +181,14 @@ def partition(counts: NDArray[np.int64]) -> list[int]:
 
 
 def bits_of_groups(counts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return what groups cost: of each how often each byte occurs in either plane, and how long both planes are."""
+    """Return the bits of groups, from the occurrences of each byte in both planes and the planes' lengths."""
     entropies = _times_log2(sizes).sum(axis=1) - _times_log2(counts).sum(axis=1)
     found: NDArray[np.float64] = entropies + _SYMBOL_BITS * np.count_nonzero(counts, axis=1)
     return found + _GROUP_BITS
 
 
 def _times_log2(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return each number times its logarithm."""
+    """Return each number multiplied by its binary logarithm."""
     numbers = counts.astype(np.float64)
     found: NDArray[np.float64] = np.log2(np.maximum(numbers, 1))
     found *= numbers
@@ -215,7 +210,7 @@ def _decoded(stored: memoryview, mode: int, nbytes: int, count: int) -> Bytes:
     elif stored.nbytes == nbytes and mode == _CONST and nbytes == 1:
         plain.fill(stored[0])
     elif stored.nbytes != nbytes or mode != _RANS or not kernels.decode_plane(stored, plain.data):
-        raise MalformedError(f"a stream of a product does not hold {count} bytes")
+        raise MalformedError(f"a stream of a product does not decode to {count} bytes")
     return plain
 
 
@@ -232,15 +227,15 @@ _NO_BYTES = memoryview(b"")
 
 @dataclass(frozen=True, slots=True)
 class Approximated:
-    """What became of a chunk.
+    """A chunk as outer products.
 
     Args:
-        payload: What ``read`` makes it of again.
-        grid: Where it lies.
-        product: Its product.
-        limit: Greatest quotient, of first moments.
-        factors: Those of rows and of columns, of second moments.
-        whole: The integers of the product, where they are known already.
+        payload: Its bytes; ``read`` reads them.
+        grid: Rows and columns of the chunk.
+        product: The product.
+        limit: Greatest quotient, for first moments.
+        factors: Factors of rows and of columns, for second moments.
+        whole: The integers of the product, if they were computed.
     """
 
     payload: bytes
@@ -252,12 +247,12 @@ class Approximated:
 
 
 def make_change(values: memoryview, grid: Grid, settings: LowRank) -> Approximated | None:
-    """Approximate changes of weights; None where few directions do not come near enough.
+    """Approximate the changes of weights; None if few directions are not precise enough.
 
     Args:
         values: Finite fp32 values of the chunk.
-        grid: Where it lies.
-        settings: How near; the step counts the RMS of the changes.
+        grid: Rows and columns of the chunk.
+        settings: Precision and rank. The step is a multiple of the RMS of the changes.
     """
     matrix = _matrix(np.frombuffer(values, np.float32), grid)
     found = _fitted(matrix, grid, settings, is_relative=True)
@@ -267,7 +262,7 @@ def make_change(values: memoryview, grid: Grid, settings: LowRank) -> Approximat
 
 
 def make_quotient(values: memoryview, grid: Grid, settings: LowRank, limit: float) -> Approximated | None:
-    """Approximate quotients of moments, which never exceed a limit; None as in ``make_change``."""
+    """Approximate quotients of moments, clipped to a limit; None as in ``make_change``."""
     matrix = _matrix(np.frombuffer(values, np.float32), grid)
     found = _fitted(matrix, grid, settings, is_relative=False)
     if found is None:
@@ -276,7 +271,7 @@ def make_quotient(values: memoryview, grid: Grid, settings: LowRank, limit: floa
 
 
 def make_second(values: memoryview, grid: Grid, settings: LowRank) -> Approximated | None:
-    """Approximate second moments; ``values`` are used up, and None is returned, where few directions are not enough."""
+    """Approximate second moments; None if few directions are not precise enough. Overwrites ``values``."""
     if not grid.count:
         return None
     rows, cols = np.empty(grid.row_count), np.empty(grid.row)
@@ -294,7 +289,7 @@ def make_second(values: memoryview, grid: Grid, settings: LowRank) -> Approximat
 
 
 def _sides_of(rows: NDArray[np.float64], cols: NDArray[np.float64], grid: Grid) -> tuple[Factors, Factors]:
-    """Return the factors of rows and columns from sums of the roots of second moments; those of columns are used up."""
+    """Return the factors of rows and columns from sums of the roots of second moments. Overwrites ``cols``."""
     mean = float(rows.sum()) / grid.count
     cols /= np.maximum(grid.col_sizes(), 1)
     return factors_of(rows / np.maximum(grid.row_sizes(), 1)), factors_of(cols / mean if mean > 0 else cols)
@@ -308,7 +303,7 @@ def _approximated(
     limit: float | None = None,
     factors: tuple[Factors, Factors] | None = None,
 ) -> Approximated:
-    """Return a product with its payload: with a limit that of first moments, with factors that of second ones."""
+    """Return a product with its payload: of first moments if there is a limit, of second ones if there are factors."""
     parts, kept = [_PLACE.pack(grid.row, grid.phase)], 0.0
     if limit is not None:
         parts.append(_LIMIT.pack(limit))
@@ -319,28 +314,28 @@ def _approximated(
 
 
 def read(payload: memoryview, form: str, count: int) -> Approximated:
-    """Return what a payload of ``count`` elements says.
+    """Read the payload of ``count`` elements.
 
     Raises:
-        MalformedError: No writer makes such bytes.
+        MalformedError: No writer makes these bytes.
     """
     if payload.nbytes < _PLACE.size:
-        raise MalformedError("a chunk of directions is cut short")
+        raise MalformedError("a chunk of outer products is truncated")
     row, phase = _PLACE.unpack(payload[: _PLACE.size])
     if not ROW_MIN <= row <= ROW_MAX or phase >= row:
-        raise MalformedError(f"a chunk of directions has rows of {row} and phase {phase}")
+        raise MalformedError(f"a chunk of outer products has rows of {row} and phase {phase}")
     grid, rest = Grid(count, row, phase), payload[_PLACE.size :]
     limit = 0.0
     if form == QUOTIENT:
         if rest.nbytes < _LIMIT.size:
-            raise MalformedError("a chunk of directions is cut short")
+            raise MalformedError("a chunk of outer products is truncated")
         (limit,), rest = _LIMIT.unpack(rest[: _LIMIT.size]), rest[_LIMIT.size :]
         if not 0 < limit < math.inf:
             raise MalformedError(f"quotients of moments have the limit {limit}")
     sides: list[Factors] = []
     for length in (grid.row_count, row) if form == ROOT else ():
         if rest.nbytes < _FACTORS.size + length:
-            raise MalformedError("factors of a chunk of directions are cut short")
+            raise MalformedError("the factors of a chunk of outer products are truncated")
         exponent, octave_bits = _FACTORS.unpack(rest[: _FACTORS.size])
         require_known(exponent, octave_bits)
         codes = np.frombuffer(rest[_FACTORS.size : _FACTORS.size + length], np.uint8)
@@ -351,10 +346,10 @@ def read(payload: memoryview, form: str, count: int) -> Approximated:
 
 
 def write(made: Approximated, form: str, kind: int, base: memoryview, destination: memoryview) -> float:
-    """Write the elements; the base, if the form has one, may be the very memory of the destination.
+    """Write the elements; ``base``, if the form has one, and ``destination`` may be the same memory.
 
     Returns:
-        The greatest quotient, of first moments.
+        The greatest quotient, for first moments.
     """
     grid = made.grid
     whole = made.whole
@@ -369,28 +364,28 @@ def write(made: Approximated, form: str, kind: int, base: memoryview, destinatio
 
 
 def _fitted(matrix: Floats, grid: Grid, settings: LowRank, *, is_relative: bool) -> tuple[Product, Floats] | None:
-    """Return a product that comes near enough, and its integers."""
+    """Return a product that is precise enough, with its integers; None if there is none."""
     energy = _energy(matrix)
     mean = energy / max(1, grid.count)
     if not _can_be_squared(mean, matrix.shape):
-        return None if mean or matrix.any() else (nothing(*matrix.shape), np.zeros_like(matrix))
+        return None if mean or matrix.any() else (zero_product(*matrix.shape), np.zeros_like(matrix))
     found = fit(matrix, settings.step * (mean**0.5 if is_relative else 1.0), settings.rank_max)
     if found is None:
         return None
     whole: Floats = np.empty(matrix.shape, np.float32)
     multiply(found, whole)
-    # Both sums by the same rule: where there is no direction, one is the other.
+    # Both sums are computed the same way, so they are equal if there is no direction.
     left_over, total = kernels.missed_squares(matrix.data, whole.data, float(found.scale))
     return (found, whole) if left_over <= settings.error_max * total else None
 
 
 def _can_be_squared(mean: float, shape: tuple[int, ...]) -> bool:
-    """Whether squares of so many neither vanish nor overflow, and the shorter side has room for directions."""
+    """Return True if sums of squares neither underflow nor overflow, and the shorter side has enough elements."""
     return _SQUARE_MIN < mean < 1 / _SQUARE_MIN and min(shape) >= _SIDE_MIN
 
 
 def _matrix(values: Floats, grid: Grid) -> Floats:
-    """Return the rows that a chunk touches; what it does not hold of them is 0."""
+    """Return the rows that a chunk covers; elements outside the chunk are 0."""
     if grid.count == grid.row_count * grid.row:
         return values.reshape(grid.row_count, grid.row)
     whole: Floats = np.zeros(grid.row_count * grid.row, np.float32)
@@ -399,12 +394,12 @@ def _matrix(values: Floats, grid: Grid) -> Floats:
 
 
 def _inverse_of(factors: Factors) -> Floats:
-    """Return one over each factor, and 0 for 0."""
+    """Return the inverse of each factor; 0 for 0."""
     values = factors.values()
     inverses: Floats = np.divide(np.float32(1), values, out=np.zeros_like(values), where=values > 0)
     return inverses
 
 
 def _energy(matrix: Floats) -> float:
-    # Not a dot product, which libraries spread over threads of their own.
+    # Not a dot product, which BLAS libraries run on threads of their own.
     return float(np.einsum("ij,ij->", matrix, matrix))

@@ -1,15 +1,11 @@
-"""The fixed part of a lossy payload: geometry, factors, codebook and table of what follows, checked as it is read.
+"""The payload of a quantized chunk: geometry, factors, codebook, streams of symbols and escapes, written and read.
 
 Invariants:
-- Whatever the bytes, reading them yields lengths and numbers within the bounds that FORMAT.md names, or raises.
-- Nothing is allocated by a length that was not compared with the bytes at hand.
-
-Symbols, factors and escapes as the payload of a lossy frame, and back.
-
-Invariants:
-- Reading checks every length, count and number of a payload before anything is reconstructed from it; it takes the
-  memory of the scratch, and arrays that are small against the chunk.
-- What was written is consumed to the last byte, or the payload is refused.
+- For any bytes, reading yields lengths and numbers within the bounds of FORMAT.md, or raises. Everything is checked
+  before anything is reconstructed.
+- Nothing is allocated for a length that was not compared with the payload. Reading uses the scratch, and arrays that
+  are small compared with the chunk.
+- A payload must be consumed to its last byte.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ _PER_BYTE_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """How some bytes are stored, and how many there are."""
+    """The mode and the stored length of a section."""
 
     mode: int
     stored_nbytes: int
@@ -47,10 +43,10 @@ class Stream:
     """Symbols that are coded together.
 
     Args:
-        lowest: Its least symbol.
-        alphabet: How many there are from that on.
-        per_byte: Symbols in a byte.
-        section: The packed bytes; none where there is one symbol only, or no element.
+        lowest: The smallest symbol.
+        alphabet: Number of symbols, from ``lowest`` on.
+        per_byte: Symbols packed into a byte.
+        section: The packed bytes; empty if only one symbol occurs, or none.
     """
 
     lowest: int
@@ -59,28 +55,28 @@ class Stream:
     section: Section
 
     def packed_nbytes(self, count: int) -> int:
-        """Return how many bytes so many symbols take before they are coded."""
+        """Return the length of ``count`` packed symbols before coding."""
         return 0 if self.alphabet == 1 else -(-count // self.per_byte)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a payload says before its sections.
+    """The fixed part of a payload, which precedes the sections.
 
     Args:
-        grid: Where the chunk lies.
-        floor: Least second moment; 0 elsewhere.
-        row_exponent: Of the factors of rows.
-        row_octave_bits: Of the same.
-        col_exponent: Of the factors of columns.
-        col_octave_bits: Of the same.
+        grid: Rows and columns of the chunk.
+        floor: Lower bound of second moments; 0 for other values.
+        row_exponent: Exponent of the row factors.
+        row_octave_bits: Octave bits of the row factors.
+        col_exponent: Exponent of the column factors.
+        col_octave_bits: Octave bits of the column factors.
         first: The symbol of the codebook's first entry.
-        codebook: What symbols stand for, from ``first`` on.
-        rows: The codes of the rows' factors.
-        cols: The codes of the columns' factors.
+        codebook: The values of the symbols, from ``first`` on.
+        rows: The codes of the row factors.
+        cols: The codes of the column factors.
         classes: The classes of rows and of columns, and the stream of each sum; None if there is one stream.
         streams: The symbols.
-        escape_count: Elements that are stored as they are.
+        escape_count: Elements that are stored exactly.
     """
 
     grid: Grid
@@ -98,7 +94,7 @@ class Layout:
     escape_count: int
 
     def table(self) -> NDArray[np.float32]:
-        """Return what each of 256 symbols stands for."""
+        """Return the value of each of 256 symbols."""
         found = np.zeros(256, np.float32)
         found[self.first : self.first + self.codebook.size] = self.codebook
         return found
@@ -131,14 +127,14 @@ def write_layout(layout: Layout) -> bytes:
 
 
 class _Reader:
-    """Takes bytes from the front."""
+    """Reads a payload from the front."""
 
     def __init__(self, payload: memoryview) -> None:
         self.rest = payload
 
     def take(self, nbytes: int) -> memoryview:
         if nbytes > self.rest.nbytes:
-            raise MalformedError("a lossy payload is cut short")
+            raise MalformedError("a quantized payload is truncated")
         taken, self.rest = self.rest[:nbytes], self.rest[nbytes:]
         return taken
 
@@ -147,26 +143,26 @@ class _Reader:
 
 
 def read_layout(payload: memoryview, count: int, *, is_second: bool) -> tuple[Layout, memoryview]:
-    """Return the fixed part of the payload of ``count`` elements, and what follows it.
+    """Return the fixed part of the payload of ``count`` elements, and the rest of the payload.
 
     Args:
         payload: The stored bytes.
         count: Elements of the chunk, at least one.
-        is_second: Second moments have a floor above 0, and nothing else has one.
+        is_second: The chunk is a second moment, which has a floor above 0. Other chunks have none.
 
     Raises:
-        MalformedError: No writer makes it.
+        MalformedError: No writer makes this payload.
     """
     reader = _Reader(payload)
     row, phase, escapes, floor, row_exponent, col_exponent, row_bits, col_bits, first, last, stream_count, *zeros = (
         _HEAD.unpack(reader.take(_HEAD.size))
     )
     if not ROW_MIN <= row <= ROW_MAX or phase >= row or any(zeros) or escapes > count:
-        raise MalformedError(f"a lossy payload has rows of {row}, phase {phase} and {escapes} escapes")
+        raise MalformedError(f"a quantized payload has rows of {row}, phase {phase} and {escapes} escapes")
     if not (0 < floor < math.inf if is_second else struct.pack("<f", floor) == bytes(4)):
-        raise MalformedError(f"a lossy payload has the floor {floor}")
+        raise MalformedError(f"a quantized payload has the floor {floor}")
     if not 1 <= stream_count <= STREAM_COUNT_MAX or first + last > 255:
-        raise MalformedError(f"a lossy payload has {stream_count} streams of {last + 1} symbols from {first} on")
+        raise MalformedError(f"a quantized payload has {stream_count} streams of {last + 1} symbols from {first} on")
     require_known(row_exponent, row_bits)
     require_known(col_exponent, col_bits)
     codebook = np.frombuffer(reader.take(4 * (last + 1)), "<f4").astype(np.float32)
@@ -177,7 +173,7 @@ def read_layout(payload: memoryview, count: int, *, is_second: bool) -> tuple[La
     if stream_count > 1:
         classes = (reader.section(), reader.section(), bytes(reader.take(SUM_COUNT)))
         if max(classes[2]) >= stream_count:
-            raise MalformedError("a sum of classes has a stream that is not there")
+            raise MalformedError("a sum of classes names a stream that does not exist")
     streams = tuple(_read_stream_head(reader, first, first + last) for _ in range(stream_count))
     grid = Grid(count, row, phase)
     layout = Layout(
@@ -191,9 +187,9 @@ def _read_stream_head(reader: _Reader, first: int, last: int) -> Stream:
     lowest, more, per_byte = _STREAM.unpack(reader.take(_STREAM.size))
     alphabet = more + 1
     if lowest < first or lowest + more > last:
-        raise MalformedError(f"a stream has symbols {lowest} to {lowest + more} without a value")
+        raise MalformedError(f"a stream has symbols {lowest} to {lowest + more}, some without a value")
     if not 1 <= per_byte <= _PER_BYTE_MAX or alphabet**per_byte > 256 or (alphabet == 1 and per_byte != 1):
-        raise MalformedError(f"a stream has {per_byte} symbols of {alphabet} in a byte")
+        raise MalformedError(f"a stream packs {per_byte} of {alphabet} symbols into a byte")
     return Stream(lowest, alphabet, per_byte, reader.section())
 
 
@@ -204,23 +200,23 @@ def _packed(section: Section) -> bytes:
 Bytes = NDArray[np.uint8]
 
 _NOTHING = Section(RAW, 0)
-# How many symbols share a byte is tried on so many of them.
-_TRIED_COUNT = 1 << 15
+# The number of symbols per byte is chosen by a trial with this many symbols.
+_TRIAL_COUNT = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """What a payload holds.
+    """The contents of a payload.
 
     Args:
-        grid: Where the chunk lies.
+        grid: Rows and columns of the chunk.
         rows: Factors of rows.
         cols: Factors of columns.
         symbols: One for each element.
-        table: What each of 256 symbols stands for.
-        floor: Least second moment, 0 elsewhere.
-        escapes: Elements that are stored as they are, in rising order.
-        words: Their bytes, one after another.
+        table: The value of each of 256 symbols.
+        floor: Lower bound of second moments; 0 for other values.
+        escapes: Elements that are stored exactly, in rising order.
+        words: The bytes of these elements, one after another.
     """
 
     grid: Grid
@@ -246,23 +242,23 @@ class _Writer:
         if stored.obj is self._room.obj:
             self._room = self._room[stored.nbytes :]
         elif stored.obj is not None and stored.nbytes:
-            # The memory of the plain bytes is used again.
+            # The memory of the plain bytes will be reused.
             stored = memoryview(bytes(stored))
         self.parts.append(stored)
         return Section(mode, stored.nbytes)
 
-    def tried(self, plain: memoryview) -> int:
-        """Return how long the bytes would become."""
+    def coded_nbytes(self, plain: memoryview) -> int:
+        """Return the length of the bytes after coding."""
         return encode_section(plain, self._room, self._scratch)[1].nbytes
 
 
 def write_codes(codes: Codes, contexts: Contexts, counts: NDArray[np.float64], scratch: Scratch) -> list[memoryview]:
-    """Return the parts of the payload; they last until the scratch is used again.
+    """Return the parts of the payload. They are valid until the next use of the scratch.
 
     Args:
-        codes: What to write; the symbols lie in the first half of ``scratch.planes``.
-        contexts: Which elements are coded together.
-        counts: How often each symbol occurs.
+        codes: The contents. The symbols are in the first half of ``scratch.planes``.
+        contexts: The streams of the symbols.
+        counts: Occurrences of each symbol.
         scratch: Memory of this thread.
     """
     grid, occurring = codes.grid, Occurring.of(counts)
@@ -299,10 +295,10 @@ def write_codes(codes: Codes, contexts: Contexts, counts: NDArray[np.float64], s
 
 
 def read_codes(payload: memoryview, count: int, *, width: int, is_second: bool, scratch: Scratch) -> Codes:
-    """Return what a payload holds; the symbols lie in ``scratch.planes``.
+    """Return the contents of a payload. The symbols are in ``scratch.planes``.
 
     Raises:
-        CorruptError: No writer makes it for so many elements.
+        CorruptError: No writer makes this payload for so many elements.
     """
     layout, rest = read_layout(payload, count, is_second=is_second)
     grid = layout.grid
@@ -311,17 +307,17 @@ def read_codes(payload: memoryview, count: int, *, width: int, is_second: bool, 
     pieces = []
     for section in stored:
         if section.stored_nbytes > rest.nbytes:
-            raise MalformedError("a lossy payload is cut short")
+            raise MalformedError("a quantized payload is truncated")
         pieces.append(rest[: section.stored_nbytes])
         rest = rest[section.stored_nbytes :]
     if rest.nbytes != layout.escape_count * (4 + width):
-        raise MalformedError("a lossy payload is longer or shorter than what it holds")
+        raise MalformedError("a quantized payload is longer or shorter than its contents")
     edges = [grid.row_count, grid.row, grid.row_count, grid.row]
     head = [_section(*pair, scratch) for pair in zip(stored, pieces, edges[: 4 if layout.classes else 2], strict=False)]
     symbols = _read_symbols(layout, pieces[len(head) :], head[2:], scratch)
     escapes = np.frombuffer(rest[: 4 * layout.escape_count], "<u4").astype(np.int64)
     if escapes.size and (escapes[-1] >= count or not (np.diff(escapes) > 0).all()):
-        raise MalformedError("escapes are not in rising order, or lie beyond the chunk")
+        raise MalformedError("escapes are not in rising order, or are outside the chunk")
     return Codes(
         grid,
         Factors(head[0], layout.row_exponent, layout.row_octave_bits),
@@ -347,7 +343,7 @@ def _read_symbols(layout: Layout, pieces: list[memoryview], classes: list[Bytes]
     edges = None
     if layout.classes is not None:
         if max(classes[0].max(), classes[1].max()) >= STREAM_COUNT_MAX:
-            raise MalformedError("classes are numbers below 16")
+            raise MalformedError("a class is not below 16")
         edges = (classes[0].data, classes[1].data, memoryview(layout.classes[2]))
         sizes = _sizes(edges, grid)
         streams = room[grid.count :]
@@ -381,15 +377,15 @@ def _write_stream(symbols: memoryview, occurring: Occurring, writer: _Writer, sc
 
 
 def _choose_per_byte(symbols: memoryview, own: Occurring, writer: _Writer, scratch: Scratch) -> int:
-    """Return how many symbols in a byte make the stream shortest, as its beginning tells."""
+    """Return the number of symbols per byte that makes the beginning of the stream shortest."""
     most = next(count for count in range(8, 0, -1) if own.count**count <= 256)
-    tried = symbols[: min(symbols.nbytes, _TRIED_COUNT)]
+    trial = symbols[: min(symbols.nbytes, _TRIAL_COUNT)]
     best, fewest = 1, -1
-    # With fewer than half of what a byte holds, it is the same as with half of it, in more time.
+    # Fewer than half of the possible number give the same length in more time.
     for per_byte in range(max(1, most // 2), most + 1):
-        packed = scratch.decoded(-(-tried.nbytes // per_byte))
-        kernels.pack_symbols(tried, packed, own.first, own.count, per_byte)
-        nbytes = writer.tried(packed)
+        packed = scratch.decoded(-(-trial.nbytes // per_byte))
+        kernels.pack_symbols(trial, packed, own.first, own.count, per_byte)
+        nbytes = writer.coded_nbytes(packed)
         if fewest < 0 or nbytes < fewest:
             best, fewest = per_byte, nbytes
     return best
@@ -399,10 +395,10 @@ def _read_stream(stream: Stream, stored: memoryview, symbols: memoryview, scratc
     packed_nbytes = stream.packed_nbytes(symbols.nbytes)
     if packed_nbytes == 0:
         if stored.nbytes or stream.section.mode != RAW:
-            raise MalformedError("a stream of one symbol, or of none, has stored bytes")
+            raise MalformedError("a stream of at most one symbol has stored bytes")
         np.frombuffer(symbols, np.uint8).fill(stream.lowest)
         return
     packed = scratch.decoded(packed_nbytes)
     decode_section(stream.section.mode, stored, packed, scratch)
     if not kernels.unpack_symbols(packed, symbols, stream.lowest, stream.alphabet, stream.per_byte):
-        raise MalformedError("a stream has bytes that hold no symbols of its own")
+        raise MalformedError("a stream has bytes that are not symbols of its alphabet")

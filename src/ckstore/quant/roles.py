@@ -1,14 +1,14 @@
-"""Tell from paths and shapes what each tensor of a state is: a weight, a moment of Adam, or something to leave exact.
+"""Recognize weights and Adam moments from the paths, shapes and structure of a state.
 
-Pure: no bytes are read. Moments are told by the names that optimizers give them, entry by entry, so that a first
-moment is always that of its second; which weight they belong to is told by name, or by the order of the parameters.
+Pure: reads no tensor bytes. Moments are recognized by the names in an optimizer's state, entry by entry, so a first
+moment always belongs to its second moment. Their weight is found by name, or by the order of the parameters.
 
 Invariants:
-- Nothing is taken for a moment unless its entry holds what Adam keeps, and nothing else: moments of other optimizers
-  have other rules, and stay exact.
-- Nothing is taken for a weight unless a moment belongs to it, or what holds it is said to be a model: by its key, by
-  torch, or because the whole state is one. Inside an optimizer nothing is.
-- A wrong pair of a weight and its moments changes how they are told of, never what they decode to.
+- A tensor is a moment only if its entry contains what Adam keeps and nothing else. Moments of other optimizers follow
+  other rules and stay exact.
+- A tensor is a weight only if a moment belongs to it, or if its container is a model: by its key, by torch's metadata,
+  or because the whole state is one. Tensors inside an optimizer are not weights.
+- A wrong pair of a weight and its moments changes how well they are coded, never what they decode to.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ FLOAT_NAMES: Mapping[str, Literal["float32", "bfloat16", "float16"]] = {
     "<f4": "float32",
     "<f2": "float16",
 }
-"""Element types that can be quantized, by the names that libraries give them."""
+"""Element types that can be quantized, by their names in torch and numpy."""
 
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
-_BESIDE = {"step", "mu_product", "max_exp_avg_sq"}
-"""What Adam and its near kin keep beside their two moments; these stay exact."""
+_OTHER_ADAM_KEYS = {"step", "mu_product", "max_exp_avg_sq"}
+"""Other keys of Adam and its variants in an entry; these tensors stay exact."""
 
 _OPTIMIZER_KEYS = {"state", "param_groups"}
 _OPTIMIZER_WORD = re.compile(
@@ -56,13 +56,13 @@ _OPTIMIZER_WORD = re.compile(
     r"|(first|second)_moments?|square_avg|grads?|gradients?"
 )
 _GRADIENT_WORD = re.compile(r"(?i)(\w*[_-])?grad(s|ients?)?([_-]\w+)?")
-"""The same, unless it stands in a model, where layers have such names, too."""
+"""The same outside models; inside a model, layers may have such names."""
 
 _TOP_WORD = re.compile(
     r"(?i)[mv]|mu|nu|adam\w*|adagrad|adafactor|came|galore|kfac|lamb|lars|lion|muon|rmsprop|sgdm?|shampoo|soap|sophia"
     r"|ema_sq"
 )
-"""Names of a whole optimizer, or of its parts, where they stand at the top of a state."""
+"""Names of an optimizer or its parts at the top of a state."""
 
 _MODEL_WORD = re.compile(
     r"(?i)((\w+[_-])?(model|module|net|network|weight|param|parameter|average|teacher|student|generator|discriminator"
@@ -73,9 +73,9 @@ _MODEL_WORD = re.compile(
 
 _MODEL_TOP_WORD = re.compile(r"(?i)w")
 _WEIGHT_WORD = re.compile(r"(?i)(\w+_)?weights?(_(ih|hh)_l\d+(_reverse)?|_[vg]|_orig)?|w|kernel|embeddings?")
-"""What weights are called where the state itself is a model's."""
+"""Names of weights if the state itself is a model's."""
 
-_APART_WORD = re.compile(
+_NOT_A_WEIGHT_WORD = re.compile(
     r"(?i)(\w+_)?(rngs?|random(_states?)?|schedulers?|samplers?|(data)?loaders?|datasets?|scalers?|caches?|batch(es)?"
     r"|replay(_buffer)?|data)"
 )
@@ -86,13 +86,13 @@ _TOP_DEPTH = 2
 
 @dataclass(frozen=True, slots=True)
 class AdamConstants:
-    """What the next step of Adam depends on, as far as the state says it.
+    """The constants that Adam's next step depends on.
 
     Args:
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
-        step: Steps made, if it is a plain value.
-        step_tensor: Index of the tensor that holds it otherwise; None: it is not known.
+        step: Number of steps made, if the state has it as a plain value.
+        step_tensor: Index of the tensor that contains the number of steps; None if there is none.
     """
 
     beta1: float
@@ -103,17 +103,17 @@ class AdamConstants:
 
 @dataclass(slots=True)
 class Pairing:
-    """What the tensors of a state are; all numbers are indices of tensors.
+    """The roles of the tensors of a state. All numbers are indices of tensors.
 
     Args:
-        roles: What each tensor was taken for; others are left exact.
+        roles: The role of each recognized tensor; all others stay exact.
         second_of: The second moment of each first moment.
-        weight_of: The weight of a moment, where it was found.
-        constants: What the optimizer says of each second moment.
-        paths: The first path of every tensor of the state.
-        other_paths: Its other paths, where it has several.
-        inside: Tensors of optimizers: weights only if they are masters.
-        unknown: Matrices of which nothing says what they are: exact, unless a rule names them.
+        weight_of: The weight of each moment, if it was found.
+        constants: The optimizer's constants for each second moment.
+        paths: The first path of every tensor.
+        other_paths: Further paths of tensors that have several.
+        inside: Tensors inside optimizers; they are weights only if they are fp32 masters.
+        unknown: Matrices without a recognized role; they stay exact unless a rule names them.
     """
 
     roles: dict[int, Role] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Pairing:
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """The two moments of one parameter, as they stand in an optimizer's state."""
+    """The two moments of one parameter, with the parameter's key in the optimizer's state."""
 
     key: Key
     first: int
@@ -136,31 +136,35 @@ class _Moments:
 
 
 def pair(tree: Node, tensors: Sequence[TensorSpec]) -> Pairing:
-    """Tell what every tensor of a state is.
+    """Find the role of every tensor of a state.
 
     Args:
         tree: The state.
-        tensors: What its tensor nodes count in.
+        tensors: The tensors that its nodes refer to.
     """
     found = Pairing()
     optimizers: list[DictNode] = []
-    apart: set[int] = set()
+    not_weights: set[int] = set()
     declared: set[int] = set()
-    for path, node, place in _walk(tree, (), _Place()):
+    for path, node, context in _walk(tree, (), _KeyContext()):
         if isinstance(node, DictNode):
             optimizers.append(node)
             continue
         assert isinstance(node, TensorNode)
         if found.paths.setdefault(node.tensor, path) != path:
             found.other_paths.setdefault(node.tensor, []).append(path)
-        for holds, group in ((place.is_inside, found.inside), (place.is_apart, apart), (place.is_model, declared)):
+        for holds, group in (
+            (context.is_inside, found.inside),
+            (context.is_not_weight, not_weights),
+            (context.is_model, declared),
+        ):
             if holds:
                 group.add(node.tensor)
-    # A single tensor with an optimizer's name is none.
+    # A single tensor with an optimizer's name is not an optimizer.
     if not any(len(found.paths[index]) > 1 for index in found.inside):
         declared.update(index for index, path in found.paths.items() if _is_named_weight(path))
     for index in found.paths:
-        if index not in found.inside and index not in apart and _is_matrix(tensors[index]):
+        if index not in found.inside and index not in not_weights and _is_matrix(tensors[index]):
             if index in declared:
                 found.roles[index] = "weight"
             else:
@@ -174,56 +178,58 @@ def pair(tree: Node, tensors: Sequence[TensorSpec]) -> Pairing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """What the keys that lead to a place say of it: of an optimizer, no part of the training, of a model."""
+class _KeyContext:
+    """What the keys above a node say: inside an optimizer, certainly not a weight (data, rng, ...), inside a model."""
 
     is_inside: bool = False
-    is_apart: bool = False
+    is_not_weight: bool = False
     is_model: bool = False
 
-    def below(self, key: Key, depth: int, *, is_leaf: bool) -> _Place:
-        """Return the same of what stands under a key."""
-        # A flat state has the words of all its levels in one key; the last one is the tensor's own.
+    def below(self, key: Key, depth: int, *, is_leaf: bool) -> _KeyContext:
+        """Return the context below a key."""
+        # A flat state has the words of all its levels in one key. The last word is the tensor's own.
         words = str(key).split(".") if not depth else [str(key)]
         holders = words[:-1] if is_leaf else words
         is_inside = self.is_inside or any(_OPTIMIZER_WORD.fullmatch(word) for word in words)
         is_inside = is_inside or (not depth and _TOP_WORD.fullmatch(words[0]) is not None)
         is_inside = is_inside or (not self.is_model and _GRADIENT_WORD.fullmatch(words[0]) is not None)
-        is_apart = self.is_apart or (depth < _TOP_DEPTH and _APART_WORD.fullmatch(str(key)) is not None)
+        is_not_weight = self.is_not_weight or (
+            depth < _TOP_DEPTH and _NOT_A_WEIGHT_WORD.fullmatch(str(key)) is not None
+        )
         is_model = self.is_model or any(_MODEL_WORD.fullmatch(word) for word in holders)
         is_model = is_model or (not depth and not is_leaf and _MODEL_TOP_WORD.fullmatch(words[0]) is not None)
-        return _Place(is_inside, is_apart, is_model)
+        return _KeyContext(is_inside, is_not_weight, is_model)
 
 
-def _walk(node: Node, path: Path, place: _Place) -> Iterator[tuple[Path, Node, _Place]]:
-    """Yield every tensor, and every optimizer before the tensors in it."""
+def _walk(node: Node, path: Path, context: _KeyContext) -> Iterator[tuple[Path, Node, _KeyContext]]:
+    """Yield every tensor, and every optimizer before its tensors."""
     if isinstance(node, TensorNode):
-        yield path, node, place
+        yield path, node, context
     elif isinstance(node, DictNode):
         if is_optimizer(node):
-            place = replace(place, is_inside=True)
-            yield path, node, place
+            context = replace(context, is_inside=True)
+            yield path, node, context
         if node.metadata is not None:
-            # Only a module of torch makes such a dict.
-            place = replace(place, is_model=True)
+            # Only torch.nn.Module.state_dict makes a dict with metadata.
+            context = replace(context, is_model=True)
         for key, child in items_of(node):
-            below = place.below(key, len(path), is_leaf=isinstance(child, TensorNode))
+            below = context.below(key, len(path), is_leaf=isinstance(child, TensorNode))
             yield from _walk(child, (*path, key), below)
     elif isinstance(node, ListNode | TupleNode):
         for index, child in enumerate(node.children):
-            yield from _walk(child, (*path, index), place)
+            yield from _walk(child, (*path, index), context)
     elif not isinstance(node, ValueNode):
-        # What a converter made is its own affair.
-        yield from _walk(node.child, path, replace(place, is_apart=True))
+        # The contents of converted objects are not interpreted.
+        yield from _walk(node.child, path, replace(context, is_not_weight=True))
 
 
 def _is_named_weight(path: Path) -> bool:
-    """Whether a tensor at the top of a state without an optimizer has the name of a weight."""
+    """Return True if a tensor at the top of a state without an optimizer has the name of a weight."""
     return len(path) == 1 and _WEIGHT_WORD.fullmatch(str(path[0]).rpartition(".")[2]) is not None
 
 
 def is_optimizer(node: Node) -> bool:
-    """Whether a node looks like the state_dict of an optimizer of torch."""
+    """Return True if a node looks like the state_dict of a torch optimizer."""
     if not isinstance(node, DictNode) or not set(node.keys) >= _OPTIMIZER_KEYS:
         return False
     state, groups = _child(node, "state"), _child(node, "param_groups")
@@ -231,7 +237,7 @@ def is_optimizer(node: Node) -> bool:
 
 
 def _pair_optimizer(node: DictNode, tensors: Sequence[TensorSpec], found: Pairing, taken: set[int]) -> list[_Moments]:
-    """Note the moments of an optimizer and their weights; return those for which none was found."""
+    """Record the moments of an optimizer and their weights; return the moments without a weight."""
     state = _child(node, "state")
     assert isinstance(state, DictNode)
     entries = {(type(key), key): entry for key, entry in items_of(state)}
@@ -250,8 +256,12 @@ def _pair_optimizer(node: DictNode, tensors: Sequence[TensorSpec], found: Pairin
 
 
 def _moments_of(key: Key, entry: Node, tensors: Sequence[TensorSpec]) -> _Moments | None:
-    """Return the moments of an entry that holds what Adam keeps and nothing else."""
-    if not isinstance(entry, DictNode) or not {_FIRST, _SECOND} <= set(entry.keys) <= {_FIRST, _SECOND, *_BESIDE}:
+    """Return the moments of an entry that contains what Adam keeps and nothing else; else None."""
+    if not isinstance(entry, DictNode) or not {_FIRST, _SECOND} <= set(entry.keys) <= {
+        _FIRST,
+        _SECOND,
+        *_OTHER_ADAM_KEYS,
+    }:
         return None
     first, second = _child(entry, _FIRST), _child(entry, _SECOND)
     if not isinstance(first, TensorNode) or not isinstance(second, TensorNode) or first == second:
@@ -284,17 +294,17 @@ def _note_constants(
 
 
 def _find_weights(moments: Sequence[_Moments], tensors: Sequence[TensorSpec], found: Pairing, taken: set[int]) -> None:
-    """Find the weight of each parameter of a group: by its name, else the next one of its shape, in order."""
-    shown = {index: _shown(found.paths[index]) for index, role in found.roles.items() if role == "weight"}
+    """Find the weight of each parameter of a group: by name, or in order the next weight of the same shape."""
+    dotted = {index: _dotted(found.paths[index]) for index, role in found.roles.items() if role == "weight"}
     by_shape: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for position, index in enumerate(shown):
+    for position, index in enumerate(dotted):
         by_shape.setdefault(tensors[index].shape, []).append((position, index))
     begin = 0
     for each in moments:
         candidates = by_shape.get(tensors[each.first].shape, [])
         free = [(position, index) for position, index in candidates if index not in taken]
         if isinstance(each.key, str):
-            named = [pair for pair in free if f".{shown[pair[1]]}".endswith(f".{each.key}")]
+            named = [pair for pair in free if f".{dotted[pair[1]]}".endswith(f".{each.key}")]
             # The shortest path is the model's own; longer ones are copies such as averages.
             chosen = min(named, key=lambda pair: len(found.paths[pair[1]]), default=None)
         else:
@@ -306,9 +316,10 @@ def _find_weights(moments: Sequence[_Moments], tensors: Sequence[TensorSpec], fo
 
 
 def _find_unknown_weights(moments: Sequence[_Moments], tensors: Sequence[TensorSpec], found: Pairing) -> None:
-    """Take what moments belong to for their weights although no key says so, where there is no doubt.
+    """Find weights that no key marks as such, if they are unambiguous.
 
-    A name must be that of one tensor of the shape; without names, there must be as many tensors of it as moments.
+    A named parameter must match exactly one unknown tensor of its shape. For numbered parameters, there must be as many
+    unknown tensors of the shape as parameters.
     """
     free: dict[tuple[int, ...], list[int]] = {}
     for index in found.paths:
@@ -324,7 +335,7 @@ def _find_unknown_weights(moments: Sequence[_Moments], tensors: Sequence[TensorS
             list(zip(numbered, free[shape], strict=True)) if len(members) == len(free[shape]) == len(numbered) else []
         )
         for each in members:
-            named = [index for index in free[shape] if f".{_shown(found.paths[index])}".endswith(f".{each.key}")]
+            named = [index for index in free[shape] if f".{_dotted(found.paths[index])}".endswith(f".{each.key}")]
             if isinstance(each.key, str) and len(named) == 1:
                 chosen.append((each, named[0]))
         for each, index in chosen:
@@ -333,7 +344,7 @@ def _find_unknown_weights(moments: Sequence[_Moments], tensors: Sequence[TensorS
             found.weight_of[each.first] = found.weight_of[each.second] = index
 
 
-def _shown(path: Path) -> str:
+def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
@@ -342,7 +353,7 @@ def _params_of(group: DictNode) -> list[Key]:
     if isinstance(params, ConvertedNode) and params.name.startswith(COUNT):
         ends = [child.value for child in parts_of(params.child) if isinstance(child, ValueNode)]
         begin, end = ends if len(ends) == 2 else (None, None)
-        # What was read from disk may be anything.
+        # A state that was read from disk may contain any values.
         is_count = isinstance(begin, int) and isinstance(end, int) and end - begin <= COUNT_MAX
         return list(range(begin, end)) if is_count else []  # type: ignore[arg-type]
     children = params.children if isinstance(params, ListNode | TupleNode) else ()
@@ -360,7 +371,7 @@ def _is_matrix(spec: TensorSpec) -> bool:
 def _child(node: Node | None, key: Key) -> Node | None:
     if not isinstance(node, DictNode):
         return None
-    # True == 1 to Python, and keys are typed.
+    # True == 1 in Python, but they are different keys.
     return next((child for own, child in items_of(node) if type(own) is type(key) and own == key), None)
 
 
