@@ -2,7 +2,8 @@
 
 One commit, step by step::
 
-    trainer: BackgroundCommits.submit(request)        commits.py
+    trainer: Store.commit_async                       trainer.py: what a Store keeps between its commits
+        BackgroundCommits.submit(request)             commits.py
         layout = StagingArea.plan_layout(state)       staging.py, arena_layout.py: where each byte goes in a slot
         slot = wait for a free slot of the arena      arena.py, as policy.on_busy says
         Saver.begin(ticket, slot)                     client.py, protocol.py: head in the slot, Begin on the socket

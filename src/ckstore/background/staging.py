@@ -70,7 +70,7 @@ class Staging:
     ) -> None:
         self.slot = slot
         self.is_over = Latch()
-        """Nothing will be copied any more: it is staged, or was given up, and that was told."""
+        """Set when the state is staged or given up, after ``on_staged`` or ``on_failed`` was called."""
         self._captured: Captured | None = captured
         self._pool = pool
         # Without anything to guard there is nothing to compare.
@@ -457,7 +457,7 @@ class StagingArea:
             shapes = self._shapes = _Shapes(captured.tensors, pitches_of(captured), codebooks_of(captured))
         kinds = kinds_of(captured, starts, guarded)
         for index in shapes.codebooks:
-            # A forward pass may change a codebook, whoever owns it, so it is copied without a guard.
+            # A forward pass may change a codebook of an attached optimizer, so it is copied without a guard.
             kinds[index] = _UNGUARDED.get(kinds[index], kinds[index])
         pitches = shapes.pitches
         key = (*kinds, *pitches, *((each.nbytes, each.element_width, each.is_float) for each in captured.storages))

@@ -69,7 +69,7 @@ class Server:
         self._delayed_until = 0.0
         self._is_working = self._has_read_socket = False
         self._is_end_requested = self._has_sent_leaving = False
-        """A signal asked the saver to end, and the trainer was told."""
+        """Whether a signal asked the saver to end, and whether the trainer was informed."""
         self._leave_at: float | None = None
         """When the saver ends if the trainer does not reply to that."""
         self._is_ending = False
@@ -469,7 +469,7 @@ class Priority:
 
     def _set_all(self, added: int, is_idle: bool) -> None:
         nice = min(NICE_MAX, self._base + added)
-        # The listening thread must hear when to leave the idle class. Other processes judge by the lease's heartbeat.
+        # The listening thread must stay responsive to leave the idle class, and others judge by the heartbeat thread.
         awake = {
             os.getpid(),
             *(thread.native_id for thread in threading.enumerate() if thread.name == HEARTBEAT_THREAD_NAME),
