@@ -59,7 +59,7 @@ class Levels:
     def use_idle_class(self):
         self._note("stand aside")
 
-    def hurry(self):
+    def use_full_priority(self):
         self._note("hurry")
 
     def _note(self, level):

@@ -354,10 +354,11 @@ class BackgroundCommits:
                 saver.warm(threads_and_blocks(policy, self._repository.limits)[1], layout.end, _WARM_SECONDS)
 
     def guard(self, *, is_host_waiting: bool = False) -> None:
-        """Return when guarded memory may be changed: wait for the host, and on devices for this stream or the device.
+        """Return when guarded memory may be changed.
 
         Args:
-            is_host_waiting: Wait until devices have copied. Else only the current streams wait for the copies.
+            is_host_waiting: Wait until devices have copied. Else only the devices' current streams wait for the copies,
+                which is enough if the memory is changed on those streams.
         """
         if self._owner != os.getpid():
             return

@@ -186,7 +186,7 @@ class TrainerSide:
         return self._commits
 
     def _guarded_spans(self) -> Sequence[tuple[int, int]]:
-        """Return the memory that may be copied after ``commit_async`` has returned, as (address, bytes)."""
+        """Return the memory that may be copied after ``commit_async`` has returned, as (first address, end)."""
         return () if self._guarded is None or self._open_guards else self._guarded.spans()
 
     def _captured(self, state: Any) -> Captured:

@@ -36,7 +36,7 @@ def test_saver_that_gives_way_leaves_training_one_processor(monkeypatch, process
     priority = Priority(NICE)
     priority.use_low_priority()
     assert priority.thread_limit.maximum == most
-    priority.hurry()
+    priority.use_full_priority()
     assert priority.thread_limit.maximum is None
     priority.use_idle_class()
     assert priority.thread_limit.maximum == most
@@ -59,7 +59,7 @@ def test_priority_that_may_not_come_back_or_need_not_give_way_never_stands_aside
     priority = Priority(NICE)
     priority.use_idle_class()
     assert told == [os.SCHED_IDLE, os.SCHED_OTHER], "one thread that sleeps was asked"
-    priority.hurry()
+    priority.use_full_priority()
     priority.use_idle_class()
     assert len(told) == 2
 
@@ -97,7 +97,7 @@ def test_priority_stays_as_it_is_where_the_system_refuses(monkeypatch):
     monkeypatch.setattr(Path, "write_text", refuse)
     priority = Priority(NICE)
     priority.use_low_priority()
-    priority.hurry()
+    priority.use_full_priority()
 
 
 # The trainer's side: for what it has the saver hurry

@@ -269,7 +269,7 @@ def test_a_thread_that_does_not_know_what_a_device_was_told_does_not_read_it(are
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_LAZY])
     staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
-    assert [(type(each), "by a thread" in str(each)) for each in staged.told] == [(BackendError, True)]
+    assert [(type(each), "a thread that did not launch" in str(each)) for each in staged.told] == [(BackendError, True)]
     staged.close()
 
 

@@ -298,7 +298,7 @@ class Server:
         with self._changed:
             is_idle = not (self._jobs or self._is_working)
             if self._is_hurried or self._is_over or (self._is_ending and is_idle):
-                self._priority.hurry()
+                self._priority.use_full_priority()
             elif is_idle or self._delayed or any(ticket.is_being_copied for ticket in self._tickets.values()):
                 # Without work too: if Begin arrived at low priority, threads would compete with the copy threads.
                 self._priority.use_idle_class()
@@ -453,7 +453,7 @@ class Priority:
         """Give up every processor that others want. Without effect if the saver's nice value is 0."""
         self._set(self._nice, is_idle=self._nice > 0)
 
-    def hurry(self) -> None:
+    def use_full_priority(self) -> None:
         """Return to the initial priority, if the system allows that."""
         self._set(0, is_idle=False)
 
