@@ -90,7 +90,7 @@ class Mutant:
         return f"{self.module}:{self.function}:{self.before}:{self.after}"
 
 
-PlannedIndex = tuple[Mutant, ast.stmt, ast.stmt]
+PlacedMutant = tuple[Mutant, ast.stmt, ast.stmt]
 """A change, the statement in a module's tree, and what replaces it."""
 
 
@@ -172,7 +172,7 @@ def head_of(node: ast.stmt) -> str:
     return ast.unparse(node).split("\n")[0]
 
 
-def mutants_of(tree: Path, module: str, count: int, seed: int, per_function: int) -> list[PlannedIndex]:
+def mutants_of(tree: Path, module: str, count: int, seed: int, per_function: int) -> list[PlacedMutant]:
     """Choose some changes, at most so many in a function, by a hash of the seed and of what is changed."""
     parsed = ast.parse((tree / "src" / "ckstore" / module).read_text())
     found = {
@@ -181,7 +181,7 @@ def mutants_of(tree: Path, module: str, count: int, seed: int, per_function: int
         for changed in variants(node)
         if (mutant := Mutant(module, path, node.lineno, head_of(node), head_of(changed))).before != mutant.after
     }
-    by_function, chosen = Counter[str](), list[PlannedIndex]()
+    by_function, chosen = Counter[str](), list[PlacedMutant]()
     for key in sorted(found, key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest()):
         function = found[key][0].function
         if by_function[function] < per_function and len(chosen) < count:
@@ -302,7 +302,7 @@ def _commit_of(tree: Path) -> str:
     return ":".join(subprocess.check_output(["git", "-C", tree, *each], text=True).strip() for each in words)
 
 
-def placed(tree: Path, module: str, rows: list[dict]) -> tuple[list[PlannedIndex], list[dict]]:
+def placed(tree: Path, module: str, rows: list[dict]) -> tuple[list[PlacedMutant], list[dict]]:
     """Find the changes of an earlier result in this tree; return them, and the rows that could not be placed."""
     everything = mutants_of(tree, module, sys.maxsize, 0, sys.maxsize)
     by_key = {each[0].key: each for each in everything}

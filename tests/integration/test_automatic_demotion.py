@@ -44,7 +44,7 @@ def demotions_at_work():
         with contextlib.suppress(OSError):
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             is_ours = int(parent) == os.getpid() and state not in "ZX"
-            if is_ours and b"ops.scheduled import work" in (folder / "cmdline").read_bytes():
+            if is_ours and b"ops.scheduled import demote_on_request" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
 

@@ -243,7 +243,7 @@ def test_read_only_disk_can_be_read(read_only):
 def test_doctor_looks_at_a_read_only_disk(read_only, capsys):
     before = files_below(read_only)
     assert ckstore_command(["doctor", str(read_only / "store")]) == 0
-    assert "no: this user can read only" in capsys.readouterr().out
+    assert "no: this user can only read" in capsys.readouterr().out
     assert files_below(read_only) == before
 
 

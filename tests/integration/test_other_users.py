@@ -265,6 +265,6 @@ def test_doctor_and_readers_of_a_store_that_can_only_be_read(place, capsys):
     commit(path, 1, shared="umask")
     with as_user(TRAINER):
         assert ckstore_command(["doctor", str(path)]) == 0
-        assert "no: this user can read only" in capsys.readouterr().out
+        assert "no: this user can only read" in capsys.readouterr().out
         assert ckstore_command(["verify", str(path)]) == 0
         assert ckstore_command(["ls", str(path)]) == 0

@@ -1,7 +1,8 @@
 """Commit as the policy says, and commit again after freeing space if the disk is full.
 
-``commit/`` knows neither quantization nor garbage collection. This module gives it both: it loads ``quant`` only for
-a policy with a residual, and ``full_disk`` only after a write has failed for want of space.
+``commit/`` imports neither quantization nor garbage collection. This module adds both: it imports ``quant`` only
+for a policy with a residual, and ``full_disk`` only after a write has failed because the disk is full. So an exact
+commit imports neither, and this module stays separate from ``full_disk.py``.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def commit_checkpoint(repository: Repository, request: CommitRequest, watch: Sto
         watch: Receives the duration of each stage.
 
     Raises:
-        CapacityError: The disk is full, even after everything in the trash that may go was freed. Earlier
-            checkpoints are intact; nothing of this one is visible.
-        ConflictError: Another live writer has the run, or packs vanished twice during this commit.
+        CapacityError: The disk is full, even after the trash was emptied as far as possible. Earlier
+            checkpoints are intact, and nothing of this one is visible.
+        ConflictError: Another live process writes the run, or reused packs disappeared twice during this commit.
         BackendError: The storage failed twice.
         BoundError: A tensor cannot be quantized within the policy's bounds, and ``on_bound`` is ``"raise"``.
     """
@@ -42,12 +43,12 @@ def commit_checkpoint(repository: Repository, request: CommitRequest, watch: Sto
         committed = commit(repository, request, watch)
     except CapacityError as error:
         raise CapacityError(
-            f"{error.what}, although the disk was full before and what could go was given up: {room}",
+            f"{error.what}, even after space was freed: {room}",
             where=error.where,
             todo=error.todo,
             **error.facts,
         ) from error
-    warning = f"the disk was full: {room}; what lay there cannot be brought back"
+    warning = f"the disk was full: {room}; what was in the trash can no longer be restored"
     receipt = replace(committed.receipt, warnings=(*committed.receipt.warnings, warning))
     return replace(committed, receipt=receipt)
 

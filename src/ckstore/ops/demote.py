@@ -252,9 +252,9 @@ def plan_demotion(
         manifest = load_whole(repository, header.name)
         stored = own_nbytes(manifest)
         action: DemoteAction = "keep" if reason else "demote"
-        reason = reason or (
-            "it was named" if named else f"{newest.index(header.seq) if header.seq in newest else 0} newer checkpoints"
-        )
+        newer_count = newest.index(header.seq) if header.seq in newest else 0
+        newer = f"{newer_count} newer checkpoint{'' if newer_count == 1 else 's'}"
+        reason = reason or ("it was named" if named else newer)
         facts = (header.seq, header.step, action, reason, header.fidelity, header.bytes_state, stored, stored)
         entries.append(DemoteEntry(*facts, worst_rel_rms=max((loss.rel_rms for loss in manifest.losses), default=0.0)))
     return entries
@@ -275,7 +275,7 @@ def _reason_to_keep(
     if header.seq in newest[: demote_policy.keep_newest]:
         return f"it is one of the newest {demote_policy.keep_newest}"
     if demote_policy.keep_every and header.seq % demote_policy.keep_every == 0:
-        return f"every {demote_policy.keep_every}th stays exact"
+        return f"every checkpoint with a seq divisible by {demote_policy.keep_every} stays exact"
     return ""
 
 
@@ -500,9 +500,7 @@ class _Demoter:
             return not self._repository.rescue_packs(manifest.packs)
         except (BackendError, CapacityError, CorruptError, NotFoundError, UsageError) as error:
             # Whatever is wrong with it or its tier, it does not count as newer.
-            _log.warning(
-                "seq %d is incomplete or unreadable, so older checkpoints stay exact for it: %s", name.seq, error
-            )
+            _log.warning("seq %d is incomplete or unreadable, so it does not count as newer: %s", name.seq, error)
             return False
 
     def _replace(self, entry: DemoteEntry, manifest: Manifest, base: Manifest | None, intent: str) -> DemoteEntry:

@@ -44,9 +44,10 @@ class Room:
     dropped: int = 0
 
     def __str__(self) -> str:
-        folders = f"{self.folders} folder{'' if self.folders == 1 else 's'} of the trash"
-        drops = f", after the rules of retention= dropped {self.dropped}" if self.dropped else ""
-        return f"{folders} ({self.nbytes / MIB:.1f} MiB) emptied{drops}"
+        folders = f"{self.folders} trash folder{'' if self.folders == 1 else 's'}"
+        checkpoints = f"{self.dropped} checkpoint{'' if self.dropped == 1 else 's'}"
+        drops = f", after retention= deleted {checkpoints}" if self.dropped else ""
+        return f"emptied {folders} ({self.nbytes / MIB:.1f} MiB){drops}"
 
 
 def room_after(repository: Repository, nbytes: int, error: CapacityError) -> Room:

@@ -8,7 +8,7 @@ Checkpoints whose frames share bases form a group. A group is rewritten complete
 checkpoint that stays would keep the bytes of the others alive.
 
 Reading order: ``plan_repack``; ``_Planner`` decides for each group; ``Sketch`` estimates one checkpoint in its new
-form; ``Ledger`` knows which checkpoints need which frames and packs.
+form; ``Ledger`` records which checkpoints need which frames and packs.
 """
 
 from __future__ import annotations

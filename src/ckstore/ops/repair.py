@@ -418,7 +418,7 @@ class Copies:
     def _payload(self, source: _Source, header: FrameHeader) -> bytes:
         if source.is_plain:
             plain = self._search.decoded(source.chunk_id)
-            assert chunk_id_of(memoryview(plain)) == source.chunk_id, "what was decoded was checked"
+            assert chunk_id_of(memoryview(plain)) == source.chunk_id, "decoded chunks have the right id"
             return plain
         with contextlib.suppress(CorruptError, FileNotFoundError):
             found, payload = self._search.pack_copies.read(source.copy, source.offset, header.stored_nbytes)

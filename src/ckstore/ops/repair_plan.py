@@ -277,7 +277,7 @@ class _Picker:
         found = self._search.found.get(chunk_id)
         if found is None:
             return None
-        assert base is not None or not found.header.has_base, "the base of what was found was found"
+        assert base is not None or not found.header.has_base, "the base of a found frame was found"
         pick = Pick.upon(base, chunk_id, -1)
         return pick if pick.depth <= self._depth_max else Pick(chunk_id, -1, None, is_plain=True)
 
@@ -393,7 +393,7 @@ class Search:
             if not problem and len(frames) < len(set(places)):
                 problem = "some of its frames are damaged"
             if not problem and best is not None:
-                problem = "a damaged file has its name"
+                problem = "another file of this name is damaged"
             if best is None or len(frames) > len(best.frames):
                 best = PackState(copy, problem, frames)
             if not problem:

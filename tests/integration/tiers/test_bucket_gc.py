@@ -238,7 +238,7 @@ def test_tier_of_another_store_is_refused(folder, address):
         assert "another store" in there.gc(LAST_ONE, dry_run=True).refused
         with pytest.raises(UsageError, match="Open the store without retention"):
             ckstore.open(address, retention=LAST_ONE)
-        with pytest.raises(UsageError, match="only that one knows"):
+        with pytest.raises(UsageError, match="only that store knows"):
             there.gc(LAST_ONE, now=True, min_age=0)
         assert_restores(there, 1)
 

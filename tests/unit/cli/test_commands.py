@@ -331,7 +331,7 @@ def test_doctor_describes_machine_and_store(call, store):
     found = [(one["topic"], one["found"]) for one in json.loads(out)["findings"]]
     topics = {topic for topic, _ in found}
     assert {"ckstore", "python", "loops", "torch", "file system", "free", "O_DIRECT", "engine", "store"} <= topics
-    assert ("run main", "drop marks, of deleted checkpoints: 1") in found
+    assert ("run main", "deleted checkpoints (drop marks): 1") in found
     assert any(topic == "tmp" and "1 ckm" in text for topic, text in found)
 
 
@@ -364,7 +364,7 @@ def test_doctor_reports_trash_and_running_collections(call, store):
 def test_doctor_of_a_folder_without_store(call, tmp_path):
     code, out, _ = call("doctor", tmp_path)
     assert code == 0
-    assert "there is none in this folder" in out
+    assert "there is no store in this folder" in out
     assert call("doctor", tmp_path / "nowhere")[0] == 10
     assert list(tmp_path.iterdir()) == []
 

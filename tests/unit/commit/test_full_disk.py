@@ -104,7 +104,7 @@ def test_one_more_try_and_no_more(store, disk, clock):
     fill(disk)
     begun = disk.packs_begun
     large = {"w": np.random.default_rng(9).integers(0, 256, 8 * NBYTES, np.uint8)}
-    with pytest.raises(CapacityError, match="although the disk was full before") as caught:
+    with pytest.raises(CapacityError, match="even after space was freed") as caught:
         store.commit(large, 9)
     assert disk.packs_begun == begun + 2
     assert "emptied" in str(caught.value)
@@ -149,7 +149,7 @@ def test_rules_of_the_handle_drop_what_they_would_have_dropped_later(disk, clock
         store.tag(1, "good")
         fill(disk)
         receipt = store.commit(noise(6), 6)
-        assert "rules of retention= dropped 3" in receipt.warnings[0]
+        assert "after retention= deleted 3 checkpoints" in receipt.warnings[0]
         assert store.steps() == [1, 4, 5, 6]
         assert store.verify("decode").is_clean
 

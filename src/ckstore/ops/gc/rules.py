@@ -185,7 +185,7 @@ class _RunEntries:
                 else:
                     yield f"keep_best {best}: no checkpoint has this metric, so all are kept; {existing}"
             elif unrated:
-                yield f"keep_best {best}: {len(unrated)} checkpoints are kept because they lack the metric or have NaN"
+                yield f"keep_best {best}: without the metric or with NaN, and therefore kept: {len(unrated)}"
         tags = sorted({tag for entry in self.ordered for tag in entry.tags})
         existing = f"existing tags: {', '.join(tags)}" if tags else "no checkpoint has a tag"
         suffix = ", so all are kept" if _matches_no_tag(policy, self.ordered) else ""

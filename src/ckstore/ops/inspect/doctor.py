@@ -93,7 +93,7 @@ def diagnose_store(
     try:
         record = read_store_record(backend)
     except NotFoundError:
-        return [*findings, Finding("store", "there is none in this folder", "note")]
+        return [*findings, Finding("store", "there is no store in this folder", "note")]
     except CkstoreError as error:
         return [*findings, Finding("store", str(error), "warning")]
     findings.append(Finding("store", f"format {record.format_version}, id {record.store_id}"))
@@ -124,7 +124,7 @@ def _folder(backend: LocalBackend) -> Iterator[Finding]:
     if free is not None:
         yield Finding("free", f"{free / (1 << 30):.1f} GiB", "warning" if free < FREE_NBYTES_LOW else "ok")
     if not os.access(backend.root, os.W_OK | os.X_OK, effective_ids=True):
-        yield Finding("writable", "no: this user can read only", "warning")
+        yield Finding("writable", "no: this user can only read", "warning")
         # The other checks need to write.
         return
     if problem := _missing_locks_note(backend):
@@ -177,7 +177,7 @@ def _run(repository: Repository, clock: Clock) -> Iterator[Finding]:
     if holder is not None:
         yield _lease(topic, holder, clock)
     if listing.dropped:
-        yield Finding(topic, f"drop marks, of deleted checkpoints: {len(listing.dropped)}")
+        yield Finding(topic, f"deleted checkpoints (drop marks): {len(listing.dropped)}")
     remaining = len({name.seq for name in listing.lower} & listing.dropped)
     if remaining:
         yield Finding(topic, f"deleted, but manifests are still in place: {remaining}; delete them again", "note")

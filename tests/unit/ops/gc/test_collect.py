@@ -187,7 +187,7 @@ def test_unreadable_manifest_stops_packs_everywhere_and_drops_in_its_run(history
     report = keeper(history).gc(LAST_ONE, all_runs=True, now=True)
     assert "cannot be read" in report.runs[0].blocked
     assert "may name any pack" in report.done.stop
-    assert ["not collected" in line or "nothing of run main" in line for line in report.obstacles] == [True, True]
+    assert ["not collected" in line or "no checkpoint of run main" in line for line in report.obstacles] == [True, True]
     assert [name.run for name in report.done.dropped] == ["other"]
     assert packs_in_place(backend) == packs
     assert report.done.freed_nbytes == 0
@@ -264,7 +264,7 @@ def test_newer_entry_of_a_step_that_was_tagged_late_is_spared_too(store, monkeyp
 
 def test_more_than_max_delete_is_refused_before_anything_is_changed(history, backend):
     before = files_of(backend)
-    with pytest.raises(UsageError, match="5 checkpoints would be dropped, and max_delete is 4"):
+    with pytest.raises(UsageError, match="5 checkpoints would be dropped, but max_delete is 4"):
         keeper(history).gc(LAST_ONE, max_delete=4)
     assert files_of(backend) == before
     assert keeper(history).gc(LAST_ONE, max_delete=4, dry_run=True).refused

@@ -113,7 +113,7 @@ def test_metric_that_nobody_has_is_told_with_those_there_are():
     )  # fmt: skip
     assert "no checkpoint has a metric" in plan_of(golden.TEN, {"keep_best": "loss"}).notes[0]
     assert (
-        "1 checkpoints are kept because they lack the metric"
+        "without the metric or with NaN, and therefore kept: 1"
         in plan_of(golden.rated(3, None, 2), {"keep_best": "loss"}).notes[0]
     )
     assert plan_of(golden.rated(3, 1), {"keep_best": "loss"}).notes == ()
