@@ -57,7 +57,7 @@ def test_the_newest_every_so_many_and_the_tagged_stay_exact():
             assert info == was
     reasons = {entry.seq: entry.reason for entry in report.entries}
     assert "newest 2" in reasons[7]
-    assert "every 4th" in reasons[4]
+    assert "seq divisible by 4" in reasons[4]
     assert "'good'" in reasons[2]
     assert store.info("good").step == 2
 
