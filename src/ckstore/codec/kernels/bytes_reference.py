@@ -1,21 +1,15 @@
-"""Words less words and back, and single floats rounded to half of their width: in numpy, as FORMAT.md has it.
+"""Numpy reference of loops over bytes: differences, roundings, sparse planes, samples, and copies of a state.
 
-The specification of the native twins, bit for bit. Arrays hold unsigned words, and arithmetic wraps.
+All but the copies specify the native implementation bit for bit; docs/FORMAT.md has the layouts.
 
-Planes most of whose bytes are the same, in numpy: a bitmap of the others, and the others, each by the plane coder.
-
-The specification of the native twin, bit for bit; docs/FORMAT.md has the layout.
-
-What the plane coder would make of byte planes, told from a sample of their elements.
-
-The sample is the whole, or one run in each sixteenth, at places that depend on the length and the width alone:
-the samples of two chunks of one length hold the same elements. Integers decide, so that every twin and every
-machine estimates alike.
-
-Copy a state into a staging area, a unit at a time, on as many threads as call: the reference in numpy.
-
-The loops whose arguments are addresses: a state lies in hundreds of places, and the threads that copy it, or tell a
-device to, must not need the interpreter between two of them.
+- Differences and roundings: arrays contain unsigned words, and arithmetic wraps.
+- Sparse planes: a bitmap of the bytes that differ from the most common one, and these bytes, each coded by the plane
+  coder.
+- Samples: a whole short chunk, or one run in each sixteenth at positions that depend only on length and width, so the
+  samples of two chunks of one length contain the same elements. Estimates use integers only, so every machine gets
+  the same.
+- Copies into a staging area, unit by unit, on as many threads as call. They take addresses, because a state has
+  hundreds of storages and a copying thread must not need the interpreter between two of them.
 """
 
 from __future__ import annotations
@@ -44,7 +38,7 @@ BF16, FP16 = 1, 2
 
 
 def residual(words: Words, base: Words, ordered: bool) -> Words:
-    """Return the zigzagged differences, of floats in their order; small where both are close."""
+    """Return the zigzag-coded differences, of floats in the order of numbers; small if the words are close."""
     bits = 8 * words.dtype.itemsize
     if ordered:
         words, base = _in_order(words, bits), _in_order(base, bits)
@@ -54,7 +48,7 @@ def residual(words: Words, base: Words, ordered: bool) -> Words:
 
 
 def restored(residuals: Words, base: Words, ordered: bool) -> Words:
-    """Return the words that ``residual`` was made from."""
+    """Return the words that ``residual`` was computed from."""
     bits = 8 * residuals.dtype.itemsize
     signs: Words = 0 - (residuals & 1)
     difference: Words = (residuals >> 1) ^ signs
@@ -64,12 +58,12 @@ def restored(residuals: Words, base: Words, ordered: bool) -> Words:
 
 
 def rounded(words: Words, kind: int) -> Words:
-    """Return fp32 words as the nearest bf16 or fp16, ties to even."""
+    """Return fp32 words rounded to bf16 or fp16, to nearest, ties to even."""
     return (_to_bf16(words) if kind == BF16 else _to_fp16(words)).astype("<u2")
 
 
 def _in_order(words: Words, bits: int) -> Words:
-    """Map floats so that unsigned words are in the order of the numbers."""
+    """Map the words of floats so that unsigned words have the order of the numbers."""
     flipped: Words = (0 - (words >> (bits - 1))) | words.dtype.type(1 << (bits - 1))
     return flipped ^ words
 
@@ -87,7 +81,7 @@ def _to_bf16(words: Words) -> Words:
 def _to_fp16(words: Words) -> Words:
     magnitude = words & 0x7FFFFFFF
     normal = (magnitude - 0x38000000 + (0xFFF + ((magnitude >> 13) & 1))) >> 13
-    # Next to a half, the unit of the last place is that of the subnormal numbers: the addition rounds to it.
+    # Near 0.5 the unit in the last place is that of fp16 subnormals, so the addition rounds to it.
     small = np.minimum(magnitude, np.uint32(0x38800000)).view(np.float32)
     subnormal = (small + np.float32(0.5)).view(np.uint32) - 0x3F000000
     nearest = np.where(magnitude < 0x38800000, subnormal, normal)
@@ -102,13 +96,13 @@ SPARSE_FROM = 64 * 1024
 """Shorter planes are left to the plane coder."""
 
 _HEADER = struct.Struct("<BII")
-# At most one byte in four is another; one run in 64 tells which byte is common.
+# At most one byte in four differs. One run in 64 shows which byte is the most common.
 _OTHERS_PART = 4
 _SPACING = 6
 
 
 def encode(plane: Bytes, out: Bytes) -> int:
-    """Code a plane into ``out`` and return its length, or 0 where the plane is not sparse or too short."""
+    """Code a plane into ``out``. Return its coded length, or 0 if the plane is not sparse or too short."""
     if plane.size < SPARSE_FROM:
         return 0
     counts = count_sample(plane, _SPACING)
@@ -126,7 +120,7 @@ def encode(plane: Bytes, out: Bytes) -> int:
 
 
 def decode(payload: Bytes, plane: Bytes) -> bool:
-    """Decode exactly ``plane``; return whether the payload held it."""
+    """Decode exactly ``plane``. Return False if the payload is malformed."""
     if payload.size < _HEADER.size:
         return False
     common, count, coded = _HEADER.unpack_from(payload.tobytes())
@@ -150,17 +144,17 @@ SAMPLE_NBYTES = 16 * 1024
 RUN_COUNT = 16
 
 _RUN_NBYTES = SAMPLE_NBYTES // RUN_COUNT
-# Knuth's multiplicative hash: spreads the runs within their sixteenths.
+# Knuth's multiplicative hash spreads the runs within their sixteenths.
 _SPREAD = 2654435761
-# Planes are judged by one run in four first; of fewer bytes than this, noise cannot be told.
+# One run in four is estimated first. With fewer bytes than this, noise cannot be recognized.
 _FIRST_RUNS = 4
 _FIRST_COUNT = 1024
-# 2^7.9: two bytes of noise are alike less often than once in so many pairs.
+# 2**7.9: two bytes of noise are equal less than once in this many pairs.
 _NOISE_PAIRS = 238
 
 
 def run_of(index: int, count: int, width: int) -> tuple[int, int]:
-    """Return where a run of the sample of ``count`` elements begins and how many there are in it."""
+    """Return the start and the length of one run of the sample of ``count`` elements."""
     part, length = count // RUN_COUNT, _RUN_NBYTES // width
     if count <= RUN_COUNT * length:
         return index * part, count - index * part if index == RUN_COUNT - 1 else part
@@ -168,12 +162,12 @@ def run_of(index: int, count: int, width: int) -> tuple[int, int]:
 
 
 def bits_of_planes(count: int, width: int, split: Callable[[int, int], Bytes]) -> list[float]:
-    """Return the bits that coding takes for each byte of each plane: 0 if all are alike, 8 if they are noise.
+    """Return the coded bits per byte of each plane: 0 if all bytes are equal, 8 if they are noise.
 
     Args:
-        count: Elements.
-        width: Bytes of each.
-        split: Returns the planes of some elements, as rows; takes where they start and how many they are.
+        count: Number of elements.
+        width: Bytes of each element.
+        split: Returns the planes, as rows, of a range of elements that is given by its start and its length.
     """
     runs = [split(*run_of(index, count, width)) for index in range(RUN_COUNT)]
     first, whole = np.concatenate(runs[::_FIRST_RUNS], axis=1), np.concatenate(runs, axis=1)
@@ -206,16 +200,16 @@ _Launch = ctypes.CFUNCTYPE(
 
 
 def copy_units(table: Buffer, firsts: Buffer, marks: Buffer, turn: Buffer, bell: int) -> int:
-    """Copy the units that no other thread has taken, mark each when its bytes are there, and return how many.
+    """Copy units that no other thread has taken. Mark each after its bytes were copied. Return the number of units.
 
     Args:
-        table: Rows of three words of 64 bits: source address, destination address, length. The caller keeps both
-            sides alive.
-        firsts: The first row of each unit, and the number of rows: one word more than there are units.
-        marks: One byte for each unit; set to 1 after its bytes.
-        turn: One word that all threads of a staging share: the next unit to take. Whoever sets it to the number of
-            units, or higher, ends the staging.
-        bell: An eventfd to add 1 to after each mark; -1: none.
+        table: Rows of three 64-bit words: source address, destination address, length. The caller keeps both sides
+            alive.
+        firsts: The first row of each unit, followed by the number of rows.
+        marks: One byte for each unit, set to 1 after its bytes were copied.
+        turn: One word that all threads of a staging share: the next unit to take. Setting it to the number of units or
+            higher ends the staging.
+        bell: An eventfd to add 1 to after each mark; -1 for none.
     """
     rows, starts, taken = _words(table), _words(firsts), _words(turn)
     done = np.asarray(memoryview(marks).cast("B"))
@@ -240,18 +234,18 @@ def copy_units(table: Buffer, firsts: Buffer, marks: Buffer, turn: Buffer, bell:
 
 
 def launch_copies(function: int, table: Buffer, kind: int, stream: int) -> int:
-    """Begin the copy of each row by a function of a device's runtime; the native twin needs no interpreter between two.
+    """Start the copy of each row by a function of a device runtime. The native version does not need the interpreter.
 
     Args:
-        function: The address of ``cudaMemcpyAsync``, or of one like it: destination, source, length, kind, stream; it
-            returns 0 when it has begun.
-        table: Rows of three words of 64 bits: source address, destination address, length. The caller keeps both
-            sides alive until the copies are over.
-        kind: Passed on: from where to where.
-        stream: Passed on: a handle of the runtime.
+        function: The address of ``cudaMemcpyAsync`` or an equivalent: destination, source, length, kind, stream; it
+            returns 0 after starting the copy.
+        table: Rows of three 64-bit words: source address, destination address, length. The caller keeps both sides
+            alive until the copies are done.
+        kind: Direction of the copy, passed on.
+        stream: Handle of the runtime, passed on.
 
     Returns:
-        0, or what the first call returned that failed; those after it were not made.
+        0, or the result of the first call that failed; later copies were not started.
     """
     rows = _words(table)
     if rows.size % 3:
@@ -267,7 +261,7 @@ def launch_copies(function: int, table: Buffer, kind: int, stream: int) -> int:
 
 def _words(buffer: Buffer) -> NDArray[np.uint64]:
     view = memoryview(buffer)
-    # Empty buffers have no words to look at.
+    # An empty buffer cannot be viewed as words.
     return np.frombuffer(view, _WORD) if view.nbytes else np.empty(0, _WORD)
 
 

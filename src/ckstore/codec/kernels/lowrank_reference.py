@@ -1,18 +1,12 @@
-"""The loops over products of narrow matrices in numpy: the product, and the elements that it stands for.
+"""The loops of low-rank quantization in numpy: products of narrow matrices, and what the encoder does around them.
 
 Invariants:
-- ``multiply_floats`` is exact where every sum is, as it is of integers below 2**24. Of other numbers twins may differ
-  in the last bits, as in eigenvectors and roots: only encoders ask for them.
-- ``multiply_words`` and ``finish_outer`` are the specification of the native twins, bit for bit: exact sums, and single
-  operations of IEEE 754 binary32.
-- A wrong length or number raises ValueError before anything is written.
-
-What encoders do around products, in numpy: values become what directions are looked for in, directions become words.
-
-Invariants:
-- The specification of the native twins, bit for bit: single operations of IEEE 754 binary32, sums of binary64 in a
-  fixed order.
-- A wrong length or number raises ValueError before anything is written; numbers are aligned to their width.
+- ``multiply_words``, ``finish_outer`` and the loops around products (``take_roots`` to ``split_zigzag``) specify the
+  native implementation bit for bit: exact sums or sums in fp64 in a fixed order, and single IEEE 754 binary32
+  operations.
+- ``multiply_floats`` is exact if every sum is, as it is for integers below 2**24. For other numbers implementations
+  may differ in the last bits, as in eigenvectors and roots. Only encoders use those.
+- A wrong length or number raises ValueError before anything is written. Numbers are aligned to their width.
 """
 
 from __future__ import annotations
@@ -59,10 +53,10 @@ def multiply_floats(
     out_is_turned: bool = False,
     rounds: bool = False,
 ) -> None:
-    """Write the product of two matrices of fp32, ``rows`` by ``inner`` and ``inner`` by ``cols``.
+    """Write the product of two fp32 matrices, ``rows`` by ``inner`` and ``inner`` by ``cols``.
 
-    The right matrix and the product lie by columns where they are turned. Where it ``rounds``, finite factors are first
-    rounded to bf16, to the nearest and ties to even; those below 2**-126 may become 0.
+    The right matrix or the product is stored by columns if its flag is set. With ``rounds``, finite factors are first
+    rounded to bf16, to nearest, ties to even; factors below 2**-126 may become 0.
     """
     one, other, target = elements_of(left, 0), elements_of(right, 0), writable(out, np.float32)
     if rounds:
@@ -76,7 +70,7 @@ def multiply_floats(
 
 
 def multiply_words(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: int, cols: int) -> None:
-    """Write the product of two matrices of int16 as fp32; its sums, in whatever order, stay below 2**24."""
+    """Write the product of two int16 matrices as fp32. Its partial sums, in any order, are below 2**24."""
     require(readable(left).size % 2 == readable(right).size % 2 == 0, "lengths differ")
     one, other = readable(left).view(np.int16), readable(right).view(np.int16)
     require(min(rows, inner, cols) >= 0, "a matrix has too many rows or columns")
@@ -85,16 +79,16 @@ def multiply_words(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: i
 
 
 def symmetric_eigen(matrix: Buffer, vectors: Buffer, values: Buffer, work: Buffer) -> bool:
-    """Write the eigenvectors of a symmetric matrix of fp64 as rows, and their values, in any order.
+    """Write the eigenvectors of a symmetric fp64 matrix as rows, and the eigenvalues, in any order.
 
     Args:
-        matrix: Square; it is used up.
-        vectors: As large.
-        values: As many as it has rows.
-        work: Three times as many.
+        matrix: Square; overwritten.
+        vectors: As large as the matrix.
+        values: One for each row.
+        work: Three for each row.
 
     Returns:
-        Whether all of them were found.
+        True if all were found.
     """
     square, rows, found = (writable(buffer, np.float64) for buffer in (matrix, vectors, values))
     n = found.size
@@ -111,13 +105,13 @@ def symmetric_eigen(matrix: Buffer, vectors: Buffer, values: Buffer, work: Buffe
 
 
 def products_of_rows(rows: Buffer, out: Buffer, count: int, inner: int) -> None:
-    """Write the products of up to 1024 rows with each other: the upper half of their matrix in fp64, and 0 below.
+    """Write the Gram matrix of up to 1024 rows: its upper half in fp64, and 0 below.
 
     Args:
-        rows: ``count`` by ``inner`` of fp32.
+        rows: ``count`` by ``inner``, fp32.
         out: ``count`` by ``count``.
-        count: How many there are.
-        inner: How long they are.
+        count: Number of rows.
+        inner: Length of a row.
     """
     values, target = elements_of(rows, 0), writable(out, np.float64)
     require(0 <= count <= ROW_PRODUCTS_MAX and inner >= 0, "a matrix has too many rows or columns")
@@ -128,14 +122,14 @@ def products_of_rows(rows: Buffer, out: Buffer, count: int, inner: int) -> None:
 
 
 def inverse_root(matrix: Buffer, inverse: Buffer) -> bool:
-    """Write the inverse of the lower triangle whose product with its transpose is a symmetric matrix of fp64.
+    """Write the inverse of the lower Cholesky factor of a symmetric fp64 matrix.
 
     Args:
-        matrix: Square, of at most 4096 rows; its upper half is read, and used up.
+        matrix: Square, of at most 4096 rows. Its upper half is read and overwritten.
         inverse: As large; becomes lower triangular.
 
     Returns:
-        Whether there is one: whether the matrix is positive definite.
+        True if the matrix is positive definite.
     """
     square, target = (writable(buffer, np.float64) for buffer in (matrix, inverse))
     n = math.isqrt(square.size)
@@ -165,14 +159,14 @@ def finish_outer(
     scale: float,
     limit: float,
 ) -> float:
-    """Write the elements that a product stands for; it has whole rows, of which the chunk may lack some elements.
+    """Write the elements that a product represents. It has whole rows, of which the chunk may lack some elements.
 
-    With ``p`` an entry of the product times the scale, an element is by ``rule`` 0: ``base + p``; 1: ``p``, kept within
-    ``limit``, times ``sqrt(base)``; 2: the square of ``max(p + 1, 1/16) * (row factor * column factor)``, at least
-    2**-126, but 0 where a factor is. Rule 2 has no base, the others no factors; the base may be the destination.
+    With ``p`` an entry of the product times the scale, an element is, by ``rule``: 0: ``base + p``; 1: ``p``, clipped
+    to ``limit``, times ``sqrt(base)``; 2: the square of ``max(p + 1, 1/16) * (row factor * column factor)``, at least
+    2**-126, but 0 where a factor is 0. Rule 2 has no base, the others no factors. The base may be the destination.
 
     Returns:
-        The greatest magnitude of ``p`` by rule 1, else 0.
+        The greatest magnitude of ``p`` for rule 1, else 0.
     """
     values, above, beside = elements_of(product, 0), elements_of(rows, 0), elements_of(cols, 0)
     target, other = elements_of(destination, kind), elements_of(base, kind)
@@ -208,10 +202,10 @@ _BEYOND = np.float32(2**20)
 
 
 def take_roots(values: Buffer, rows_out: Buffer, cols_out: Buffer, row: int, phase: int) -> tuple[float, float]:
-    """Replace values by their roots, and write the sums of these as ``sums_of_values`` does.
+    """Replace values by their square roots, and write the sums of these as ``sums_of_values`` does.
 
     Returns:
-        The least and the greatest of the values, NaN where one of them is; 0 and 0 where there are none.
+        The smallest and the greatest of the values; NaN if one of them is NaN; 0 and 0 if there are none.
     """
     x = writable(values, np.float32)
     rows, cols = writable(rows_out, np.float64), writable(cols_out, np.float64)
@@ -224,7 +218,7 @@ def take_roots(values: Buffer, rows_out: Buffer, cols_out: Buffer, row: int, pha
 
 
 def subtract_ones(values: Buffer, rows: Buffer, cols: Buffer, row: int, phase: int) -> None:
-    """Replace each value by itself times the number of its row, times that of its column, less 1; all fp32."""
+    """Replace each value by itself times its row's number, times its column's number, minus 1; all fp32."""
     x, above, beside = writable(values, np.float32), elements_of(rows, 0), elements_of(cols, 0)
     check_matrix(x.size, row, phase, above.size, beside.size)
     for part, at, left, shape in rectangles(x.size, row, phase):
@@ -236,9 +230,9 @@ def subtract_ones(values: Buffer, rows: Buffer, cols: Buffer, row: int, phase: i
 
 
 def missed_squares(values: Buffer, product: Buffer, scale: float) -> tuple[float, float]:
-    """Return the sum of the squares of what ``product * scale`` misses of values, and that of the values' squares.
+    """Return the sum of squares of values minus ``product * scale``, and the sum of squares of the values.
 
-    The product with the scale is rounded to fp32; sums are fp64, in 8 lanes that take turns and are added in halves.
+    The product times the scale is rounded to fp32. Sums are fp64, in 8 interleaved lanes that are added in halves.
     """
     given, made = elements_of(values, 0), elements_of(product, 0)
     require(given.size == made.size, "lengths differ")
@@ -253,16 +247,16 @@ def missed_squares(values: Buffer, product: Buffer, scale: float) -> tuple[float
 
 
 def round_vectors(vectors: Buffer, factors: Buffer, out: Buffer) -> float:
-    """Write vectors, each times its factor, as integers of 16 bits: the nearest, and of two the even ones.
+    """Write vectors, each times its factor, as 16-bit integers, to nearest, ties to even.
 
     Args:
-        vectors: As many as there are factors, all equally long; fp32.
-        factors: One fp32 for each.
+        vectors: One for each factor, all of one length; fp32.
+        factors: One fp32 for each vector.
         out: As many int16.
 
     Returns:
-        The greatest magnitude, at most 2**20, which stands for all beyond and for NaN. Of integers that 16 bits do not
-        hold nothing is said.
+        The greatest magnitude, at most 2**20, which also stands for larger ones and NaN. Integers of more than 16 bits
+        are undefined.
     """
     numbers, counts, target = elements_of(vectors, 0), elements_of(factors, 0), writable(out, np.int16)
     require(numbers.size == target.size, "lengths differ")
@@ -277,13 +271,13 @@ def round_vectors(vectors: Buffer, factors: Buffer, out: Buffer) -> float:
 
 
 def split_zigzag(words: Buffer, low: Buffer, high: Buffer, sums: Buffer) -> None:
-    """Write both bytes of zigzagged words apart, and the sum of the squares of each vector.
+    """Write the low and the high bytes of zigzag-coded words, and the sum of squares of each vector.
 
     Args:
-        words: int16, as many vectors of one length as there are sums.
-        low: The lower bytes.
-        high: The upper ones.
-        sums: fp64; exact for vectors of up to 2**23 words, which chunks do not reach.
+        words: int16; as many vectors of one length as there are sums.
+        low: The low bytes.
+        high: The high bytes.
+        sums: fp64; exact for vectors of up to 2**23 words.
     """
     lower, upper, squares = writable(low, np.uint8), writable(high, np.uint8), writable(sums, np.float64)
     plain = readable(words)
@@ -298,5 +292,5 @@ def split_zigzag(words: Buffer, low: Buffer, high: Buffer, sums: Buffer) -> None
 
 
 def _require_vectors(numbers: int, count: int) -> None:
-    """Refuse numbers that are not so many vectors of one length, which is not 0."""
+    """Raise ValueError unless the numbers are this many vectors of one positive length."""
     require(numbers % count == 0 and numbers > 0 if count else numbers == 0, "lengths differ")

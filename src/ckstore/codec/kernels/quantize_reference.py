@@ -1,22 +1,17 @@
-"""The loops of the quantizers in numpy: values, their sums, their symbols, and values again; FORMAT.md has the bytes.
+"""The loops of quantization in numpy: values, sums, symbols, reconstruction, and streams of symbols.
 
-The specification of the native twins, bit for bit, sums included: every operation is one of IEEE 754 binary32, or of
-binary64 where it says so, and sums are taken in a fixed order.
+They specify the native implementation bit for bit, including sums: every operation is one of IEEE 754 binary32, or
+binary64 where stated, and sums are computed in a fixed order. docs/FORMAT.md has the bytes.
+
+Streams: every row and column has a class below 16. The sum of both classes selects the stream of an element, and with
+it the frequencies under which its symbol is coded.
 
 Invariants:
-- A chunk is ``count`` elements of a matrix whose rows have ``row`` elements; the first is at ``phase`` in its row.
-  What belongs to rows has an entry for each row touched, what belongs to columns one for each column.
-- ``kind`` is how elements are stored: 0 fp32, 1 bf16, 2 fp16; what is computed in between is fp32.
+- A chunk is ``count`` elements of a matrix with rows of ``row`` elements. The first is at position ``phase`` of its
+  row. Row data has an entry for each row that the chunk covers in whole or part; column data one for each column.
+- ``kind`` is the stored dtype: 0 fp32, 1 bf16, 2 fp16. Intermediate values are fp32.
 - A wrong length or number raises ValueError before anything is written.
-
-The streams of symbols in numpy: which symbol goes where, and several of them in a byte; FORMAT.md has the bytes.
-
-The specification of the native twins, bit for bit. Rows and columns have a class each, a number below 16; the sum of
-both says which stream an element belongs to, and so under which frequencies it is coded.
-
-Invariants:
-- Geometry is that of ``quant_on_numpy``. A wrong length or number raises ValueError before anything is written.
-- Whatever a packed stream holds, unpacking it writes nothing but its output.
+- For any packed stream, unpacking writes nothing but its output.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ _BLOCK = 1 << 14
 
 
 def float_values(source: Buffer, out: Buffer, kind: int) -> bool:
-    """Write the elements as fp32; return whether all are finite."""
+    """Write the elements as fp32. Return True if all are finite."""
     plain, target = elements_of(source, kind), writable(out, np.float32)
     require(plain.size == target.size, "lengths differ")
     is_finite = True
@@ -58,7 +53,7 @@ def float_values(source: Buffer, out: Buffer, kind: int) -> bool:
 
 
 def float_changes(source: Buffer, base: Buffer, out: Buffer, kind: int) -> bool:
-    """Write the elements less those of the base; return whether all of the three are finite."""
+    """Write the elements minus those of the base. Return True if all three are finite."""
     plain, other, target = elements_of(source, kind), elements_of(base, kind), writable(out, np.float32)
     require(plain.size == other.size == target.size, "lengths differ")
     is_finite = True
@@ -71,10 +66,10 @@ def float_changes(source: Buffer, base: Buffer, out: Buffer, kind: int) -> bool:
 
 
 def float_quotients(first: Buffer, second: Buffer, out: Buffer, kind: int, clip: float) -> bool:
-    """Write the first moments over the roots of the second, within ``clip``; 0 where the first is.
+    """Write the first moments divided by the roots of the second, clipped to ``clip``; 0 where the first is 0.
 
     Returns:
-        Whether all moments are finite and no second one is below zero.
+        True if all moments are finite and no second moment is negative.
     """
     above, below, target = elements_of(first, kind), elements_of(second, kind), writable(out, np.float32)
     require(above.size == below.size == target.size, "lengths differ")
@@ -91,9 +86,9 @@ def float_quotients(first: Buffer, second: Buffer, out: Buffer, kind: int, clip:
 
 
 def sums_of_values(values: Buffer, rows_out: Buffer, cols_out: Buffer, row: int, phase: int, squared: bool) -> None:
-    """Write the sums of each row and of each column as fp64, of squares if ``squared``.
+    """Write the sums of each row and each column as fp64, of squares if ``squared``.
 
-    A row is summed in 16 lanes that take turns, which are then added in halves; a column from top to bottom.
+    A row is summed in 16 interleaved lanes, which are then added in halves; a column from top to bottom.
     """
     x, rows, cols = _floats(values), writable(rows_out, np.float64), writable(cols_out, np.float64)
     check_matrix(x.size, row, phase, rows.size, cols.size)
@@ -114,9 +109,9 @@ def sums_of_values(values: Buffer, rows_out: Buffer, cols_out: Buffer, row: int,
 def quantize_values(
     values: Buffer, inverses: Buffer, out: Buffer, row: int, phase: int, bias: float, level_max: int
 ) -> None:
-    """Write 128 plus or minus the level of each value: ``|value| * inverse of its row + bias``, cut to an integer.
+    """Write 128 plus or minus the level of each value: ``|value| * inverse of its row + bias``, truncated.
 
-    A level above ``level_max`` becomes 0, the escape; one below zero is zero.
+    A level above ``level_max`` becomes 0, the escape. A negative level becomes zero.
     """
     x, scales, symbols = _floats(values), _floats(inverses), writable(out, np.uint8)
     require(symbols.size == x.size, "lengths differ")
@@ -134,7 +129,7 @@ def quantize_values(
 
 
 def bin_values(values: Buffer, rows: Buffer, cols: Buffer, bounds: Buffer, out: Buffer, row: int, phase: int) -> None:
-    """Write how many of the ascending bounds are at most each value times the factors of its row and its column."""
+    """Write how many ascending bounds are at most each value times the factors of its row and column."""
     x, edges, symbols = _floats(values), _floats(bounds), writable(out, np.uint8)
     above, beside = _floats(rows), _floats(cols)
     require(symbols.size == x.size, "lengths differ")
@@ -147,9 +142,9 @@ def bin_values(values: Buffer, rows: Buffer, cols: Buffer, bounds: Buffer, out: 
 def sums_of_levels(
     values: Buffer, symbols: Buffer, rows: Buffer, cols: Buffer, out: Buffer, row: int, phase: int
 ) -> None:
-    """Write for each of 256 symbols how often it occurs, and the sum of its values times their factors: 512 fp64.
+    """Write for each of 256 symbols its count and the sum of its values times their factors: 512 fp64.
 
-    Sums are taken in 8 lanes that take turns, which are then added in halves.
+    Sums are computed in 8 interleaved lanes, which are then added in halves.
     """
     x, codes, totals = _floats(values), readable(symbols), writable(out, np.float64)
     above, beside = _floats(rows), _floats(cols)
@@ -160,7 +155,7 @@ def sums_of_levels(
     for part, ratios in _scaled(x, above, beside, row, phase):
         counts += np.bincount(codes[part], minlength=256)
         turn = np.arange(part.start, part.stop) % _LANES
-        # Not bincount: a lane goes on from the sum that it has.
+        # Not np.bincount: a lane continues from its current sum.
         np.add.at(lanes, (turn, codes[part]), ratios.astype(np.float64))
     totals[:256] = counts
     totals[256:] = _folded(lanes.T)
@@ -179,11 +174,11 @@ def finish_values(
     rule: int,
     floor: float,
 ) -> None:
-    """Write the elements that symbols stand for.
+    """Write the elements that the symbols represent.
 
-    With ``p`` the factor of the row times that of the column, and ``c`` the codebook's entry, an element is by ``rule``
-    0: ``base + p * c``; 1: ``max(p * c, floor)``, but 0 where a factor is; 2: ``(p * c) * sqrt(base)``; 3: ``p * c``.
-    The base, empty for rules 1 and 3, may be the very memory of the destination.
+    With ``p`` the row's factor times the column's factor, and ``c`` the codebook's entry, an element is, by ``rule``:
+    0: ``base + p * c``; 1: ``max(p * c, floor)``, but 0 where a factor is 0; 2: ``(p * c) * sqrt(base)``; 3: ``p * c``.
+    The base is empty for rules 1 and 3; it may be the memory of the destination.
     """
     codes, table, plain = readable(symbols), _floats(codebook), writable(destination, _STORED[_checked_kind(kind)])
     above, beside, other = _floats(rows), _floats(cols), elements_of(base, kind)
@@ -206,9 +201,9 @@ def finish_values(
 
 
 def measure_values(source: Buffer, made: Buffer, kind: int) -> tuple[float, float, float]:
-    """Return the greatest difference, the sum of its squares and that of the values' squares, in fp64.
+    """Return the greatest difference, the sum of its squares and the sum of the values' squares, in fp64.
 
-    Sums are taken in 8 lanes that take turns, which are then added in halves.
+    Sums are computed in 8 interleaved lanes, which are then added in halves.
     """
     plain, other = elements_of(source, kind), elements_of(made, kind)
     require(plain.size == other.size, "lengths differ")
@@ -249,13 +244,13 @@ def _folded(lanes: Doubles) -> Doubles:
 
 
 class LaneSum:
-    """A sum in 8 lanes that take turns and are added in halves in the end; parts are multiples of 8, but the last."""
+    """A sum in 8 interleaved lanes that are added in halves at the end. Parts are multiples of 8, except the last."""
 
     def __init__(self) -> None:
         self._lanes = np.zeros(_LANES)
 
     def add(self, terms: Doubles) -> None:
-        """Go on with these, one after another."""
+        """Add further values, in order."""
         turns = np.zeros((1 + -(-terms.size // _LANES), _LANES))
         turns[0] = self._lanes
         turns[1:].reshape(-1)[: terms.size] = terms
@@ -267,12 +262,12 @@ class LaneSum:
 
 
 def parts(count: int) -> Iterator[slice]:
-    """Yield where the elements of blocks lie."""
+    """Yield the ranges of elements of blocks."""
     return (slice(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK))
 
 
 def rectangles(count: int, row: int, phase: int) -> Iterator[tuple[slice, int, int, tuple[int, int]]]:
-    """Yield where elements lie that form a rectangle, its first row and column, and its height and width."""
+    """Yield ranges of elements that form a rectangle, with its first row, first column, height and width."""
     start, at = 0, 0
     while start < count:
         left = phase if start == 0 else 0
@@ -290,7 +285,7 @@ def _scaled(x: Floats, rows: Floats, cols: Floats, row: int, phase: int) -> Iter
 
 
 def check_matrix(count: int, row: int, phase: int, row_count: int, col_count: int) -> None:
-    """Refuse what is no geometry of a chunk, or has not as many rows and columns."""
+    """Raise ValueError unless the geometry is valid and has this many rows and columns."""
     require(ROW_MIN <= row <= ROW_MAX and 0 <= phase < row, "row or phase is no length of a row")
     require(row_count == (-(-(phase + count) // row) if count else 0) and col_count == row, "lengths differ")
 
@@ -301,7 +296,7 @@ def _checked_kind(kind: int) -> int:
 
 
 def require(holds: bool, what: str) -> None:
-    """Raise ValueError unless it holds."""
+    """Raise ValueError unless the condition holds."""
     if not holds:
         raise ValueError(what)
 
@@ -339,7 +334,7 @@ SUM_COUNT = 2 * CLASS_COUNT - 1
 
 
 def class_counts(symbols: Buffer, row_classes: Buffer, col_classes: Buffer, out: Buffer, row: int, phase: int) -> None:
-    """Write how often each of 256 symbols occurs under each sum of row and column class: 31 times 256 uint32."""
+    """Write the count of each of 256 symbols for each sum of row and column class: 31 times 256 uint32."""
     codes, counts = readable(symbols), writable(out, np.uint32)
     require(counts.size == SUM_COUNT * 256, "lengths differ")
     total = np.zeros(counts.size, np.int64)
@@ -351,7 +346,7 @@ def class_counts(symbols: Buffer, row_classes: Buffer, col_classes: Buffer, out:
 def stream_sizes(
     row_classes: Buffer, col_classes: Buffer, stream_of: Buffer, out: Buffer, count: int, row: int, phase: int
 ) -> None:
-    """Write how many elements belong to each of 16 streams (uint64): that of the sum of their classes."""
+    """Write the number of elements of each of 16 streams (uint64)."""
     streams, sizes = _checked_map(stream_of), writable(out, np.uint64)
     require(sizes.size == STREAM_COUNT_MAX, "lengths differ")
     total = np.zeros(STREAM_COUNT_MAX, np.int64)
@@ -363,7 +358,7 @@ def stream_sizes(
 def split_streams(
     symbols: Buffer, row_classes: Buffer, col_classes: Buffer, stream_of: Buffer, out: Buffer, row: int, phase: int
 ) -> None:
-    """Write the symbols of each stream, one after another: by rows, in a row by the columns' classes, then columns."""
+    """Write the symbols stream by stream. In a stream: row by row, in a row by column class, then by column."""
     codes, target = readable(symbols), writable(out, np.uint8)
     require(target.size == codes.size, "lengths differ")
     for part, places in _places(codes.size, row_classes, col_classes, stream_of, row, phase):
@@ -373,7 +368,7 @@ def split_streams(
 def merge_streams(
     streams: Buffer, row_classes: Buffer, col_classes: Buffer, stream_of: Buffer, out: Buffer, row: int, phase: int
 ) -> None:
-    """Write the symbols whose streams are given; the inverse of ``split_streams``."""
+    """Write the symbols from their streams; the inverse of ``split_streams``."""
     source, codes = readable(streams), writable(out, np.uint8)
     require(source.size == codes.size, "lengths differ")
     for part, places in _places(codes.size, row_classes, col_classes, stream_of, row, phase):
@@ -381,7 +376,7 @@ def merge_streams(
 
 
 def pack_symbols(symbols: Buffer, out: Buffer, lowest: int, alphabet: int, per_byte: int) -> None:
-    """Write ``per_byte`` symbols into each byte: digits to the base ``alphabet``, the first one the lowest."""
+    """Write ``per_byte`` symbols into each byte, as digits to the base ``alphabet``, the first one the lowest."""
     codes, packed = readable(symbols), writable(out, np.uint8)
     _check_packing(codes.size, packed.size, lowest, alphabet, per_byte)
     digits = np.zeros(packed.size * per_byte, np.uint8)
@@ -391,7 +386,7 @@ def pack_symbols(symbols: Buffer, out: Buffer, lowest: int, alphabet: int, per_b
 
 
 def unpack_symbols(packed: Buffer, out: Buffer, lowest: int, alphabet: int, per_byte: int) -> bool:
-    """Write the symbols of a packed stream; return whether every byte holds digits, and the last no more than that."""
+    """Write the symbols of a packed stream. Return False if a byte has superfluous or invalid digits."""
     source, codes = readable(packed), writable(out, np.uint8)
     _check_packing(codes.size, source.size, lowest, alphabet, per_byte)
     digits = np.empty((source.size, per_byte), np.uint8)
@@ -414,7 +409,7 @@ def _class_sums(count: int, rows: Bytes, cols: Bytes, row: int, phase: int) -> I
 def _places(
     count: int, row_classes: Buffer, col_classes: Buffer, stream_of: Buffer, row: int, phase: int
 ) -> Iterator[tuple[slice, Ints]]:
-    """Yield for pieces of a chunk where in the streams each of their elements lies."""
+    """Yield for each part of a chunk the positions of its elements in the streams."""
     rows, cols, streams = readable(row_classes), readable(col_classes), _checked_map(stream_of)
     sizes = np.empty(STREAM_COUNT_MAX, np.uint64)
     stream_sizes(row_classes, col_classes, stream_of, sizes.data, count, row, phase)

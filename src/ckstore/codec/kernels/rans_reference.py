@@ -1,7 +1,7 @@
-"""The plane coder in numpy: order-0 rANS with 64 lanes, as docs/FORMAT.md lays it out.
+"""The plane coder in numpy: order-0 rANS with 64 lanes; docs/FORMAT.md has the layout.
 
-The specification of the native twin, bit for bit, down to which blocks are sampled. The lanes of a step are
-one vector operation each, so that it runs at some MB/s: enough to read what a compiled writer made.
+It specifies the native implementation bit for bit, including which blocks are sampled. The lanes of a step are one
+vector operation each. It runs at some MB/s, which is enough for reading.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BYTE_OF_LANE = np.concatenate([np.arange(0, _LANES, 2), np.arange(1, _LANES, 2)
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Frequencies that sum to 4096, and where each symbol's slots begin."""
+    """Frequencies that sum to 4096, and the first slot of each symbol."""
 
     freq: Ints
     start: Ints
@@ -52,14 +52,14 @@ class Model:
 
 
 def bound(nbytes: int) -> int:
-    """Return the most bytes that ``encode`` may write."""
+    """Return the greatest length that ``encode`` may write."""
     blocks = -(-nbytes // BLOCK_NBYTES)
     last = min(nbytes, BLOCK_NBYTES)
     return nbytes + blocks * _HEADER_NBYTES + last + _TABLE_NBYTES_MAX + _STATES_NBYTES + _WORDS_SLACK
 
 
 def encode(plane: Bytes, out: Bytes) -> int:
-    """Code a plane into ``out``; return how many bytes of it count."""
+    """Code a plane into ``out``. Return its coded length."""
     kept: Model | None = None
     at = 0
     for begin in range(0, plane.size, BLOCK_NBYTES):
@@ -71,7 +71,7 @@ def encode(plane: Bytes, out: Bytes) -> int:
 
 
 def decode(payload: Bytes, plane: Bytes) -> bool:
-    """Decode exactly ``plane``; return whether the payload held it."""
+    """Decode exactly ``plane``. Return False if the payload is malformed."""
     kept: Model | None = None
     at = 0
     for begin in range(0, plane.size, BLOCK_NBYTES):
@@ -109,7 +109,7 @@ def _encode_block(block: Bytes, kept: Model | None) -> tuple[int, Bytes, Model |
     same_bits = None if kept is None or (kept.freq[weights != 0] == 0).any() else bits_with(kept, weights)
     is_same = same_bits is not None and same_bits <= own_bits
     expected = (same_bits if is_same and same_bits is not None else own_bits) >> 11
-    # Not worth a decoder's time: less than one part in fifty.
+    # Coding that saves less than one part in fifty is not worth the decoding time.
     worth = block.size - block.size // 50
     if expected + _STATES_NBYTES >= worth:
         return RAW, block, kept
@@ -117,14 +117,14 @@ def _encode_block(block: Bytes, kept: Model | None) -> tuple[int, Bytes, Model |
         body = _encode_body(block, kept)
     else:
         body = np.concatenate([table, _encode_body(block, own)])
-    # A sample may deceive.
+    # The sample may not be representative.
     if body.size >= worth:
         return RAW, block, kept
     return (SAME_TABLE, body, kept) if is_same else (OWN_TABLE, body, own)
 
 
 def count_sample(plane: Bytes, spacing: int) -> Ints:
-    """Count the symbols of runs of 64 bytes, one in ``2 ** spacing``, scattered."""
+    """Count the symbols of scattered runs of 64 bytes, one run in ``2 ** spacing``."""
     groups = np.arange(plane.size // (_RUN_NBYTES << spacing), dtype=np.uint32)
     runs = (groups << spacing) + ((groups * np.uint32(0x9E3779B1)) >> (32 - spacing))
     rows = plane[: plane.size // _RUN_NBYTES * _RUN_NBYTES].reshape(-1, _RUN_NBYTES)
@@ -132,7 +132,7 @@ def count_sample(plane: Bytes, spacing: int) -> Ints:
 
 
 def _weigh(block: Bytes) -> Ints:
-    """Weigh the symbols: those of a long block by a sample, but every symbol that occurs weighs something."""
+    """Return the weights of symbols, for a long block from a sample. Every symbol that occurs has a weight."""
     counts = np.bincount(block, minlength=256)
     if block.size < _SAMPLED_FROM:
         return counts
@@ -142,13 +142,13 @@ def _weigh(block: Bytes) -> Ints:
 
 
 def model_of(weights: Ints, total: int) -> Model:
-    """Scale weights to frequencies; two or more symbols occur."""
+    """Scale weights to frequencies. Two or more symbols occur."""
     freq = (weights * _SCALE + total // 2) // total
     freq[(weights != 0) & (freq == 0)] = 1
     rest = _SCALE - int(freq.sum())
     while rest != 0:
         largest = int(freq.argmax())
-        # No symbol may vanish, and no single one pays for all.
+        # No frequency may become 0, and the difference is spread over several symbols.
         change = max(rest, -(int(freq[largest]) // 2))
         freq[largest] += change
         rest -= change
@@ -157,7 +157,7 @@ def model_of(weights: Ints, total: int) -> Model:
 
 @lru_cache(maxsize=1)
 def _costs() -> Ints:
-    """Return log2(4096 / frequency) in 1/256 bits, rounded up, by integers only."""
+    """Return log2(4096 / frequency) in 1/256 bits, rounded up, in integer arithmetic."""
     costs = [0]
     for freq in range(1, _SCALE):
         whole = freq.bit_length() - 1
@@ -173,7 +173,7 @@ def _costs() -> Ints:
 
 
 def bits_with(model: Model, weights: Ints) -> int:
-    """Return what coding symbols of these weights takes, in 1/256 bits."""
+    """Return the cost of coding symbols with these weights, in 1/256 bits."""
     return int((weights * _costs()[model.freq]).sum())
 
 

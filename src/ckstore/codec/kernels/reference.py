@@ -1,11 +1,11 @@
-"""The hot loops in numpy: the reference, and so the specification of every twin.
+"""The hot loops in numpy. They specify what every implementation must do.
 
 Invariants:
-- Arguments are contiguous buffers (anything with the buffer protocol); what is written goes into the
-  caller's buffer; source and destination do not overlap, but for the base of ``merge_delta``.
-- Elements are ``width`` bytes, little-endian, 1, 2, 4 or 8. Plane j holds byte j of every element; the
-  top plane is the last. With ``rotate`` the word is first rotated left by one bit: then the exponent of
-  fp32 and bf16 fills the top plane and the sign is the lowest bit.
+- Arguments are contiguous buffers (anything with the buffer protocol). Results are written to the caller's buffers.
+  Source and destination do not overlap, except for the base of ``merge_delta``.
+- Elements are ``width`` bytes (1, 2, 4 or 8), little-endian. Plane j contains byte j of every element; the top plane
+  is the last. With ``rotate`` each element is first rotated left by one bit: then the exponent of fp32 and bf16 fills
+  the top plane, and the sign is the lowest bit.
 - A wrong length, width or buffer raises ValueError before anything is written.
 """
 
@@ -72,7 +72,7 @@ def split_planes(source: Buffer, planes_out: Buffer, width: int, rotate: bool) -
 
 
 def merge_planes(planes: Sequence[Buffer], destination: Buffer, width: int, rotate: bool) -> None:
-    """Write the elements whose byte planes are ``planes``; the inverse of ``split_planes``."""
+    """Write the elements from their byte planes; the inverse of ``split_planes``."""
     plain = _writable(destination)
     count = _checked_count(plain.size, width)
     sources = _checked_planes(planes, count, width)
@@ -81,7 +81,7 @@ def merge_planes(planes: Sequence[Buffer], destination: Buffer, width: int, rota
 
 
 def split_delta(source: Buffer, base: Buffer, planes_out: Buffer, width: int, ordered: bool) -> None:
-    """Write the byte planes of the zigzagged differences of ``source`` and ``base``; floats are ``ordered``."""
+    """Write the byte planes of the zigzag-coded differences of ``source`` and ``base``."""
     plain, reference, planes = _readable(source), _readable(base), _writable(planes_out)
     count = _checked_count(plain.size, width)
     _require_equal(reference.size, plain.size)
@@ -94,7 +94,7 @@ def split_delta(source: Buffer, base: Buffer, planes_out: Buffer, width: int, or
 
 
 def merge_delta(planes: Sequence[Buffer], base: Buffer, destination: Buffer, width: int, ordered: bool) -> None:
-    """Write what ``split_delta`` made the planes from; the base may be the very bytes of ``destination``."""
+    """Write the source of ``split_delta`` from its planes; ``base`` and ``destination`` may be the same memory."""
     reference, plain = _readable(base), _writable(destination)
     count = _checked_count(plain.size, width)
     _require_equal(reference.size, plain.size)
@@ -106,7 +106,7 @@ def merge_delta(planes: Sequence[Buffer], base: Buffer, destination: Buffer, wid
 
 
 def round_floats(source: Buffer, destination: Buffer, kind: int) -> None:
-    """Write fp32 elements as the nearest of half the width: bf16 (kind 1) or fp16 (kind 2), ties to even."""
+    """Write fp32 elements rounded to bf16 (kind 1) or fp16 (kind 2), to nearest, ties to even."""
     plain, target = _readable(source), _writable(destination)
     count = _checked_roundings(plain.size, target.size, kind)
     for start, stop in _blocks(count, 4):
@@ -115,7 +115,7 @@ def round_floats(source: Buffer, destination: Buffer, kind: int) -> None:
 
 
 def is_rounding(source: Buffer, rounded: Buffer, kind: int) -> bool:
-    """Return whether ``rounded`` holds what ``round_floats`` makes of ``source``; soon, where it does not."""
+    """Return True if ``rounded`` is what ``round_floats`` makes of ``source``. A difference is found early."""
     plain, target = _readable(source), _readable(rounded)
     count = _checked_roundings(plain.size, target.size, kind)
     return all(
@@ -128,7 +128,7 @@ def is_rounding(source: Buffer, rounded: Buffer, kind: int) -> bool:
 
 
 def plane_bits(source: Buffer, width: int, rotate: bool) -> list[float]:
-    """Return the bits that coding takes for each byte of each plane, as a sample tells; 8 for noise."""
+    """Estimate from a sample the coded bits per byte of each plane; 8 for noise."""
     plain = _readable(source)
     count = _checked_sample(plain.size, width)
 
@@ -141,7 +141,7 @@ def plane_bits(source: Buffer, width: int, rotate: bool) -> list[float]:
 
 
 def delta_bits(source: Buffer, base: Buffer, width: int, ordered: bool) -> list[float]:
-    """Return what ``plane_bits`` does, of the planes that ``split_delta`` makes."""
+    """Estimate the same as ``plane_bits`` for the planes that ``split_delta`` makes."""
     plain, reference = _readable(source), _readable(base)
     count = _checked_sample(plain.size, width)
     _require_equal(reference.size, plain.size)
@@ -163,7 +163,7 @@ def copy_bytes(source: Buffer, destination: Buffer) -> None:
 
 
 def equal_bytes(a: Buffer, b: Buffer) -> bool:
-    """Return whether both hold the same bytes; False when their lengths differ."""
+    """Return True if both contain the same bytes; False if their lengths differ."""
     one, other = _readable(a), _readable(b)
     return one.size == other.size and all(
         np.array_equal(one[start:stop], other[start:stop]) for start, stop in _blocks(one.size, 1)
@@ -171,31 +171,31 @@ def equal_bytes(a: Buffer, b: Buffer) -> bool:
 
 
 def is_constant(source: Buffer) -> bool:
-    """Return whether every byte equals the first; True for no bytes."""
+    """Return True if every byte equals the first, or if there are none."""
     plain = _readable(source)
     return all(bool((plain[start:stop] == plain[0]).all()) for start, stop in _blocks(plain.size, 1))
 
 
 def histogram(source: Buffer, counts_out: Buffer) -> None:
-    """Write how often each byte value occurs into 256 aligned uint32 of native byte order, modulo 2**32."""
+    """Write the number of occurrences of each byte value to 256 aligned uint32 in native byte order, modulo 2**32."""
     plain, counts = _readable(source), _writable(counts_out)
     _require_equal(counts.size, 256 * 4)
     if counts.ctypes.data % 4:
         raise ValueError("counts are not aligned")
     total = np.zeros(256, np.int64)
-    # numpy counts integers of eight bytes: each byte becomes one.
+    # In blocks, because np.bincount converts each byte to an integer of eight bytes.
     for start, stop in _blocks(plain.size, 8):
         total += np.bincount(plain[start:stop], minlength=256)
     counts.view(np.uint32)[:] = total.astype(np.uint32)
 
 
 def plane_bound(nbytes: int) -> int:
-    """Return the room that ``encode_plane`` wants for a plane of so many bytes."""
+    """Return the length of the output buffer that ``encode_plane`` needs for a plane of ``nbytes`` bytes."""
     return rans_reference.bound(nbytes)
 
 
 def encode_plane(plane: Buffer, out: Buffer) -> int:
-    """Code a plane into ``out``, which has ``plane_bound`` bytes, and return how many of them count."""
+    """Code a plane into ``out``, which has ``plane_bound`` bytes. Return the coded length."""
     symbols, target = _readable(plane), _writable(out)
     if target.size < plane_bound(symbols.size):
         raise ValueError("room has less than the length that plane_bound asks for")
@@ -203,12 +203,12 @@ def encode_plane(plane: Buffer, out: Buffer) -> int:
 
 
 def decode_plane(payload: Buffer, plane: Buffer) -> bool:
-    """Decode exactly ``plane``; return whether the payload held it. Whatever the payload, nothing else is written."""
+    """Decode exactly ``plane``. Return False if the payload is malformed; nothing else is written in any case."""
     return rans_reference.decode(_readable(payload), _writable(plane))
 
 
 def encode_sparse(plane: Buffer, out: Buffer) -> int:
-    """Code a plane most of whose bytes are the same, as ``encode_plane`` does; return 0 where they are not."""
+    """Code a plane in which most bytes are equal, as ``encode_plane`` does; return 0 for other planes."""
     symbols, target = _readable(plane), _writable(out)
     if target.size < plane_bound(symbols.size):
         raise ValueError("room has less than the length that plane_bound asks for")
@@ -216,7 +216,7 @@ def encode_sparse(plane: Buffer, out: Buffer) -> int:
 
 
 def decode_sparse(payload: Buffer, plane: Buffer, bitmap: Buffer) -> bool:
-    """Decode what ``encode_sparse`` made, as ``decode_plane`` does; ``bitmap`` is memory of an eighth of the plane."""
+    """Decode the output of ``encode_sparse``, as ``decode_plane`` does; ``bitmap`` is an eighth of the plane."""
     symbols, room = _writable(plane), _writable(bitmap)
     if room.size < -(-symbols.size // 8):
         raise ValueError("bitmap has less than an eighth of the length of the plane")
@@ -281,7 +281,7 @@ def _readable(buffer: Buffer) -> Bytes:
     view = memoryview(buffer)
     if not view.c_contiguous:
         raise ValueError("not a contiguous buffer")
-    # An empty view cannot be cast when one of its dimensions is zero.
+    # A view with a dimension of length 0 cannot be cast.
     return np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else np.empty(0, np.uint8)
 
 
