@@ -8,8 +8,10 @@ after the plan.
 - commit (``commit.py``): free space and commit again when the disk is full; load quantization only if it is wanted.
 - demote (``demote.py``): store old checkpoints with a bounded loss.
 - repack (``repack.py``, ``repack_plan.py``): code a run again, so that the newest checkpoints are restored fastest.
-- verify (``verify.py``, ``verify_packs.py``): read everything, and report damage.
+- verify (``verify.py``, ``verify_packs.py``): read everything, and report damage. ``fallback.py``: after a restore met
+  damage, find an older checkpoint that is readable.
 - repair (``repair.py``, ``repair_plan.py``, ``pack_copies.py``): make checkpoints complete from every copy of a frame.
+- trash (``trash.py``): list it, restore from it, and empty it.
 - ``stored_checkpoint.py``: read a checkpoint as a state, for demote, repack, ``inspect/diff.py`` and ``stats.py``.
 - ``stored_policies.py``: the policies in ``config.json``.
 - ``inspect/``: read-only views. ``interop/``: import and export of other formats.
@@ -19,5 +21,5 @@ Manifests are changed in one way only: publish the next generation, then move th
 leaves every checkpoint in its old or its new form, and can be run again.
 
 Not here: committing and restoring (``commit/``, ``restore/``), other storage locations (``tiers/``), and arguments and
-defaults of the public methods (``verbs/``).
+defaults of the public methods (``api.py``).
 """

@@ -15,7 +15,6 @@ of drop marks, and packs that no manifest names.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 
 from ckstore.concurrency import run_uninterrupted
@@ -34,7 +33,6 @@ from ckstore.store.tags import Tags
 
 __all__ = ["LEVELS", "Damage", "FrameCheck", "Report", "verify"]
 
-_log = logging.getLogger("ckstore")
 
 LEVELS = ("quick", "read", "decode")
 

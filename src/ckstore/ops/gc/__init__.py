@@ -2,7 +2,7 @@
 
 From ``Store.gc`` to a freed pack, read downwards:
 
-1. ``verbs/maintenance.py``: ``Store.gc`` turns arguments into ``GcLimits`` and a ``Retention`` (``policy.py``).
+1. ``api.py``: ``Store.gc`` turns arguments into ``GcLimits`` and a ``Retention`` (``policy.py``).
 2. ``run.py``: ``collect_store`` takes the lock and calls the next four in order.
 3. ``survey.py``: ``survey`` reads the whole store; ``store/reachability.py`` finds the packs that manifests name.
 4. ``rules.py``: ``plan_run`` applies the rules to each run. Pure.

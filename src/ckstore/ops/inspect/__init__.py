@@ -1,6 +1,6 @@
 """Read-only views of a store and its checkpoints. Nothing here changes a store, except that doctor probes the disk.
 
-Each module answers one question and returns plain data, which ``verbs/`` hands to users and ``cli/`` prints:
+Each module answers one question and returns plain data, which ``api.py`` returns and ``cli/`` prints:
 - ``contents.py``: which tensors, groups and packs does a checkpoint consist of (``ckstore show``)?
 - ``stats.py``: how is each tensor coded, and how far is that from its entropy (``ckstore show --coding``, ``stats``)?
 - ``diff.py``: how do two checkpoints differ (``ckstore diff``)?
