@@ -62,6 +62,35 @@ libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
+UNIT_NBYTES = 4 * MIB
+"""Bytes that one mark stands for."""
+
+FREE, STAGING, STAGED = range(3)
+"""States of a slot: unused; being written; all bytes written."""
+
+SLOTS_MAX = 3
+"""One state is being written, one waits, and one is retained as a delta base."""
+
+DATA_OFFSET = 2 * MIB
+"""Where the bytes of a slot begin. The marks before them suffice for 8 TiB."""
+
+_HEADER_NBYTES = 2 * MIB
+
+_SLOT_STRIDE = 1 << 44
+
+_MAGIC = int.from_bytes(b"ckarena1", "little")
+
+_MAGIC_FIELD, _COUNT_FIELD, _FIRST_FIELD = 0, 1, 8
+
+_TICKET, _STATE, _CAPACITY, _FIELDS = 0, 1, 2, 8
+
+_FACTS_NBYTES = 4096
+
+_UNITS_PER_CALL = 4
+"""Units for which huge pages are requested in one call."""
+
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
+
 
 class Mapping:
     """A range of the memfd, mapped into this process. Unmapped when no view of it is left.
@@ -146,31 +175,6 @@ def _unmap(pid: int, address: int, nbytes: int) -> None:
     # A forked child has no such mapping, and may have mapped something else there.
     if pid == os.getpid():
         libc.munmap(address, nbytes)
-
-
-UNIT_NBYTES = 4 * MIB
-"""Bytes that one mark stands for."""
-
-FREE, STAGING, STAGED = range(3)
-"""States of a slot: unused; being written; all bytes written."""
-
-SLOTS_MAX = 3
-"""One state is being written, one waits, and one is retained as a delta base."""
-
-DATA_OFFSET = 2 * MIB
-"""Where the bytes of a slot begin. The marks before them suffice for 8 TiB."""
-
-_HEADER_NBYTES = 2 * MIB
-_SLOT_STRIDE = 1 << 44
-_MAGIC = int.from_bytes(b"ckarena1", "little")
-_MAGIC_FIELD, _COUNT_FIELD, _FIRST_FIELD = 0, 1, 8
-_TICKET, _STATE, _CAPACITY, _FIELDS = 0, 1, 2, 8
-_FACTS_NBYTES = 4096
-
-_UNITS_PER_CALL = 4
-"""Units for which huge pages are requested in one call."""
-
-_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 
 
 class Slot:

@@ -35,6 +35,33 @@ copies."""
 
 _NONE = range(0)
 
+NOW, LAZY, DEVICE_NOW, DEVICE_LAZY = range(4)
+"""When a storage is copied: before training continues, or behind a guard; each from host memory or from a device."""
+
+_PAGE_NBYTES, _LINE_NBYTES = 4096, 64
+
+_PAGED_NBYTES_MIN = 64 << 10
+
+_EXCERPT_NBYTES = 4096
+"""Bytes of the middle of a storage, from which a commit recognizes roundings of other storages."""
+
+_STORAGE, _OFFSET, _PLACE, _NBYTES = range(4)
+
+_COLUMNS = 4
+
+WORD_NBYTES = 8
+
+SPOTS_MAX = 1 << 15
+"""Limit for all guarded memory. Reading an uncached word takes up to 50 ns, and ``commit_async`` waits for that."""
+
+_PITCH_NBYTES = 4096
+"""Distance of compared words in storages without rows."""
+
+_PITCH_NBYTES_MIN = 64
+
+_SPREAD = 40503
+"""Selects another column in each row. Odd, from Knuth's multiplicative hashing with 16 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -102,17 +129,6 @@ def _with_units(runs: Iterable[tuple[Run, int]], begin: int) -> Iterator[Run]:
         yield replace(run, units=range(begin, max(begin, end)))
         begin = max(begin, end)
 
-
-NOW, LAZY, DEVICE_NOW, DEVICE_LAZY = range(4)
-"""When a storage is copied: before training continues, or behind a guard; each from host memory or from a device."""
-
-_PAGE_NBYTES, _LINE_NBYTES = 4096, 64
-_PAGED_NBYTES_MIN = 64 << 10
-_EXCERPT_NBYTES = 4096
-"""Bytes of the middle of a storage, from which a commit recognizes roundings of other storages."""
-
-_STORAGE, _OFFSET, _PLACE, _NBYTES = range(4)
-_COLUMNS = 4
 
 Row = tuple[int, int, int, int]
 Sampled = tuple[int, int, int, int]
@@ -355,19 +371,6 @@ def _possible_masters(storages: Sequence[StorageShape]) -> set[int]:
 
 def _aligned(place: int, to: int) -> int:
     return -(-place // to) * to
-
-
-WORD_NBYTES = 8
-
-SPOTS_MAX = 1 << 15
-"""Limit for all guarded memory. Reading an uncached word takes up to 50 ns, and ``commit_async`` waits for that."""
-
-_PITCH_NBYTES = 4096
-"""Distance of compared words in storages without rows."""
-
-_PITCH_NBYTES_MIN = 64
-_SPREAD = 40503
-"""Selects another column in each row. Odd, from Knuth's multiplicative hashing with 16 bits."""
 
 
 def pitches_of(captured: Captured) -> list[int]:

@@ -39,6 +39,20 @@ from ckstore.results import Receipt
 
 _log = logging.getLogger("ckstore")
 
+WARN_AFTER_SECONDS = 10.0
+"""A wait that takes longer logs a warning, then again every six times as long."""
+
+GRACE_SECONDS = 5.0
+"""Time for a saver to exit after it has closed its socket."""
+
+SEND_RETRY_SECONDS = 0.02
+"""Between two attempts to send while the socket is full, which takes hundreds of unread messages."""
+
+_NO_RULES: Mapping[str, Any] = MappingProxyType({})
+
+_WORK_MESSAGES = (protocol.Begin, protocol.Release, protocol.Warm, protocol.Forget, protocol.Quit)
+"""Messages that give the saver work."""
+
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
@@ -189,21 +203,6 @@ def _call(callback: Callable[..., None], *facts: object) -> None:
         callback(*facts)
     except Exception:
         log_safely(_log, logging.ERROR, "a callback of a background commit failed", exc_info=True)
-
-
-WARN_AFTER_SECONDS = 10.0
-"""A wait that takes longer logs a warning, then again every six times as long."""
-
-GRACE_SECONDS = 5.0
-"""Time for a saver to exit after it has closed its socket."""
-
-SEND_RETRY_SECONDS = 0.02
-"""Between two attempts to send while the socket is full, which takes hundreds of unread messages."""
-
-_NO_RULES: Mapping[str, Any] = MappingProxyType({})
-
-_WORK_MESSAGES = (protocol.Begin, protocol.Release, protocol.Warm, protocol.Forget, protocol.Quit)
-"""Messages that give the saver work."""
 
 
 class Saver:

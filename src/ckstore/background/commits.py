@@ -48,6 +48,24 @@ from ckstore.store.repository import Repository
 RETRY_SECONDS = 30.0
 """After this time, the saver is asked again to end a ticket or to free a slot."""
 
+_log = logging.getLogger("ckstore")
+
+_HEAD_NBYTES = 4 << 20
+"""Memory that ``prewarm`` takes for a head, whose length is not known yet."""
+
+_WRITING_MAX = 2
+"""Commits in flight: one is being written, one waits for its turn."""
+
+_START_SECONDS = 30.0
+"""How long ``prewarm`` waits for a saver to open the store."""
+
+_WARM_SECONDS = 2.0
+"""How long ``prewarm`` waits for the saver to map memory. The rest is mapped later."""
+
+_START_DELAY_MS = 10
+"""Delay before the saver starts if the copy threads use every processor. By then a call with guarded memory has
+returned. A saver thread that wakes earlier occupies a processor until the next scheduler tick, for milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class AsyncRequest:
@@ -164,9 +182,6 @@ class InFlightCommit:
         self.saver.staged(self.ticket)
 
 
-_log = logging.getLogger("ckstore")
-
-
 class InFlight:
     """The commits whose states occupy slots. Used by one thread at a time."""
 
@@ -268,23 +283,6 @@ class InFlight:
             commit.wait_slot_freed()
         self.reclaim_slots()
         return bool(retained)
-
-
-_HEAD_NBYTES = 4 << 20
-"""Memory that ``prewarm`` takes for a head, whose length is not known yet."""
-
-_WRITING_MAX = 2
-"""Commits in flight: one is being written, one waits for its turn."""
-
-_START_SECONDS = 30.0
-"""How long ``prewarm`` waits for a saver to open the store."""
-
-_WARM_SECONDS = 2.0
-"""How long ``prewarm`` waits for the saver to map memory. The rest is mapped later."""
-
-_START_DELAY_MS = 10
-"""Delay before the saver starts if the copy threads use every processor. By then a call with guarded memory has
-returned. A saver thread that wakes earlier occupies a processor until the next scheduler tick, for milliseconds."""
 
 
 class BackgroundCommits:

@@ -37,6 +37,11 @@ from ckstore.state.tensors import HostStorage
 StorageOffset = tuple[int, int]
 """The index of a storage, and an offset in it."""
 
+_log = logging.getLogger("ckstore")
+
+_FRESH_UNITS = 8
+"""Units that a thread populates and then copies, where memory is not populated yet."""
+
 
 class Checksums:
     """The checksums of one section: one (xxh3) for each row of its units.
@@ -96,8 +101,6 @@ class Checksums:
             for storage, offset, _, nbytes in self._section.rows_of(unit)
         ]
 
-
-_log = logging.getLogger("ckstore")
 
 _processor_now: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
 """The caller's processor. PyDLL keeps the GIL, so the answer is still true when it returns."""
@@ -240,10 +243,6 @@ def _run_on(thread: int, processors: set[int]) -> None:
     # Failures are ignored, because affinity only affects speed. A processor of -1 (unknown) raises ValueError.
     with contextlib.suppress(OSError, ValueError):
         os.sched_setaffinity(thread, processors)
-
-
-_FRESH_UNITS = 8
-"""Units that a thread populates and then copies, where memory is not populated yet."""
 
 
 def result_or_error(

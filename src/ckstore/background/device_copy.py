@@ -48,6 +48,8 @@ _CODEBOOK_NBYTES_MAX = 16 << 20
 Span = tuple[int, int]
 """First address, and the one after the last."""
 
+_log = logging.getLogger("ckstore")
+
 
 class DeviceCopies(Protocol):
     """The copies of one section from devices, ordered with the computations of those devices."""
@@ -244,9 +246,6 @@ class _ReadCopies:
     def forget(self) -> None:
         """Release the storages."""
         self._storages = ()
-
-
-_log = logging.getLogger("ckstore")
 
 
 class DeviceCopy:

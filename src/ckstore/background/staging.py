@@ -38,6 +38,18 @@ from ckstore.format.tree import place_of
 from ckstore.state.capture import Captured
 from ckstore.state.memory import keeps_of
 
+_log = logging.getLogger("ckstore")
+
+_LAYOUTS_MAX = 4
+"""Layouts that are remembered: those of a state, and of its parts if they are committed separately."""
+
+_POPULATED_NBYTES = 64 << 20
+
+_UNGUARDED = {LAZY: NOW, DEVICE_LAZY: DEVICE_NOW}
+
+_POPULATE_WAIT_SECONDS = 5.0
+"""More than it takes to populate ``_POPULATED_NBYTES``. Limited, because interrupted work may never have been sent."""
+
 
 class Staging:
     """The copying of one state into a slot.
@@ -363,19 +375,6 @@ def _changed_error(captured: Captured, storage: int, offset: int) -> CorruptErro
         "second optimizer, an Embedding with max_norm, rows restarted through .data in a forward pass, share_memory_",
         path=path,
     )
-
-
-_log = logging.getLogger("ckstore")
-
-_LAYOUTS_MAX = 4
-"""Layouts that are remembered: those of a state, and of its parts if they are committed separately."""
-
-_POPULATED_NBYTES = 64 << 20
-
-_UNGUARDED = {LAZY: NOW, DEVICE_LAZY: DEVICE_NOW}
-
-_POPULATE_WAIT_SECONDS = 5.0
-"""More than it takes to populate ``_POPULATED_NBYTES``. Limited, because interrupted work may never have been sent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

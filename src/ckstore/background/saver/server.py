@@ -42,6 +42,11 @@ _log = logging.getLogger("ckstore")
 BELL_PAUSE_MS = 1
 """Pause after the bell has rung. While a state is being copied, it would wake this thread about ten times as often."""
 
+NICE_MAX = 19
+
+_NORMAL = os.sched_param(0)
+"""The only scheduling parameter that these classes accept."""
+
 
 class Server:
     """One saver. All methods are called by the listening thread unless they say otherwise."""
@@ -409,12 +414,6 @@ class Server:
                 self._tickets.pop(number).leave()
         for number in sorted(free):
             self.channel.send(protocol.SlotFree(number))
-
-
-NICE_MAX = 19
-
-_NORMAL = os.sched_param(0)
-"""The only scheduling parameter that these classes accept."""
 
 
 class Priority:
