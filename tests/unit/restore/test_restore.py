@@ -322,8 +322,8 @@ def test_fallback_goes_to_the_newest_that_reads_whole_with_a_warning(run, backen
     damage_frame(run, backend, 2)
     damage_frame(run, backend, 1)
     assert difference(run.restore(reference, fallback=True), state_of(0)) is None
-    assert "seq 2 was passed over" in warned.text
-    assert "seq 1 (step 20) was passed over" in warned.text
+    assert "seq 2 was skipped" in warned.text
+    assert "seq 1 (step 20) was skipped" in warned.text
     assert (run.restored.step, run.restored.seq) == (10, 0)
     assert len(run.restored.warnings) == 2
     assert run.commit(state_of(3), 40).seq == 3
@@ -345,7 +345,7 @@ def test_fallback_without_damage_is_a_restore(run):
 def test_fallback_where_nothing_can_be_read_raises_what_the_newest_met(run, backend):
     for seq in range(3):
         damage_frame(run, backend, seq)
-    with pytest.raises(ChecksumError, match="no checkpoint of run 'main' can be read whole"):
+    with pytest.raises(ChecksumError, match="no checkpoint of run 'main' is readable"):
         run.restore(fallback=True)
 
 
