@@ -184,7 +184,7 @@ def test_manifest_that_vanishes_between_listing_and_reading_is_looked_for_again(
         name = repository_of(store).manifests.publish(following)
         repository_of(store).manifests.move_lower_to_trash(name)
 
-    once(monkeypatch, Marker, "_mark", before=replace_it)
+    once(monkeypatch, Marker, "_add", before=replace_it)
     look = Marker(repository_of(store)).mark()
     assert sorted((name.seq, name.generation) for name in look.manifests) == [(0, 0), (1, 1), (2, 0)]
 

@@ -93,7 +93,7 @@ def test_restore_of_a_torn_generation_returns_the_acknowledged_one_and_warns(tor
     assert torn_one.generation == 1
     assert repository_of(torn).packs_not_found({pack.pack_id: pack.nbytes for pack in load(torn, torn_one).packs})
     assert load_whole(repository_of(torn), torn_one, takes_lower=True).header.generation == 0
-    assert "generation 1 was passed over for generation 0: pack" in caplog.text
+    assert "skipping generation 1, using generation 0: pack" in caplog.text
     restores(torn)
 
 

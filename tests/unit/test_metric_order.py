@@ -45,14 +45,14 @@ def test_order_is_that_of_the_word_that_names_the_metric(order, names):
 def test_best_of_a_doubtful_metric_must_say_which_end(store, metric):
     for step, value in enumerate([2.0, 1.0, 3.0]):
         store.commit({"n": step}, step, metrics={metric: value})
-    with pytest.raises(UsageError, match="lowest or the highest") as caught:
+    with pytest.raises(UsageError, match="whether low or high values are better") as caught:
         store.info(f"best:{metric}")
     assert f"best:{metric}:min or best:{metric}:max" in str(caught.value)
     assert (store.info(f"best:{metric}:min").step, store.info(f"best:{metric}:max").step) == (1, 2)
     with pytest.raises(UsageError, match="lowest or the highest") as caught:
         Retention(keep_best=f"{metric}:2")
     assert f"{metric}:2:min or {metric}:2:max" in str(caught.value)
-    with pytest.raises(NotFoundError, match=f"(?i)metrics there are: {metric}"):
+    with pytest.raises(NotFoundError, match=f"(?i)recorded metrics: {metric}"):
         store.info("best:speeed")
 
 

@@ -1,16 +1,14 @@
-"""What a verify reports, and which checkpoints and tensors need what it finds damaged.
+"""Damage reports, and which checkpoints and tensors need a damaged or lost frame.
 
-Of every manifest only locations are kept, each once however many manifests share it; the tensors of damage are
-looked up when there is damage, in the manifest read once more.
+Of every manifest only locations are kept, each once however many manifests share it. The affected tensors are looked up
+only if there is damage, by reading the manifest again.
 
-Chunks that are lost: what a manifest says of them, and who may go on without them.
-
-``repair`` replaces the manifest of a checkpoint that cannot be made whole by a generation that locates its lost chunks
-in the tier ``lost``, which is nowhere. So the rest of it can be restored, nothing names a pack that is not there, and
-the checkpoint's id stays: when the same bytes are found or committed again, another repair makes it whole.
+Lost chunks: ``repair`` replaces the manifest of a checkpoint that cannot be recovered completely by a generation that
+puts its lost chunks into the tier ``lost``, which does not exist. So the other tensors can be restored, and the
+checkpoint keeps its id. If the bytes are found or committed again, another repair completes it.
 
 Invariants:
-- Nothing reads from the tier ``lost``: what needs a chunk in it raises, and names the tensors.
+- Nothing reads from the tier ``lost``. Code that needs a chunk in it raises an error that names the tensors.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from ckstore.store.repository import Repository
 
 TENSORS_SHOWN_MAX = 3
 CHECKPOINTS_SHOWN_MAX = 8
-CHECKPOINTS_LOOKED_AT_MAX = 64
-"""Manifests of a run that are read to find those that need a damaged frame: bounds the work of an error."""
+CHECKPOINTS_READ_MAX = 64
+"""Manifests of a run that are read to find those that need a damaged frame. Bounds the work for an error."""
 
 FramePosition = tuple[ChunkId, int, int]
-"""Where a manifest says that a chunk lies in a pack: identity, offset, length of the payload."""
+"""Where a manifest locates a frame in a pack: chunk id, offset, length of the payload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +43,9 @@ class Damage:
 
     Attributes:
         what: What is wrong.
-        where: Path, and offset where that is known.
+        where: Path, and offset if known.
         checkpoints: ``run/seq (step N)`` of every checkpoint that needs it.
-        tensors: Dotted paths of the first tensors of the first of them that need it; empty where unknown.
+        tensors: Dotted paths of the first affected tensors of the first of these checkpoints; empty if unknown.
     """
 
     what: str
@@ -58,32 +56,32 @@ class Damage:
 
 @dataclass(slots=True)
 class Report:
-    """What a verify looked at, and what it found."""
+    """What a verify checked and found."""
 
     level: str
     damage: list[Damage] = field(default_factory=list)
     refused: list[Damage] = field(default_factory=list)
-    """What this user, or these credentials, may not read: it may be whole."""
+    """What this user, or these credentials, may not read. It may be undamaged."""
     checkpoint_count: int = 0
     pack_count: int = 0
     frame_count: int = 0
     bytes_read: int = 0
     packs_elsewhere: int = 0
-    """Packs of other tiers, which were not looked at."""
+    """Packs in tiers, which were not checked."""
     files_torn: int = 0
-    """Packs that are missing or whose ends are damaged, and claims that are missing: as in a copy of a store in use."""
+    """Packs that are missing or have damaged ends, and missing claims: typical of a copy of a store in use."""
     copied_ns: int | None = None
-    """When the store was copied to this place, where packs are torn and the times of files show that it is a copy."""
+    """When the store was copied here, if packs are torn and file times show that it is a copy."""
     unreachable: list[Damage] = field(default_factory=list)
-    """Tiers that checkpoints are in, and that cannot be reached: nothing is known of what they hold."""
+    """Tiers that checkpoints need and that cannot be reached. Their content is unknown."""
 
     @property
     def is_clean(self) -> bool:
-        """Whether all was read, nothing is damaged, and no tier that checkpoints need is out of reach."""
+        """Whether everything was read, nothing is damaged, and all needed tiers were reachable."""
         return not self.damage and not self.refused and not self.unreachable
 
     def add(self, found: Damage, error: BaseException | None = None) -> None:
-        """Add what was found; where ``error`` says that it may not be read, not as damage."""
+        """Add a finding: as refused if ``error`` says that it may not be read, else as damage."""
         (self.refused if error is not None and is_refused(error) else self.damage).append(found)
 
 
@@ -92,10 +90,10 @@ class PackUses:
     """A pack as manifests name it.
 
     Attributes:
-        refs: For every manifest that names the pack, by its index: what it says of the pack.
-        places: For every place: the indices of the manifests that say so, ascending.
-        bases: For every place of a frame that needs a base: the pack and the place of that.
-        disputed: Places of frames that need one chunk as base by one manifest, and another or none by another.
+        refs: For every manifest that names the pack, by its index: its entry for the pack.
+        places: For every frame position: the indices of the manifests that list it, ascending.
+        bases: For every position of a frame with a base: pack and position of the base.
+        disputed: Positions of frames for which manifests disagree about the base.
     """
 
     refs: dict[int, PackRef] = field(default_factory=dict)
@@ -104,31 +102,31 @@ class PackUses:
     disputed: set[FramePosition] = field(default_factory=set)
 
     def add(self, index: int, place: FramePosition, base: tuple[PackId, FramePosition] | None) -> None:
-        """Note a place that a manifest names."""
+        """Add a frame position that a manifest lists."""
         users = self.places.setdefault(place, [])
         if not users and base is not None:
             self.bases[place] = base
         elif users:
-            said = self.bases.get(place)
-            if (said and said[1][0]) != (base and base[1][0]):
+            other = self.bases.get(place)
+            if (other and other[1][0]) != (base and base[1][0]):
                 self.disputed.add(place)
         users.append(index)
 
 
 class Uses:
-    """What manifests need.
+    """The packs and frames that manifests need.
 
     Args:
-        reaches: Whether a tier can be read; what is only in one that cannot is counted as elsewhere.
-        is_remote: Count what lies in other tiers, too. Else of each manifest only the packs count that it says to be
-            here, and of those only the frames whose bases, down to the last one, it says to be here as well: a pack
-            that one checkpoint still needs here also holds frames of others, which rest on what is elsewhere.
+        reaches: Whether a tier can be read. Packs only in unreachable tiers are counted as elsewhere.
+        is_remote: Include packs in tiers. If False, only packs that a manifest says are local count, and of those only
+            frames whose whole chain of bases is local. A pack that one checkpoint needs locally may also contain frames
+            of others, whose bases are in a tier.
     """
 
     def __init__(self, *, is_remote: bool = True, reaches: Callable[[str], bool] = lambda tier: True) -> None:
         self.names: list[ManifestName] = []
         self.in_tiers: dict[str, list[int]] = {}
-        """For every other tier: the indices of the manifests that name it, ascending."""
+        """For every tier: the indices of the manifests that name it, ascending."""
         self._reaches = reaches
         self.packs: dict[PackId, PackUses] = {}
         self._is_remote = is_remote
@@ -136,11 +134,11 @@ class Uses:
 
     @property
     def elsewhere_count(self) -> int:
-        """How many packs were left out because they lie in other tiers only."""
+        """How many packs were left out because they are only in tiers."""
         return len(self._elsewhere - self.packs.keys())
 
     def add(self, name: ManifestName, manifest: Manifest) -> None:
-        """Note what one manifest needs."""
+        """Add what one manifest needs."""
         index = len(self.names)
         self.names.append(name)
         for tier in sorted({ref.tier for ref in manifest.packs} - {LOCAL_TIER, LOST_TIER}):
@@ -172,12 +170,12 @@ def label_of(name: ManifestName) -> str:
 
 
 def checkpoints_with(repository: Repository, pack_id: PackId, frame: FrameRef) -> tuple[str, ...]:
-    """Return the checkpoints of the run that need a frame, newest first; only the newest ones are looked at."""
+    """Return the checkpoints of the run that need a frame, newest first. Only the newest manifests are read."""
     try:
-        names = repository.manifests.listing().names[-CHECKPOINTS_LOOKED_AT_MAX:]
+        names = repository.manifests.listing().names[-CHECKPOINTS_READ_MAX:]
         return tuple(label_of(name) for name in reversed(names) if _needs(repository, name, pack_id, frame))
     except (CkstoreError, OSError):
-        # Whose error this is for matters more than who else suffers.
+        # The original error matters more than the list of other affected checkpoints.
         return ()
 
 
@@ -191,7 +189,7 @@ def _needs(repository: Repository, name: ManifestName, pack_id: PackId, frame: F
 
 
 def shortened(checkpoints: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
+    """Join the first names of a list, and say how many more there are."""
     rest = len(checkpoints) - CHECKPOINTS_SHOWN_MAX
     return ", ".join(checkpoints[:CHECKPOINTS_SHOWN_MAX]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -212,7 +210,7 @@ def tensor_paths(manifest: Manifest, chunks: Container[int], *, count_max: int) 
 
 
 class AffectedTensors:
-    """Finds the tensors that damage hits; holds what it needs of one manifest, the one asked for last."""
+    """Finds the tensors affected by damage. Keeps an index of one manifest: the last one that was asked for."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
@@ -222,22 +220,22 @@ class AffectedTensors:
 
     def of_frame(self, name: ManifestName, chunk_id: ChunkId) -> tuple[str, ...]:
         """Return the first tensors of a checkpoint that have bytes in a chunk."""
-        self._look_at(name)
+        self._index(name)
         return tuple(self._by_chunk.get(chunk_id, ()))
 
     def of_pack(self, name: ManifestName, pack_id: PackId) -> tuple[str, ...]:
         """Return the first tensors of a checkpoint that have bytes in a pack."""
-        self._look_at(name)
+        self._index(name)
         return self._by_pack.get(pack_id, ())
 
-    def _look_at(self, name: ManifestName) -> None:
+    def _index(self, name: ManifestName) -> None:
         if name == self._name:
             return
         self._name, self._by_chunk, self._by_pack = name, {}, {}
         try:
             manifest = self._repository.manifests_of(name.run).load(name)
         except (CkstoreError, FileNotFoundError):
-            # Dropped or damaged since it was read: which tensors suffer stays unknown.
+            # It was dropped or damaged meanwhile, so the affected tensors stay unknown.
             return
         self._by_chunk = _paths_by_chunk(manifest)
         chunks = _chunks_by_pack(manifest)
@@ -248,7 +246,7 @@ class AffectedTensors:
 
 
 def _chunks_by_pack(manifest: Manifest) -> dict[int, set[int]]:
-    """Return, for every pack, the chunks of the state that need it, for a base perhaps."""
+    """Return, for every pack, the chunks of the state that need it, including as a base."""
     chunk_of = {ChunkId(chunk.chunk_id): index for index, chunk in enumerate(manifest.chunks)}
     chunks: dict[int, set[int]] = {}
     packs_needed: list[frozenset[int]] = []
@@ -276,7 +274,7 @@ def _paths_by_chunk(manifest: Manifest) -> dict[ChunkId, list[str]]:
 
 
 def _add_bases(found: dict[ChunkId, list[str]], manifest: Manifest) -> None:
-    """Let a chunk that others need as base have their paths too, the first ones."""
+    """Give every chunk that others need as a base the first paths of those others, too."""
     needed_by: dict[int, list[int]] = {}
     for index in range(len(manifest.frames) - 1, -1, -1):
         frame = manifest.frames[index]
@@ -295,7 +293,7 @@ _STORED_NBYTES = 1
 
 
 def lost_frames(chunk_ids: Sequence[ChunkId]) -> list[LocatedFrame]:
-    """Return what a manifest says of lost chunks: places in a pack that is nowhere."""
+    """Return the frames that a manifest lists for lost chunks: positions in a pack that does not exist."""
     from ckstore.format.manifest import FrameRef, PackRef
 
     extent = frame_extent(_STORED_NBYTES)
@@ -324,7 +322,7 @@ def lost_tensors(manifest: Manifest) -> tuple[str, ...]:
 
 
 def lost_error(manifest: Manifest) -> MissingChunkError:
-    """Return the error for who needs what a partial checkpoint has lost."""
+    """Return the error for a caller that needs lost chunks of a partial checkpoint."""
     header, tensors = manifest.header, lost_tensors(manifest)
     shown = ", ".join(tensors[:NAMES_SHOWN_MAX])
     more = len(tensors) - NAMES_SHOWN_MAX
@@ -332,7 +330,7 @@ def lost_error(manifest: Manifest) -> MissingChunkError:
         f"{len(tensors)} of {header.tensor_count} tensors of seq {header.seq} (step {header.step}) are lost: "
         + shown
         + (f" and {more} more" if more > 0 else ""),
-        todo="restore the others with only=, or another checkpoint; `ckstore repair` brings back what is found again",
+        todo="restore the other tensors with only=, restore another checkpoint, or run `ckstore repair`",
         tensors=tensors,
     )
 
@@ -341,7 +339,7 @@ def require_complete(manifest: Manifest, storages: Iterable[int]) -> None:
     """Raise if any of these storages has lost bytes.
 
     Raises:
-        MissingChunkError: It has; the message names all tensors that have.
+        MissingChunkError: One has. The message names all affected tensors.
     """
     chunks = lost_chunks(manifest)
     if chunks and any(piece.chunk in chunks for index in storages for piece in manifest.storages[index].pieces):

@@ -1,25 +1,22 @@
-"""Tag, rewind and delete: change which checkpoints a run shows, without touching a tensor.
+"""Change which checkpoints a run has, without copying tensors: tag, rewind, delete, drop, undelete.
 
-Drop checkpoints, many at a time: intents, tags read again, drop marks, and only then the move to the trash.
+A drop runs in batches, each step for the whole batch: write intents, read the tags again, set drop marks, move to the
+trash (docs/FORMAT.md section 10, Drop).
 
-The steps are those of Drop in docs/FORMAT.md section 10, each taken by a batch before the next one begins.
-
-Invariants:
-- No tagged checkpoint is dropped: whoever tags writes first and looks at intents second, here it is the other way.
-- Of a step, an older entry is durably marked before a newer one: the step never comes to mean something older.
-- What a drop makes the newest is not being demoted meanwhile: whoever demotes looks after its intent, too.
-- A drop mark is never taken back. What a crash leaves in place although it is marked, the next collection moves.
-
-Bring back what the trash still has: dropped checkpoints, and the exact form of those that were demoted.
-
-A dropped one is published again, as a new entry that is archival: a drop mark is never taken back, and ``latest`` skips
-archival entries, so that nothing old is resumed by surprise. A demoted one is replaced by its exact form, in place.
+Undelete brings back what the trash still has. A dropped checkpoint is published as a new entry, because drop marks are
+permanent. The entry is archival, so ``latest`` skips it and nothing old is resumed by surprise. A demoted checkpoint
+gets its exact form back as its next generation.
 
 Invariants:
-- A dropped one is published as any commit is: claimed, linked, and its packs looked for afterwards, in the trash too.
-- The exact form is published as any replacement is, as the next generation, and the form with a loss goes to the trash.
-- No lease is needed: a claim makes a seq exclusive, a generation's name makes a replacement so, and whoever trains goes
-  on with the next one.
+- No tagged checkpoint is dropped. Setting a tag writes first and checks intents second; a drop writes intents first and
+  reads tags second.
+- Of one step, an older entry is durably marked before a newer one. So a step never changes its meaning to something
+  older.
+- The checkpoint that becomes the newest through a drop is not being demoted: a demotion checks after its intent, too.
+- A drop mark is permanent. A marked checkpoint that a crash left in place is moved by the next collection.
+- An undeleted checkpoint is published like a commit: claim, link, then check its packs, also in the trash.
+- Undelete needs no lease. A claim makes a seq exclusive, a generation's name makes a replacement exclusive, and a
+  running trainer takes the next seq.
 """
 
 from __future__ import annotations
@@ -52,16 +49,16 @@ from ckstore.store.repository import Repository, finish_replacement
 from ckstore.store.trash import TrashedManifest
 
 BATCH_MAX = 256
-"""Checkpoints that are dropped at a time: fewer would sync more often, more would refuse tags for longer."""
+"""Checkpoints per batch. Fewer would sync more often; more would refuse tags for longer."""
 
 
 @dataclass(slots=True)
 class Dropped:
-    """What became of the checkpoints that were to go.
+    """The result of a drop.
 
     Attributes:
-        names: Those that are gone.
-        spared: Those that stay, and why: they were tagged meanwhile, say.
+        names: The dropped checkpoints.
+        spared: The checkpoints that stay, and why; for example they were tagged meanwhile.
     """
 
     names: list[ManifestName] = field(default_factory=list)
@@ -78,52 +75,52 @@ def drop(
 
     Args:
         repository: The store and its run.
-        names: What is to go.
-        purpose: Why, for people who find an intent.
-        tell: Called with how many were dropped, now and then.
+        names: The checkpoints to drop.
+        purpose: The reason, for people who find an intent.
+        tell: Called now and then with the number of dropped checkpoints.
 
     Raises:
-        CorruptError: A tag is damaged and may point to any of them; those that were dropped before stay dropped. Or
-            ``store.json`` is gone.
+        CorruptError: A damaged tag may point to any of them (those already dropped stay dropped). Or ``store.json`` is
+            missing.
         UnreachableError: The store itself is gone.
     """
-    done, steps_kept = Dropped(), dict[int, str]()
+    done, spared_steps = Dropped(), dict[int, str]()
     if names:
-        # A purge of empty folders may have taken the ones that intents and drafts lie in.
+        # A purge of empty folders may have removed those of intents and drafts.
         repository.make_folders()
     for batch in _batches(sorted(names)):
         try:
-            _drop_batch(repository, batch, purpose, done, steps_kept)
+            _drop_batch(repository, batch, purpose, done, spared_steps)
         except CapacityError as error:
             if not is_disk_full(error) or len(batch) == 1:
                 raise
-            if not _drop_one_by_one(repository, batch, purpose, done, steps_kept):
+            if not _drop_one_by_one(repository, batch, purpose, done, spared_steps):
                 break
         tell(len(done.names))
     return done
 
 
 def _drop_one_by_one(
-    repository: Repository, batch: Sequence[ManifestName], purpose: str, done: Dropped, steps_kept: dict[int, str]
+    repository: Repository, batch: Sequence[ManifestName], purpose: str, done: Dropped, spared_steps: dict[int, str]
 ) -> bool:
-    """Drop what a full disk has room for, and spare the rest until that was freed; return whether all could go.
+    """Drop as many as a full disk allows and spare the rest; return whether all were dropped.
 
     Raises:
-        CapacityError: Not one of them can.
+        CapacityError: Not even one can be dropped.
     """
     for name in batch:
         try:
-            _drop_batch(repository, [name], purpose, done, steps_kept)
+            _drop_batch(repository, [name], purpose, done, spared_steps)
         except CapacityError as error:
             if not is_disk_full(error) or not done.names:
                 raise
-            done.spared[name] = "the disk is full; collect again when what goes now was freed"
+            done.spared[name] = "the disk is full; run gc again after this one has freed space"
             return False
     return True
 
 
 def _batches(names: Sequence[ManifestName]) -> Iterator[list[ManifestName]]:
-    """Yield names in batches in which no step occurs twice: marks of one batch may reach the disk in any order."""
+    """Yield batches in which no step occurs twice: marks of one batch may reach the disk in any order."""
     batch: list[ManifestName] = []
     steps: set[int] = set()
     for name in names:
@@ -137,48 +134,49 @@ def _batches(names: Sequence[ManifestName]) -> Iterator[list[ManifestName]]:
 
 
 def newest_in_demotion(repository: Repository, names: Sequence[ManifestName]) -> int | None:
-    """Return the seq that would be the newest of the run without these, if someone demotes it now; else None.
+    """Return the seq that would become the newest of the run without these, if it is being demoted; else None.
 
-    To be asked after intents on all of them are durable: who demotes declares first and looks for those second.
+    Call it after the intents on all of them are durable. A demotion writes its intent first and checks for those
+    second.
     """
-    going = {name.seq for name in names}
+    dropped = {name.seq for name in names}
     for name in reversed(repository.manifests.listing().names):
-        if name.seq in going:
+        if name.seq in dropped:
             continue
-        is_there = True
+        counts = True
         with contextlib.suppress(CorruptError):
             header = header_or_none(repository.manifests, name)
-            is_there = header is not None and not header.is_archival
-        if is_there:
-            return name.seq if name.seq < max(going) and repository.tags.intents_on(name.seq) else None
+            counts = header is not None and not header.is_archival
+        if counts:
+            return name.seq if name.seq < max(dropped) and repository.tags.intents_on(name.seq) else None
     return None
 
 
 def _drop_batch(
-    repository: Repository, batch: Sequence[ManifestName], purpose: str, done: Dropped, steps_kept: dict[int, str]
+    repository: Repository, batch: Sequence[ManifestName], purpose: str, done: Dropped, spared_steps: dict[int, str]
 ) -> None:
     intents = repository.tags.declare_all([name.seq for name in batch], purpose)
     try:
-        # Read after the intents are durable: a tag set meanwhile is seen here, a later one is refused.
+        # Read after the intents are durable: this sees a tag that was set meanwhile; a later one is refused.
         tags = {record.seq: tag for tag, record in repository.tags.all(is_strict=True).items()}
-        doomed = []
-        left = newest_in_demotion(repository, batch)
+        to_drop = []
+        demoted = newest_in_demotion(repository, batch)
         for name in batch:
-            if left is not None and name.seq > left:
-                steps_kept[name.step] = f"seq {left}, which would be the newest, is being demoted"
+            if demoted is not None and name.seq > demoted:
+                spared_steps[name.step] = f"seq {demoted}, which would become the newest, is being demoted"
             if name.seq in tags:
-                steps_kept[name.step] = f"it was tagged {tags[name.seq]!r} meanwhile"
-            if name.step in steps_kept:
-                done.spared[name] = steps_kept[name.step]
+                spared_steps[name.step] = f"it was tagged {tags[name.seq]!r} meanwhile"
+            if name.step in spared_steps:
+                done.spared[name] = spared_steps[name.step]
             else:
-                doomed.append(name)
-        if doomed:
+                to_drop.append(name)
+        if to_drop:
             paths = {name.seq: intent for name, intent in zip(batch, intents, strict=True)}
-            repository.manifests.mark_dropped({name.seq: paths[name.seq] for name in doomed})
-            repository.manifests.move_to_trash(frozenset(name.seq for name in doomed))
-            done.names += doomed
+            repository.manifests.mark_dropped({name.seq: paths[name.seq] for name in to_drop})
+            repository.manifests.move_to_trash(frozenset(name.seq for name in to_drop))
+            done.names += to_drop
     finally:
-        # One that stays is removed by the next collection once this process has ended.
+        # The next collection removes an intent that stays, once this process has ended.
         with contextlib.suppress(CkstoreError):
             for_each_concurrent(repository.backend, repository.tags.retract, intents)
 
@@ -196,7 +194,7 @@ def tag(repository: Repository, name: str, reference: Reference) -> ManifestName
 
 
 def tag_seq(repository: Repository, name: str, target: ManifestName) -> None:
-    """Point a tag at the entry with this name; raises ConflictError when it is being dropped."""
+    """Point a tag at this entry; ConflictError if it is being dropped."""
     header = header_or_none(repository.manifests, target)
     if header is None:
         raise NotFoundError(f"seq {target.seq} was dropped meanwhile", where=repository.backend.root)
@@ -210,12 +208,12 @@ def tag_seq(repository: Repository, name: str, target: ManifestName) -> None:
 
 
 def rewind(repository: Repository, reference: Reference) -> Manifest:
-    """Publish an entry again as the newest of its run; its chunks are shared, nothing is copied.
+    """Publish an entry again as the newest of its run. Its chunks are shared; nothing is copied.
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        ConflictError: Another live writer has the run, or packs vanished meanwhile.
-        CorruptError: The entry is torn, or a pack of it is missing.
+        ConflictError: Another process writes to the run, or packs vanished meanwhile.
+        CorruptError: The entry is damaged or one of its packs is missing.
     """
     repository.prepare_run()
     repository.lease.take()
@@ -239,7 +237,7 @@ def rewind(repository: Repository, reference: Reference) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """What a delete removed: seqs, ascending. Their packs go with the next gc."""
+    """The entries that a delete removed, ascending. The next gc removes their packs."""
 
     seqs: tuple[int, ...]
     steps: tuple[int, ...]
@@ -250,7 +248,7 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        ConflictError: It carries a tag; untag it first.
+        ConflictError: It has a tag; untag it first.
     """
     target = resolve(repository, reference)
     is_step = isinstance(reference, int) or reference.isdigit()
@@ -265,22 +263,22 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
     try:
         for name in names:
             intents.append(repository.tags.declare(name.seq, "delete"))  # noqa: PERF401 - each must be retracted
-        # Read after the intents are durable: a tag set meanwhile is seen here, a later one is refused.
+        # Read after the intents are durable: this sees a tag that was set meanwhile; a later one is refused.
         for name in names:
             tags = repository.tags.names_of(name.seq, is_strict=True)
             if tags:
                 raise ConflictError(
-                    f"seq {name.seq} (step {name.step}) carries the tag {tags[0]!r}",
+                    f"seq {name.seq} (step {name.step}) has the tag {tags[0]!r}",
                     where=repository.backend.root,
-                    todo="`ckstore untag` it first if it is to go",
+                    todo="to delete it, run `ckstore untag` first",
                     tags=tags,
                 )
-        left = newest_in_demotion(repository, names)
-        if left is not None:
+        demoted = newest_in_demotion(repository, names)
+        if demoted is not None:
             raise ConflictError(
-                f"seq {left}, which would be the newest checkpoint then, is being demoted or dropped",
+                f"seq {demoted}, which would become the newest checkpoint, is being demoted or dropped",
                 where=repository.backend.root,
-                todo="try again when that is done",
+                todo="try again when that has ended",
             )
         for name, intent in zip(names, intents, strict=True):
             repository.manifests.mark_dropped({name.seq: intent})
@@ -292,12 +290,15 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
 
 
 TrashKind = Literal["dropped", "demoted", "made exact", "pushed", "pulled", "rewritten", "replaced", "stray"]
-"""Why a manifest lies in the trash: the checkpoint was dropped; or it is in place in another form, and this is the one
-before that (``replaced``: it cannot be read how). A stray belongs in place, and the next collection puts it there."""
+"""Why a manifest is in the trash.
+
+``dropped``: its checkpoint was dropped. ``stray``: it belongs in place, and the next collection puts it there.
+Otherwise the checkpoint is in place in another form; ``replaced`` if that form is unreadable.
+"""
 
 
 def dropped_in_trash(repository: Repository) -> list[TrashedManifest]:
-    """Return the dropped checkpoints of the run that the trash still has, by seq, each by its highest generation."""
+    """Return the dropped checkpoints of the run that are still in the trash, by seq: the highest generation of each."""
     dropped = repository.manifests.listing().dropped
     found: dict[int, TrashedManifest] = {}
     for folder in repository.trash.contents():
@@ -311,25 +312,25 @@ def dropped_in_trash(repository: Repository) -> list[TrashedManifest]:
 
 
 def exact_in_trash(repository: Repository) -> list[TrashedManifest]:
-    """Return the exact forms that the trash still has of checkpoints in place that were demoted, by seq."""
+    """Return the exact forms, still in the trash, of demoted checkpoints in place, by seq."""
     in_place = {name.seq: name for name in repository.manifests.listing().names}
     found: dict[int, TrashedManifest] = {}
     for folder in repository.trash.contents():
         for trashed in folder.manifests:
-            name, there = trashed.name, in_place.get(trashed.name.seq)
-            if name.run == repository.run and there is not None and is_exact_form(repository, trashed, there):
+            name, current = trashed.name, in_place.get(trashed.name.seq)
+            if name.run == repository.run and current is not None and is_exact_form(repository, trashed, current):
                 other = found.get(name.seq)
                 if other is None or other.name.generation < name.generation:
                     found[name.seq] = trashed
     return [found[seq] for seq in sorted(found)]
 
 
-def is_exact_form(repository: Repository, trashed: TrashedManifest, there: ManifestName) -> bool:
-    """Whether a manifest in the trash is the exact form of a checkpoint that is in place with a loss."""
-    if trashed.name.generation >= there.generation:
+def is_exact_form(repository: Repository, trashed: TrashedManifest, in_place: ManifestName) -> bool:
+    """Whether a manifest in the trash is the exact form of a lossy checkpoint in place."""
+    if trashed.name.generation >= in_place.generation:
         return False
     try:
-        if repository.manifests.header(there).fidelity == EXACT_FIDELITY:
+        if repository.manifests.header(in_place).fidelity == EXACT_FIDELITY:
             return False
     except (FileNotFoundError, *UNREADABLE):
         return False
@@ -338,17 +339,17 @@ def is_exact_form(repository: Repository, trashed: TrashedManifest, there: Manif
 
 
 def find_in_trash(repository: Repository, reference: Reference) -> TrashedManifest:
-    """Return the checkpoint that a step, ``seq:N`` or ``id:PREFIX`` means, dropped or demoted; of a step, the newest.
+    """Return the dropped or demoted checkpoint that a step, ``seq:N`` or ``id:PREFIX`` means; of a step, the newest.
 
     Raises:
-        NotFoundError: The trash has none such; the message names what it has.
-        UsageError: It is no such reference.
+        NotFoundError: The trash has no such checkpoint. The message lists what it has.
+        UsageError: It is not such a reference.
     """
     candidates = sorted(
         [*dropped_in_trash(repository), *exact_in_trash(repository)], key=lambda trashed: trashed.name.seq
     )
     if isinstance(reference, bool) or not isinstance(reference, (int, str)):
-        raise UsageError("a dropped checkpoint is named by a step, seq:N or id:PREFIX", where=repr(reference))
+        raise UsageError("a dropped checkpoint is given as a step, seq:N or id:PREFIX", where=repr(reference))
     kind, _, rest = str(reference).partition(":")
     if re.fullmatch(r"[0-9]{1,18}", str(reference)):
         found = [trashed for trashed in candidates if trashed.name.step == int(reference)]
@@ -359,47 +360,47 @@ def find_in_trash(repository: Repository, reference: Reference) -> TrashedManife
         if len(found) > 1:
             raise UsageError(f"{len(found)} checkpoint ids begin with {rest}", todo="give more digits")
     else:
-        raise UsageError("a dropped checkpoint is named by a step, seq:N or id:PREFIX", where=repr(reference))
+        raise UsageError("a dropped checkpoint is given as a step, seq:N or id:PREFIX", where=repr(reference))
     if not found:
-        there = ", ".join(f"{trashed.name.step} (seq:{trashed.name.seq})" for trashed in candidates[-5:])
+        available = ", ".join(f"{trashed.name.step} (seq:{trashed.name.seq})" for trashed in candidates[-5:])
         raise NotFoundError(
             f"the trash has neither a dropped checkpoint {reference} of run {repository.run!r} nor its exact form",
             where=repository.backend.root,
-            todo=f"it has {there}" if there else "it has none of this run",
+            todo=f"it has steps {available}" if available else "it has no checkpoint of this run",
         )
     return found[-1]
 
 
 def bring_back(repository: Repository, trashed: TrashedManifest) -> Manifest:
-    """Bring back what ``find_in_trash`` has found: as a new entry, or as the exact form of the one in place.
+    """Bring back what ``find_in_trash`` returned: as a new entry, or as the exact form of the checkpoint in place.
 
     Raises:
         NotFoundError: The trash was emptied, or the checkpoint in place was dropped, meanwhile.
-        MissingChunkError: A pack that it needs was freed already.
+        MissingChunkError: A pack that it needs is already deleted.
         CorruptError: Its manifest is damaged.
         ConflictError: Another process has replaced the checkpoint meanwhile.
     """
-    there = next((name for name in repository.manifests.listing().names if name.seq == trashed.name.seq), None)
-    return undelete(repository, trashed) if there is None else make_exact(repository, trashed, there)
+    in_place = next((name for name in repository.manifests.listing().names if name.seq == trashed.name.seq), None)
+    return undelete(repository, trashed) if in_place is None else make_exact(repository, trashed, in_place)
 
 
-def make_exact(repository: Repository, trashed: TrashedManifest, there: ManifestName) -> Manifest:
-    """Replace a demoted checkpoint by its exact form, as the next generation; its seq and tags stay.
+def make_exact(repository: Repository, trashed: TrashedManifest, in_place: ManifestName) -> Manifest:
+    """Replace a demoted checkpoint by its exact form, as the next generation. Its seq and tags stay.
 
     Raises:
         NotFoundError: The trash was emptied, or the checkpoint was dropped, meanwhile.
-        MissingChunkError: A pack that it needs was freed already.
+        MissingChunkError: A pack that it needs is already deleted.
         CorruptError: Its manifest is damaged.
         ConflictError: Another process has replaced the checkpoint meanwhile.
     """
     entry = _entry_of(repository, trashed)
-    again = replace(entry, header=replace(entry.header, generation=there.generation + 1))
+    again = replace(entry, header=replace(entry.header, generation=in_place.generation + 1))
     finish_replacement(repository, again, repository.manifests.publish(again))
     return again
 
 
 def _entry_of(repository: Repository, trashed: TrashedManifest) -> Manifest:
-    """Read a manifest in the trash, and see that every pack that it needs is somewhere."""
+    """Read a manifest in the trash, and check that all its packs exist."""
     where = repository.backend.location_of(trashed.path)
     try:
         content = repository.backend.read_bytes(trashed.path, nbytes_max=repository.limits.manifest_nbytes_max)
@@ -417,7 +418,7 @@ def undelete(repository: Repository, trashed: TrashedManifest) -> Manifest:
 
     Raises:
         NotFoundError: The trash was emptied meanwhile.
-        MissingChunkError: A pack that it needs was freed already.
+        MissingChunkError: A pack that it needs is already deleted.
         CorruptError: Its manifest is damaged.
     """
     entry = _entry_of(repository, trashed)
@@ -432,9 +433,9 @@ def undelete(repository: Repository, trashed: TrashedManifest) -> Manifest:
     if gone:
         manifests.withdraw(name)
         raise MissingChunkError(
-            f"{len(gone)} packs of the dropped checkpoint of step {name.step} were freed meanwhile",
+            f"{len(gone)} packs of the dropped checkpoint of step {name.step} were deleted meanwhile",
             where=repository.backend.root,
-            todo="nothing brings them back; undelete another one",
+            todo="they cannot be recovered; undelete another checkpoint",
             pack_id=min(gone).hex(),
         )
     manifests.note_published(seq)
@@ -447,7 +448,7 @@ def _id_of(repository: Repository, trashed: TrashedManifest) -> str:
 
 
 def table_of(repository: Repository, trashed: TrashedManifest) -> PackTable | None:
-    """Return the header and packs of a manifest in the trash; None where it cannot be read."""
+    """Return the header and packs of a manifest in the trash; None if it cannot be read."""
     try:
         content = repository.backend.read_bytes(trashed.path, nbytes_max=repository.limits.manifest_nbytes_max)
         return decode_pack_table(content, limits=repository.limits, expect=trashed.name)
@@ -456,16 +457,16 @@ def table_of(repository: Repository, trashed: TrashedManifest) -> PackTable | No
 
 
 def kind_in_trash(repository: Repository, trashed: TrashedManifest) -> TrashKind:
-    """Say why a manifest of the run of ``repository`` lies in the trash."""
+    """Return why a manifest of the run of ``repository`` is in the trash."""
     name, listing = trashed.name, repository.manifests.listing()
     if name.seq in listing.dropped:
         return "dropped"
-    there = next((other for other in listing.names if other.seq == name.seq), None)
-    if there is None:
+    in_place = next((other for other in listing.names if other.seq == name.seq), None)
+    if in_place is None:
         return "stray"
     table = table_of(repository, trashed)
     try:
-        header = repository.manifests.header(there)
+        header = repository.manifests.header(in_place)
         tiers = set(repository.manifests.tiers(header))
     except (FileNotFoundError, *UNREADABLE):
         return "replaced"
@@ -480,4 +481,4 @@ def kind_in_trash(repository: Repository, trashed: TrashedManifest) -> TrashKind
 
 
 def _emptied(trashed: TrashedManifest, where: str) -> NotFoundError:
-    return NotFoundError(f"the trash was emptied of seq {trashed.name.seq} meanwhile", where=where)
+    return NotFoundError(f"seq {trashed.name.seq} was deleted from the trash meanwhile", where=where)

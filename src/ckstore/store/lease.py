@@ -5,9 +5,9 @@ publishing protect the store. So everything here may fail, or be misled by a clo
 most.
 
 The holder is identified by host, machine, boot, pid namespace, pid and process start time. In the same boot and pid
-namespace, the operating system knows at once whether it has died. Elsewhere only its heartbeat tells: a machine of the
-same name in another boot may be a copy of this one, so a reboot proves nothing. A flock or a closed pipe would not do:
-a forked child keeps both alive after the holder was killed.
+namespace, the operating system knows immediately whether it has died. Elsewhere only its heartbeat tells: a machine of
+the same name in another boot may be a copy of this one, so a reboot proves nothing. A flock or a closed pipe would not
+do: a forked child keeps both alive after the holder was killed.
 
 For background commits the saver process holds the lease. An *orphan* is a saver that is still publishing after its
 trainer died. A trainer that starts must wait for orphans first (``orphans.py``).

@@ -1,11 +1,10 @@
-"""What lies in a place, of all runs at once: manifests, drop marks, packs.
+"""List what a store contains, for all runs: manifests, marks, packs; and the entries of runs for ``ckstore ls``.
 
-Far away a listing costs as much as reading a file, however many names it shows: there it goes through all folders below
-one in a single request for a thousand names.
+Entries cost one small read each and include damaged checkpoints. Nothing here imports numpy or torch, so ``ckstore ls``
+starts quickly.
 
-List the entries of runs, damaged ones too: what a log shows, at the price of one small read an entry.
-
-Nothing here imports numpy or torch, so that ``ckstore ls`` starts at once.
+In a bucket, one recursive listing replaces a listing of each folder: a request returns a thousand names and costs as
+much as reading one file.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from ckstore.store.store_config import read_store_record
 def manifests_in(backend: Backend) -> set[ManifestName]:
     """Return the names of all manifests in place, of every run and generation.
 
-    One listing may show neither of two names of which one is made and the other moved meanwhile: to be asked twice,
-    where others replace.
+    A single listing may miss both names of a file that is renamed meanwhile. If other processes replace manifests, call
+    it twice.
     """
     found = (paths.parse_manifest_file(run, file) for run, file in _files_by_run(backend, paths.MANIFESTS_FOLDER))
     return {name for name in found if name is not None}
 
 
 def marks_in(backend: Backend) -> tuple[dict[str, frozenset[int]], dict[str, frozenset[int]]]:
-    """Return the seqs that carry a drop mark, and those with a mark that they were published, each by run.
+    """Return, by run, the seqs with a drop mark and the seqs with a published mark.
 
-    A run of which no manifest is left may have some, too.
+    A run without manifests may have marks.
     """
     found: dict[str, dict[str, set[int]]] = {"dropped": {}, "published": {}}
     for run, file in _files_by_run(backend, paths.CLAIMS_FOLDER):
@@ -53,7 +52,7 @@ def marks_in(backend: Backend) -> tuple[dict[str, frozenset[int]], dict[str, fro
 
 
 def packs_in(backend: Backend) -> Iterator[tuple[PackId, FileInfo]]:
-    """Yield the packs that lie under their own name."""
+    """Yield the packs in place."""
     for name, info in _files_of_packs(backend):
         pack_id = paths.parse_pack_file(name.rpartition("/")[2])
         if pack_id is not None and paths.pack_name(pack_id) == name:
@@ -61,7 +60,7 @@ def packs_in(backend: Backend) -> Iterator[tuple[PackId, FileInfo]]:
 
 
 def _files_by_run(backend: Backend, above: str) -> Iterator[tuple[str, str]]:
-    """Yield run and file of what lies in folders that are named as runs."""
+    """Yield run and file name for the files in all folders that are named like runs."""
     if isinstance(backend, Distant):
         for path, _ in backend.list_deep(above):
             run, _, file = path.removeprefix(f"{above}/").partition("/")
@@ -77,12 +76,12 @@ def _files_of_packs(backend: Backend) -> Iterator[tuple[str, FileInfo]]:
     if isinstance(backend, Distant):
         yield from backend.list_deep(paths.PACKS_FOLDER)
         return
-    ours = {folder.rpartition("/")[2] for folder in paths.pack_folders()}
+    pack_folders = {folder.rpartition("/")[2] for folder in paths.pack_folders()}
     for folder in backend.list_names(paths.PACKS_FOLDER):
-        # What else lies there may be nothing that we are allowed to look into.
-        for file in backend.list_names(f"{paths.PACKS_FOLDER}/{folder}") if folder in ours else ():
+        # This user may not be allowed to list foreign folders.
+        for file in backend.list_names(f"{paths.PACKS_FOLDER}/{folder}") if folder in pack_folders else ():
             name = f"{paths.PACKS_FOLDER}/{folder}/{file}"
-            # One that is gone meanwhile is none; what is no pack is not asked about.
+            # A pack may be gone meanwhile. Foreign files are not checked.
             info = backend.stat(name) if paths.parse_pack_file(file) is not None else None
             if info is not None:
                 yield name, info
@@ -96,11 +95,11 @@ class Entry:
     """One entry of a run.
 
     Attributes:
-        seq: Its number in the run.
+        seq: Its commit number.
         step: The trainer's step.
-        info: What its header says; None when that cannot be read.
-        damage: Why the header cannot be read; empty otherwise.
-        refused: Why this user may not read it; it may be whole.
+        info: The content of its header; None if unreadable.
+        damage: Why the header is unreadable; empty otherwise.
+        refused: Why this user may not read it. It may be undamaged.
     """
 
     seq: int
@@ -112,13 +111,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
-    """The entries of a run, newest first, perhaps not all of them.
+    """Entries of a run, newest first, possibly not all.
 
     Attributes:
         count: How many entries the run has.
-        damaged_tags: For every tag that is damaged, its name and why.
-        refused_tags: For every tag that this user may not read, its name and why.
-        missing: What was committed and has no manifest any more, in a sentence; empty otherwise.
+        damaged_tags: Name and problem of every damaged tag.
+        refused_tags: Name and problem of every tag that this user may not read.
+        missing: A sentence about committed checkpoints whose manifest is missing; empty otherwise.
     """
 
     run: str
@@ -130,12 +129,12 @@ class RunLog:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether an entry shown, or a tag, is damaged, or an entry is missing."""
+        """Whether a shown entry or a tag is damaged, or an entry is missing."""
         return bool(self.damaged_tags or self.missing) or any(entry.damage for entry in self.entries)
 
     @property
     def is_refused(self) -> bool:
-        """Whether there is an entry, or a tag, that this user may not read."""
+        """Whether this user may not read some entry or tag."""
         return bool(self.refused_tags) or any(entry.refused for entry in self.entries)
 
 
@@ -146,7 +145,7 @@ def log_of_store(
     limit: int | None = None,
     allow_shared_folder: bool = False,
 ) -> list[RunLog]:
-    """Return the newest entries of one run, or of every run, by name.
+    """Return the newest entries of one run, or of every run, sorted by name.
 
     Raises:
         NotFoundError: There is no store, or no such run.
@@ -157,19 +156,19 @@ def log_of_store(
         check_name(run, "run")
     runs = Repository(backend, record, run or "main").runs_with_claims()
     if run is not None and run not in runs:
-        known = f"runs there are: {', '.join(runs)}" if runs else "nothing was committed here yet"
-        raise NotFoundError(f"there is no run {run!r}", where=backend.root, todo=known)
+        todo = f"existing runs: {', '.join(runs)}" if runs else "nothing was committed to this store yet"
+        raise NotFoundError(f"there is no run {run!r}", where=backend.root, todo=todo)
     return [log_of_run(Repository(backend, record, name), limit=limit) for name in (runs if run is None else [run])]
 
 
 def log_of_run(repository: Repository, *, limit: int | None = None) -> RunLog:
-    """Return the newest ``limit`` entries of the run, or all; damage is told, not raised."""
+    """Return the newest ``limit`` entries of the run, or all. Damage is reported, not raised."""
     tags, damaged_tags, refused_tags = _tags_by_seq(repository)
     listing = repository.manifests.listing()
     names = listing.names
     missing = missing_sentence(repository.run, listing.missing) if listing.missing else ""
     entries: list[Entry] = []
-    # Far away, many are asked for at the same time, and a few more than are wanted.
+    # In a bucket, many entries are read concurrently, and a few more than the limit.
     for entry in map_concurrent(repository.backend, lambda name: _entry(repository, name, tags), names[::-1]):
         if entry is not None:
             entries.append(entry)
@@ -179,7 +178,7 @@ def log_of_run(repository: Repository, *, limit: int | None = None) -> RunLog:
 
 
 def _entry(repository: Repository, name: ManifestName, tags: dict[int, list[str]]) -> Entry | None:
-    """Return what is shown of an entry; None of one that was dropped meanwhile."""
+    """Return an entry; None if it was dropped meanwhile."""
     try:
         header = header_or_none(repository.manifests, name)
         if header is None:
@@ -204,7 +203,6 @@ def _tags_by_seq(repository: Repository) -> tuple[dict[int, list[str]], _Problem
         try:
             by_seq.setdefault(repository.tags.get(name).seq, []).append(name)
         except NotFoundError:
-            # Removed since it was listed.
             continue
         except UNREADABLE as error:
             (refused if is_refused(error) else damaged).append((name, str(error)))

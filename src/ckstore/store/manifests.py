@@ -340,8 +340,7 @@ class Manifests:
                     self.backend.create(name, b"", sync=False)
                     return
                 try:
-                    # The link fails if the intent is gone. So whoever removes the intent does it before or after, not
-                    # in between.
+                    # The link fails if the intent is gone. So it is removed before or after this, not in between.
                     self.backend.link(intent, name)
                 except FileNotFoundError:
                     raise intent_removed_error(self.backend, intent) from None

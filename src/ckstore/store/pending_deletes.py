@@ -1,13 +1,14 @@
-"""Where nothing can be renamed: lists of what collectors are about to remove, who wrote them, and the removal itself.
+"""Delete packs where nothing can be renamed (buckets and tiers), announced by deletion lists.
 
-A collector writes down what it is about to remove, *then* looks at all manifests, and removes only what none of them
-names; whoever makes a pack live again publishes, *then* reads all such lists, *then* looks at the packs. One of the two
-must see the other. ``tests/support/gc_bucket_rules.py`` is the model of it.
+A collector writes a list of the packs that it is about to delete, *then* reads all manifests, and deletes only packs
+that no manifest names. A writer that makes a pack live again publishes its manifest, *then* reads all lists, *then*
+checks that the packs exist. One of the two sees the other. ``tests/support/gc_bucket_rules.py`` is a model of this
+protocol.
 
 Invariants:
-- Nothing is removed that does not stand in a list which was there before manifests were looked at.
-- A list is removed by whoever wrote it, and only when no request of its may still take effect; or when its writer
-  cannot be at work any more.
+- A pack is deleted only if it was in a list before the manifests were read.
+- A list is removed by its collector, once no request of that collector can still take effect; or by others, once its
+  collector cannot be running.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ _log = logging.getLogger("ckstore")
 LIST_FILE = "doomed"
 
 COLLECT_SECONDS_MAX = 3600.0
-"""What was written down longer ago is not removed any more."""
+"""A collector stops deleting this long after it has written its list."""
 
 LIST_AGE_SECONDS_MAX = MAKER_AGE_SECONDS_MAX
-"""A list this old is a dead collector's, wherever that ran: six times as long as it would have gone on."""
+"""A list of this age belongs to a dead collector, on any machine: six times the longest collection."""
 
 LAST_REQUEST_SECONDS = 60.0
-"""What a process has sent before it died may still take effect for so long."""
+"""A request that a process sent before it died may still take effect for this long."""
 
 _LIST_NBYTES_MAX = 1 << 26
-_AT_WORK: set[str] = set()
-"""Tokens of the lists of this process that are in use."""
+_LISTS_IN_USE: set[str] = set()
+"""Paths of the lists that this process is using."""
 
 
 @dataclass(slots=True)
 class Removed:
-    """What a removal came to.
+    """The result of a deletion.
 
     Attributes:
-        packs: Packs that are gone, and their sizes.
-        stop: Why others are not; empty where nothing spoke against it.
+        packs: The deleted packs and their sizes.
+        stop: Why the others were not deleted; empty if all were.
     """
 
     packs: dict[PackId, int] = field(default_factory=dict)
@@ -62,34 +63,34 @@ class Removed:
 def remove_packs(
     backend: Backend, clock: Clock, packs: Mapping[PackId, int], find_named: Callable[[], AbstractSet[PackId]]
 ) -> Removed:
-    """Write down what is about to go, look once more who names it, and remove what nobody does.
+    """List the packs that may go, read all manifests again, and delete the packs that none names.
 
     Args:
-        backend: Where the packs lie.
-        clock: Ends what takes too long.
-        packs: What is to go, and its sizes.
-        find_named: Looks at all manifests; raises what makes one of them unreadable.
+        backend: The place that contains the packs.
+        clock: Limits the duration.
+        packs: Packs to delete, and their sizes.
+        find_named: Reads all manifests and returns the packs that they name. Raises if one of them is unreadable.
 
     Raises:
-        BackendError: A removal failed; the list stays where it may still take effect.
+        BackendError: A deletion failed. The list stays if a request may still take effect.
     """
     path = _write_list(backend, clock, packs)
-    is_certain = True
+    is_settled = True
     try:
         try:
             named = find_named()
         except (CorruptError, UnsupportedError, BackendError, CapacityError) as error:
             return Removed(stop=str(error))
-        is_certain = False
+        is_settled = False
         removed = _remove(backend, clock, {pack_id: packs[pack_id] for pack_id in packs if pack_id not in named})
-        is_certain = True
+        is_settled = True
         return removed
     except BackendError as error:
-        is_certain = is_certain or not error.is_transient
+        is_settled = is_settled or not error.is_transient
         raise
     finally:
-        _AT_WORK.discard(path)
-        if is_certain:
+        _LISTS_IN_USE.discard(path)
+        if is_settled:
             with contextlib.suppress(CkstoreError, FileNotFoundError):
                 backend.unlink(path)
 
@@ -98,16 +99,16 @@ def _write_list(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> 
     names = tuple(sorted(pack_id.hex() for pack_id in packs))
     record = DeletionListRecord(**identity_of(os.getpid()), acquired_ns=clock.now_ns(), packs=names)
     path = f"{layout.trash_folder(record.token)}/{LIST_FILE}"
-    _AT_WORK.add(path)
+    _LISTS_IN_USE.add(path)
     put_small(backend, path, encode_record(record))
     return path
 
 
 def _remove(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> Removed:
-    # By both clocks: one stands still while a machine sleeps, the other may be set.
+    # Use both clocks: one stops while the machine sleeps, the other may be set.
     begun, begun_ns = clock.monotonic(), clock.now_ns()
     removed, left = Removed(), sorted(packs)
-    at_once = backend.requests_at_once if isinstance(backend, Distant) else 1
+    concurrent = backend.requests_at_once if isinstance(backend, Distant) else 1
 
     def remove(pack_id: PackId) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -116,9 +117,9 @@ def _remove(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> Remo
     while left:
         seconds = max(clock.monotonic() - begun, (clock.now_ns() - begun_ns) / 1e9)
         if seconds > COLLECT_SECONDS_MAX:
-            removed.stop = "it took too long; collect again"
+            removed.stop = f"the collection took longer than {COLLECT_SECONDS_MAX:.0f} s; run it again"
             break
-        batch, left = left[:at_once], left[at_once:]
+        batch, left = left[:concurrent], left[concurrent:]
         list(map_concurrent(backend, remove, batch))
         removed.packs |= {pack_id: packs[pack_id] for pack_id in batch}
     return removed
@@ -128,69 +129,69 @@ def _remove(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> Remo
 
 
 def deletion_lists(backend: Backend) -> list[str]:
-    """Return the lists of collectors in a place, by path."""
+    """Return the paths of all deletion lists of this backend."""
     folders = filter(layout.is_token, backend.list_names(layout.TRASH_FOLDER))
     paths = (f"{layout.trash_folder(folder)}/{LIST_FILE}" for folder in folders)
-    return [path for path in paths if _may_be_there(backend, path)]
+    return [path for path in paths if _may_exist(backend, path)]
 
 
-def _may_be_there(backend: Backend, path: str) -> bool:
+def _may_exist(backend: Backend, path: str) -> bool:
     try:
         return backend.stat(path) is not None
     except BackendError as error:
         if not is_refused(error):
             raise
-        # A folder that this user may not read may hold one.
+        # This user may not read the folder, so it may contain a list.
         return True
 
 
 def packs_pending_deletion(backend: Backend, packs: AbstractSet[PackId], clock: Clock) -> set[PackId]:
-    """Return those of these packs that a collector may be about to remove.
+    """Return those of these packs that a collector may be about to delete.
 
-    To be asked after what names them was published, and before the packs are looked at.
+    Call it after publishing the manifest that names them, and before checking that the packs exist.
     """
-    doomed: set[PackId] = set()
+    pending: set[PackId] = set()
     for path in deletion_lists(backend):
-        # One that is gone meanwhile has done what it said, and the packs tell.
+        # The collector of a list that is gone has finished. The check of the packs shows the result.
         with contextlib.suppress(FileNotFoundError):
             try:
                 record = _read_list(backend, path)
             except BackendError as error:
                 if not is_refused(error):
                     raise
-                doomed |= _doomed_unread(backend, clock, path, packs, error)
+                pending |= _packs_in_unreadable_list(backend, clock, path, packs, error)
                 continue
             found = packs if record is None else packs & {PackId(bytes.fromhex(each)) for each in record.packs}
             if found and not _is_dead(backend, clock, path, record):
                 maker = "a collector" if record is None else f"pid {record.pid} on {record.host}"
-                words = "%s is about to remove %d packs that are needed here, as %s says; if it is dead, %s"
-                remedy = "`ckstore gc STORE --tier NAME --clear-lists` helps"
-                _log.warning(words, maker, len(found), backend.location_of(path), remedy)
-                doomed |= found
-    return doomed
+                message = "%s is about to delete %d packs that are needed here (listed in %s); %s"
+                todo = "if it is dead, run `ckstore gc STORE --tier NAME --clear-lists`"
+                _log.warning(message, maker, len(found), backend.location_of(path), todo)
+                pending |= found
+    return pending
 
 
-def _doomed_unread(
+def _packs_in_unreadable_list(
     backend: Backend, clock: Clock, path: str, packs: AbstractSet[PackId], error: BackendError
 ) -> set[PackId]:
-    """Return those of these packs that a list which this user may not read may name: all that are older than it.
+    """Return those of these packs that may be in a list that this user cannot read: all that are older than it.
 
-    So a commit writes again what it would have reused, and goes on.
+    A commit then writes their chunks again.
     """
-    # The folder was made for the list, right before it, and its own time may be read.
+    # The folder was made right before the list, and its modification time is readable.
     made = backend.stat(path.rpartition("/")[0])
     if made is None or (clock.now_ns() - made.modified_ns) / 1e9 > LIST_AGE_SECONDS_MAX:
         return set()
     infos = {pack_id: backend.stat(layout.pack_name(pack_id)) for pack_id in packs}
     found = {pack_id for pack_id, info in infos.items() if info is not None and info.modified_ns <= made.modified_ns}
     if found:
-        words = "%d packs that are needed here are not reused: %s may say that a collector is about to remove them (%s)"
-        _log.warning(words, len(found), backend.location_of(path), error)
+        message = "%d packs are not reused: a collector may be about to delete them, but its list %s is unreadable (%s)"
+        _log.warning(message, len(found), backend.location_of(path), error)
     return found
 
 
 def remove_dead_lists(backend: Backend, clock: Clock, *, everyone: bool = False) -> int:
-    """Remove the lists of collectors that cannot be at work any more, or all of them; return how many."""
+    """Remove the lists of collectors that cannot be running, or with ``everyone`` all; return how many."""
     count = 0
     for path in deletion_lists(backend):
         with contextlib.suppress(FileNotFoundError):
@@ -201,7 +202,7 @@ def remove_dead_lists(backend: Backend, clock: Clock, *, everyone: bool = False)
 
 
 def _read_list(backend: Backend, path: str) -> DeletionListRecord | None:
-    """Return what a list says; None where it cannot be read, and may name anything."""
+    """Return the content of a list; None if it is damaged, so that it may name anything."""
     content = backend.read_bytes(path, nbytes_max=_LIST_NBYTES_MAX)
     try:
         return decode_record(content, DeletionListRecord, nbytes_max=_LIST_NBYTES_MAX)
@@ -210,7 +211,7 @@ def _read_list(backend: Backend, path: str) -> DeletionListRecord | None:
 
 
 def _is_dead(backend: Backend, clock: Clock, path: str, record: DeletionListRecord | None) -> bool:
-    """Whether a collector cannot be at work any more, and nothing that it has sent may still take effect."""
+    """Whether a collector cannot be running and no request of it can still take effect."""
     info = backend.stat(path)
     if info is None:
         return True
@@ -221,5 +222,5 @@ def _is_dead(backend: Backend, clock: Clock, path: str, record: DeletionListReco
         return False
     is_running = owner_is_running(record)
     if is_running and record.pid == os.getpid():
-        return path not in _AT_WORK
+        return path not in _LISTS_IN_USE
     return is_running is False

@@ -1,15 +1,17 @@
-"""Which packs manifests name: all manifests in place, of every run and generation, quarantined ones too.
+"""The mark phase of gc: which packs do manifests name?
 
-Each look lists everything anew, but reads again only what may have changed: a manifest of generation 0 never does,
-since its seq was claimed; a higher one may have been withdrawn and published by another replacer under the same name.
+All manifests count: of every run and generation, and quarantined ones.
+
+Each ``mark`` lists everything again, but reads only manifests that may have changed. One of generation 0 never changes,
+because its seq was claimed. A higher one may have been withdrawn and published by another process under the same name.
 
 Invariants:
-- What was listed in any of two listings in a row counts: one may show neither of two names of which one is made and
-  the other moved meanwhile.
-- A manifest that cannot be read is told; whoever collects packs must stop, since it may name anything.
-- One that is whole and of another store, whose writer did not see that the folder had been exchanged, is no checkpoint
-  here; the packs that it names are known, and stay.
-- More may be taken for named than is; never less.
+- Everything found by either of two listings in a row counts: a single one may miss both names of a file that is renamed
+  meanwhile.
+- An unreadable manifest is reported. It may name any pack, so the collection of packs must stop.
+- A complete manifest of another store is no checkpoint here. (Its writer did not notice that the folder was exchanged.)
+  The packs that it names stay.
+- Too many packs may count as named; never too few.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from ckstore.store.listing import manifests_in, marks_in
 from ckstore.store.repository import Repository
 
 UNREADABLE = (CorruptError, UnsupportedError, BackendError, CapacityError)
-"""What makes a manifest one that may name anything."""
+"""Errors that make a manifest unreadable, so that it may name any pack."""
 
 _LISTINGS_MAX = 1000
-"""Listings of one run until nothing vanishes between a listing and the reading of what it shows."""
+"""Listings of one run, until nothing vanishes between the listing and the reading."""
 
 
 class PackNumbers:
-    """Numbers the packs that manifests name, so that thousands of manifests that share them stay small."""
+    """Numbers the packs that manifests name, so that thousands of manifests with shared packs use little memory."""
 
     def __init__(self) -> None:
         self.refs: list[PackRef] = []
@@ -58,7 +60,7 @@ class PackNumbers:
 
 @dataclass(frozen=True, slots=True)
 class MarkedManifest:
-    """A manifest that was read: its header, the numbers of the packs that it names, and its own digest and size."""
+    """A manifest that was read: its header, the numbers of its packs, its digest and its size."""
 
     name: ManifestName
     header: ManifestHeader
@@ -79,15 +81,15 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class MarkResult:
-    """What one look at all manifests showed.
+    """The state of all manifests at one ``mark``.
 
     Attributes:
         manifests: Every manifest in place, by name.
-        unreadable: Those that may name anything.
-        dropped: For each run with manifests or marks, the seqs that carry a drop mark.
-        quarantined: Contents of quarantined manifests; what they name, so far as it can be read, stays.
+        unreadable: Manifests that may name any pack.
+        dropped: For each run with manifests or marks, the seqs with a drop mark.
+        quarantined: Contents of quarantined manifests. Packs that they name stay.
         named: Ids of local packs that manifests in place name.
-        foreign: Manifests in place that are whole and of another store.
+        foreign: Complete manifests in place that belong to another store.
         published: For each run that has some, the seqs with a mark that they were published.
     """
 
@@ -100,12 +102,12 @@ class MarkResult:
     published: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def is_named(self, pack_id: PackId) -> bool:
-        """Whether a manifest names a pack; of a quarantined one, whose tables may be damaged, any bytes like it do."""
+        """Whether a manifest names a pack. In quarantined manifests, any bytes equal to its id count."""
         return pack_id in self.named or any(bytes(pack_id) in content for content in self.quarantined)
 
 
 class _ForeignError(CorruptError):
-    """A manifest that is whole, and of another store; ``packs`` are those that it names."""
+    """A complete manifest of another store; ``packs`` are those that it names."""
 
 
 @dataclass(slots=True)
@@ -116,7 +118,7 @@ class _Seen:
 
 
 class Marker:
-    """Looks at all manifests of a store, again and again."""
+    """Marks the packs that manifests name, any number of times."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
@@ -124,17 +126,17 @@ class Marker:
         self.numbers = PackNumbers()
 
     def mark(self) -> MarkResult:
-        """List and read everything that names packs now.
+        """List and read all manifests now.
 
         Raises:
-            ConflictError: Another store has taken this one's place.
-            UnreachableError: The store is not there any more.
+            ConflictError: Another store is at this path now.
+            UnreachableError: No store is at this path now.
         """
         self._repository.require_same_store()
         seen = _Seen()
-        runs = self._look_far(seen) if isinstance(self._repository.backend, Distant) else self._look_here(seen)
+        runs = self._mark_bucket(seen) if isinstance(self._repository.backend, Distant) else self._mark_folder(seen)
         self._cache = dict(seen.manifests)
-        # Also of runs of which no manifest is in place any more: what of them lies in the trash is not to come back.
+        # Includes runs without a manifest in place: their manifests in the trash must not be brought back.
         marks, published = marks_in(self._repository.backend)
         dropped = dict.fromkeys((*runs, *published), frozenset[int]()) | marks
         refs = self.numbers.refs
@@ -150,10 +152,10 @@ class Marker:
         return (self.numbers.refs[number] for number in marked.packs)
 
     def read(self, name: ManifestName, path: str) -> tuple[MarkedManifest, PackTable]:
-        """Read a manifest wherever it lies: in place, or in the trash.
+        """Read a manifest at any path: in place, or in the trash.
 
         Raises:
-            FileNotFoundError: It is not there any more.
+            FileNotFoundError: It is gone.
             CorruptError: It is damaged.
             UnsupportedError: A newer ckstore wrote it.
         """
@@ -165,7 +167,7 @@ class Marker:
     def read_each(
         self, wanted: Iterable[tuple[ManifestName, str]]
     ) -> Iterator[tuple[MarkedManifest, PackTable] | Exception]:
-        """Yield for each name and path what ``read`` returns or raises; far away, many are read at the same time."""
+        """Yield for each name and path what ``read`` returns or raises. In a bucket, many are read concurrently."""
 
         def content_of(each: tuple[ManifestName, str]) -> tuple[ManifestName, str, bytes | Exception]:
             name, path = each
@@ -175,7 +177,7 @@ class Marker:
             except (FileNotFoundError, *UNREADABLE) as error:
                 return name, path, error
 
-        # Numbers are given by one thread, whoever reads.
+        # Only this thread numbers packs; the reads may run on others.
         for name, path, content in map_concurrent(self._repository.backend, content_of, wanted):
             if isinstance(content, Exception):
                 yield content
@@ -186,7 +188,7 @@ class Marker:
                 yield error
 
     def decoded(self, name: ManifestName, content: bytes, where: str) -> tuple[MarkedManifest, PackTable]:
-        """Return what ``read`` does of bytes that were read already."""
+        """Decode a manifest as ``read`` does, from its bytes."""
         table = decode_pack_table(content, limits=self._repository.limits, expect=name, where=where)
         if table.header.store_id != self._repository.store_id:
             rows = table.rows()
@@ -195,52 +197,52 @@ class Marker:
         numbers = self.numbers.numbers_of(table, where)
         return MarkedManifest(name, table.header, numbers, table.digest, len(content), table.frame_count), table
 
-    def _look_here(self, seen: _Seen) -> list[str]:
-        """Look at each run; return their names."""
+    def _mark_folder(self, seen: _Seen) -> list[str]:
+        """Read the manifests of each run; return the names of the runs."""
         repository = self._repository
         runs = sorted({*repository.runs(), *repository.runs()})
         for run in runs:
-            self._look_at_run(run, seen)
-        # A run that was begun meanwhile is one more; its packs are young, and its writer looks for them.
+            self._mark_run(run, seen)
+        # A run that was begun meanwhile is read as well. Its packs are young, and its writer checks them.
         for run in sorted(set(repository.runs()) - set(runs)):
             runs.append(run)
-            self._look_at_run(run, seen)
+            self._mark_run(run, seen)
         return runs
 
-    def _look_far(self, seen: _Seen) -> list[str]:
-        """Look at all runs at once, however many there are, and again at those that change; return their names."""
+    def _mark_bucket(self, seen: _Seen) -> list[str]:
+        """Read the manifests of all runs with one listing, then again those that changed; return their names."""
         backend = self._repository.backend
         names = manifests_in(backend) | manifests_in(backend)
-        again = {name.run for name in self._read_those(names, seen)}
+        again = {name.run for name in self._read_changed(names, seen)}
         if not names:
-            # None in all of the store is believed only if another kind of request says so, too.
+            # An empty listing of the whole store is confirmed by another kind of request.
             again = set(self._repository.runs())
         for run in sorted(again):
-            self._look_at_run(run, seen)
+            self._mark_run(run, seen)
         return sorted({name.run for name in names} | again)
 
-    def _look_at_run(self, run: str, seen: _Seen) -> None:
+    def _mark_run(self, run: str, seen: _Seen) -> None:
         for _ in range(_LISTINGS_MAX):
-            if not self._read_those(self._names_in_place(run) | self._names_in_place(run), seen):
+            if not self._read_changed(self._names_in_place(run) | self._names_in_place(run), seen):
                 return
         raise CorruptError(
-            f"manifests of run {run!r} vanish again and again while they are read",
+            f"manifests of run {run!r} keep vanishing while they are read",
             where=self._repository.backend.location_of(paths.manifests_folder(run)),
-            todo="find out who moves them, then collect again",
+            todo="find out which process moves them, then run gc again",
         )
 
-    def _read_those(self, names: set[ManifestName], seen: _Seen) -> list[ManifestName]:
-        """Read what was not read yet, or may have changed; return what is not there any more."""
-        wanted = [name for name in sorted(names) if not self._is_marked(name, seen)]
+    def _read_changed(self, names: set[ManifestName], seen: _Seen) -> list[ManifestName]:
+        """Read the manifests that are new or may have changed; return those that are gone."""
+        wanted = [name for name in sorted(names) if not self._is_current(name, seen)]
         contents = map_concurrent(self._repository.backend, self._content_of, wanted)
-        return [name for name, content in zip(wanted, contents, strict=True) if not self._mark(name, content, seen)]
+        return [name for name, content in zip(wanted, contents, strict=True) if not self._add(name, content, seen)]
 
     def _names_in_place(self, run: str) -> set[ManifestName]:
         files = self._repository.backend.list_names(paths.manifests_folder(run))
         return {name for file in files if (name := paths.parse_manifest_file(run, file)) is not None}
 
-    def _is_marked(self, name: ManifestName, seen: _Seen) -> bool:
-        """Whether a manifest need not be read again: of a higher generation, other bytes may have taken the name."""
+    def _is_current(self, name: ManifestName, seen: _Seen) -> bool:
+        """Whether a manifest need not be read again. One of a higher generation may have new bytes."""
         if name.generation:
             return False
         cached = self._cache.get(name)
@@ -256,8 +258,8 @@ class Marker:
         except (FileNotFoundError, *UNREADABLE) as error:
             return error
 
-    def _mark(self, name: ManifestName, content: bytes | Exception, seen: _Seen) -> bool:
-        """Add a manifest to what was seen; return False when it is not there any more."""
+    def _add(self, name: ManifestName, content: bytes | Exception, seen: _Seen) -> bool:
+        """Add a manifest to the result; return False if it is gone."""
         cached = self._cache.get(name)
         try:
             if isinstance(content, Exception):
@@ -289,5 +291,5 @@ class Marker:
 
 
 def missing_packs(repository: Repository, refs: Iterable[PackRef]) -> set[PackId]:
-    """Return the local packs that are neither in place with their size nor, under their name, in the trash."""
+    """Return the local packs that are neither in place nor in the trash with their size."""
     return repository.packs_not_found({ref.pack_id: ref.nbytes for ref in refs if ref.tier == LOCAL_TIER})

@@ -1,10 +1,9 @@
-"""How a checkpoint is named, everywhere: ``step | tag | latest | best:metric[:min|max] | seq:N | id:prefix``.
+"""References to checkpoints: ``step | tag | latest | best:metric[:min|max] | seq:N | id:prefix``.
 
-Whether the lowest or the highest value of a metric is the best, where its name leaves no doubt.
-
-One word names the metric. Every other word of the name must be listed as one that says where or how it was taken:
-``val_loss``, ``accuracy/eval``, ``f1_macro``, ``word_error_rate``. Any other word may turn the meaning around, as in
-``time_to_accuracy``, ``rejected_reward`` or ``loss_ratio``, and leaves doubt.
+``best:metric`` without an order needs to know whether low or high values are better. The name decides: one word names
+the metric, and all other words must be listed as ones that say where or how it was measured (``val_loss``,
+``accuracy/eval``, ``f1_macro``, ``word_error_rate``). Any other word may reverse the meaning (``time_to_accuracy``,
+``rejected_reward``, ``loss_ratio``). Then the user must give the order.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 Order = Literal["min", "max"]
 
 WORDS: dict[Order, str] = {"min": "lowest", "max": "highest"}
-"""What people read."""
+"""Words for users."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -52,21 +51,21 @@ _LOWER = _words("loss losses ppl perplexity err error errors nll mse rmse mae ma
 _HIGHER = _words(
     "acc accuracy f1 bleu rouge rougel chrf reward rewards auc auroc auprc recall psnr ssim iou miou dice r2"
 )
-"""Without ``precision``, which is a number format too."""
+"""Without ``precision``, which is also a number format."""
 _RATES = _words("success win")
-"""What is a metric of which more is better when ``rate`` follows."""
+"""Words that name a metric of which more is better if ``rate`` follows."""
 
 _QUALIFIERS = _words(
     "train training val valid validation eval evaluation test dev mean avg average ema smooth smoothed total sum final "
     "last best epoch step batch sample token per top macro micro weighted score rate pct percent value overall"
 )
-"""What may stand before or after the word that names the metric."""
+"""Words that may come before or after the word that names the metric."""
 _KINDS = _words(
     "metric metrics running moving global holdout heldout word char character byte pixel class label l log absolute "
     "squared root median lm mlm ce bce kl ctc focal hinge huber rec recon reconstruction balanced categorical binary "
     "masked linear roc pr episode ep task"
 )
-"""What may stand before it only; ``l`` is what is left of ``l1``."""
+"""Words that may come before it only. ``l`` is the rest of ``l1``."""
 _TIMES = _words("epoch step")
 
 _CASES = re.compile(r"([a-z0-9]{2})([A-Z][a-z])")
@@ -75,13 +74,13 @@ _TOKENS = re.compile(r"[a-z]+[0-9]*|[0-9]+")
 
 
 def order_of(metric: str) -> Order | None:
-    """Return which value of a metric is the best, or None where its name leaves doubt."""
+    """Return which value of a metric is the best; None if its name does not tell."""
     if metric.startswith("-"):
         return None
     text = _CROSS_ENTROPY.sub("ce", _CASES.sub(r"\1 \2", metric).lower())
     tokens = [_plain(token) for token in _TOKENS.findall(text)]
     if not tokens or tokens[0].isdigit() or ("best" in tokens and tokens[-1] in _TIMES):
-        # What is subtracted from 1 or 100; when the best one was.
+        # ``1 - accuracy``; or the step at which the best was measured.
         return None
     count = len(tokens)
     while count and (tokens[count - 1] in _QUALIFIERS or tokens[count - 1].isdigit()):
@@ -99,7 +98,7 @@ def order_of(metric: str) -> Order | None:
 
 
 def _plain(token: str) -> str:
-    """Return a word without the number at its end, unless that belongs to it: ``bleu4``, ``top5``, but ``f1``."""
+    """Return a word without a number at its end, unless the number belongs to it: ``bleu4``, ``top5``, but ``f1``."""
     return token if token in _HIGHER or token.isdigit() else token.rstrip("0123456789")
 
 
@@ -111,15 +110,15 @@ _LISTINGS_MAX = 5
 
 
 def headers_newest_first(manifests: Manifests) -> list[ManifestHeader]:
-    """Return the header of every checkpoint in place, by descending seq; one that is damaged is left out, and told.
+    """Return the header of every checkpoint in place, by descending seq. Damaged ones are logged and left out.
 
     Raises:
-        BackendError: The medium does not give one.
+        BackendError: A header cannot be read.
     """
     headers, names = [], manifests.listing().names[::-1]
     for name, header in zip(names, read_headers(manifests, names), strict=True):
         if isinstance(header, (CorruptError, UnsupportedError)):
-            _log.warning("seq %d (step %d) is left out: %s", name.seq, name.step, header)
+            _log.warning("skipping seq %d (step %d): %s", name.seq, name.step, header)
             continue
         if isinstance(header, Exception):
             raise header
@@ -129,9 +128,9 @@ def headers_newest_first(manifests: Manifests) -> list[ManifestHeader]:
 
 
 def read_headers(manifests: Manifests, names: Sequence[ManifestName]) -> Iterator[ManifestHeader | CkstoreError | None]:
-    """Return for each name its header, None for one that was dropped, or why it cannot be read.
+    """Yield for each name its header, None if it was dropped, or the error of reading it.
 
-    Far away, many are read at the same time.
+    In a bucket, many are read concurrently.
     """
 
     def look(name: ManifestName) -> ManifestHeader | CkstoreError | None:
@@ -144,12 +143,12 @@ def read_headers(manifests: Manifests, names: Sequence[ManifestName]) -> Iterato
 
 
 def tiers_of_each(manifests: Manifests, headers: Sequence[ManifestHeader]) -> Iterator[tuple[str, ...]]:
-    """Return for each header what ``tiers_of`` does; far away, many are read at the same time."""
+    """Yield ``tiers_of`` for each header. In a bucket, many are read concurrently."""
     return map_concurrent(manifests.backend, lambda header: tiers_of(manifests, header), headers)
 
 
 def tiers_of(manifests: Manifests, header: ManifestHeader) -> tuple[str, ...]:
-    """Return the tiers that a checkpoint lies in; none where it was replaced or dropped since its header was read."""
+    """Return the tiers of a checkpoint; none if it was replaced or dropped since its header was read."""
     try:
         return manifests.tiers(header)
     except FileNotFoundError:
@@ -157,36 +156,35 @@ def tiers_of(manifests: Manifests, header: ManifestHeader) -> tuple[str, ...]:
 
 
 def header_or_none(manifests: Manifests, name: ManifestName) -> ManifestHeader | None:
-    """Return a header, or None when the checkpoint was dropped since it was listed."""
+    """Return the header of a checkpoint; None if it was dropped since it was listed."""
     for _ in range(_LISTINGS_MAX):
         try:
             return manifests.header(name)
         except FileNotFoundError:
-            # Replaced by a higher generation, or dropped.
             again = [other for other in manifests.listing().names if other.seq == name.seq]
             if not again:
                 return None
             name = again[0]
-    raise ConflictError("a manifest is replaced again and again while it is read", where=manifests.path_of(name))
+    raise ConflictError("a manifest keeps being replaced while it is read", where=manifests.path_of(name))
 
 
 def resolve(repository: Repository, reference: Reference) -> ManifestName:
-    """Return the manifest a reference means; damage in others is not looked for.
+    """Return the manifest that a reference means. Other checkpoints are not checked for damage.
 
     Raises:
-        NotFoundError: It means nothing here; the message names what there is.
-        UsageError: It is no reference.
-        UnreachableError: The store is not there any more.
-        ConflictError: Another store has taken its place.
+        NotFoundError: There is no such checkpoint. The message lists what exists.
+        UsageError: It is not a valid reference.
+        UnreachableError: No store is at this path now.
+        ConflictError: Another store is at this path now.
     """
     repository.require_same_store()
     if isinstance(reference, bool) or not isinstance(reference, (int, str)):
         raise UsageError(
-            "a checkpoint is named by a step (int) or a string", where=shown_object(reference),
+            "a reference to a checkpoint is a step (int) or a string", where=shown_object(reference),
             todo="use a step, a tag, latest, best:metric, best:metric:max, seq:N or id:prefix",
         )  # fmt: skip
     if isinstance(reference, int) and abs(reference) > STEP_MAX:
-        raise NotFoundError(f"no step lies beyond {STEP_MAX}", where=shown_object(reference))
+        raise NotFoundError(f"steps go up to {STEP_MAX}", where=shown_object(reference))
     if isinstance(reference, int) or re.fullmatch(r"-?[0-9]{1,18}", reference):
         return _by_step(repository, int(reference))
     kind, separator, rest = reference.partition(":")
@@ -200,7 +198,7 @@ def resolve(repository: Repository, reference: Reference) -> ManifestName:
         return _best(repository, rest)
     if separator:
         raise UsageError(
-            f"{kind!r} is no way to name a checkpoint", where=repr(reference),
+            f"not a reference to a checkpoint: unknown prefix {kind!r}", where=repr(reference),
             todo="use a step, a tag, latest, best:metric, best:metric:max, seq:N or id:prefix",
         )  # fmt: skip
     return _by_tag(repository, reference)
@@ -230,7 +228,7 @@ def _by_step(repository: Repository, step: int) -> ManifestName:
         raise NotFoundError(
             f"run {repository.run!r} has no checkpoint of step {step}",
             where=repository.backend.root,
-            todo=f"near it: {near}",
+            todo=f"nearest steps: {near}",
         )
     return max(found, key=lambda name: name.seq)
 
@@ -270,28 +268,28 @@ def _best(repository: Repository, rest: str) -> ManifestName:
     headers = headers_newest_first(repository.manifests)
     if not headers:
         raise no_checkpoint_error(repository.run, repository.backend.root)
-    # Newest first, and min and max take the first of equals: ties go to the newest.
+    # The newest comes first, and min and max return the first of equals: ties go to the newest.
     rated = [(h.metrics[metric], h) for h in headers if not math.isnan(h.metrics.get(metric, math.nan))]
     if not rated:
         names = sorted({name for header in headers for name in header.metrics})
         if metric in names:
             raise NotFoundError(
-                f"metric {metric!r} of run {repository.run!r} has only NaN, and none of them is the best",
+                f"metric {metric!r} of run {repository.run!r} is NaN in every checkpoint, so none is the best",
                 where=repository.backend.root,
-                todo="name a step, a tag or another metric; `ckstore ls` shows them",
+                todo="use a step, a tag or another metric; `ckstore ls` shows them",
             )
-        known = ", ".join(names) if names else "none was recorded; give metrics= to commit"
+        recorded = ", ".join(names) or "none; pass metrics= to commit"
         raise NotFoundError(
             f"no checkpoint of run {repository.run!r} has a metric {metric!r}",
             where=repository.backend.root,
-            todo=f"metrics there are: {known}",
+            todo=f"recorded metrics: {recorded}",
         )
     chosen = order or order_of(metric)
     if not chosen:
         raise UsageError(
-            f"the name does not say whether the lowest or the highest {metric} is the best",
+            f"the name of the metric {metric!r} does not tell whether low or high values are better",
             where=f"best:{metric}",
-            todo=f"say best:{metric}:min or best:{metric}:max",
+            todo=f"use best:{metric}:min or best:{metric}:max",
         )
     choose = max if chosen == "max" else min
     header = choose(rated, key=lambda pair: pair[0])[1]
@@ -299,7 +297,7 @@ def _best(repository: Repository, rest: str) -> ManifestName:
 
 
 def describe_best(reference: Reference) -> str:
-    """Say what a reference to the best of a metric means, such as ``the lowest loss``; empty for every other one."""
+    """Describe a reference to the best of a metric, such as ``the lowest loss``; empty for other references."""
     kind, _, rest = str(reference).partition(":")
     metric, _, order = rest.partition(":")
     chosen = order_of(metric) if not order else "max" if order == "max" else "min"
@@ -313,24 +311,24 @@ def _by_tag(repository: Repository, name: str) -> ManifestName:
         if found.seq == record.seq:
             return found
     raise NotFoundError(
-        f"tag {name!r} points to seq {record.seq}, which is not in place",
+        f"tag {name!r} points to seq {record.seq}, which does not exist",
         where=repository.backend.root,
         todo="tag another checkpoint",
     )
 
 
 def load_whole(repository: Repository, name: ManifestName, *, takes_lower: bool = False) -> Manifest:
-    """Load a manifest whose packs are all there: the highest generation of its seq by now.
+    """Load a manifest of which all packs exist. It has the highest generation of its seq.
 
     Args:
         repository: The store and its run.
         name: The manifest, as it was listed.
-        takes_lower: Where the highest is not whole, the highest that is will do: for who reads, and replaces nothing. A
-            replacement whose maker has not looked for its packs yet, or was killed before that, may have lost them, and
-            what it was to replace is in place then.
+        takes_lower: For readers: if the highest generation is incomplete, return the highest complete one. A
+            replacement whose process was killed before it checked the packs may have lost some. The generation that it
+            was to replace is still in place then.
 
     Raises:
-        CorruptError: It is torn, or a pack is missing; MissingChunkError names the pack.
+        CorruptError: It is damaged or a pack is missing; MissingChunkError names the pack.
         DroppedError: It was dropped meanwhile.
         UnreachableError: It needs a tier that cannot be reached.
     """
@@ -342,8 +340,8 @@ def load_whole(repository: Repository, name: ManifestName, *, takes_lower: bool 
                 manifest = repository.manifests.load(candidate)
                 repository.require_packs(manifest)
                 if problem is not None:
-                    words = "seq %d: generation %d was passed over for generation %d: %s"
-                    _log.warning(words, name.seq, candidates[0].generation, candidate.generation, problem)
+                    message = "seq %d: skipping generation %d, using generation %d: %s"
+                    _log.warning(message, name.seq, candidates[0].generation, candidate.generation, problem)
                 return manifest
             except FileNotFoundError:
                 problem = None
@@ -352,19 +350,19 @@ def load_whole(repository: Repository, name: ManifestName, *, takes_lower: bool 
                 problem = problem or error
         if problem is not None and not takes_lower and not isinstance(problem, MissingChunkError):
             raise problem
-        # A pack that is missing may have been rewritten and freed since: then a higher generation names the new one.
-        there = generations_of(repository.manifests, name.seq)
-        if not there:
+        # A missing pack may have been rewritten and deleted meanwhile. Then a higher generation names the new one.
+        generations = generations_of(repository.manifests, name.seq)
+        if not generations:
             raise DroppedError(f"seq {name.seq} was dropped while it was being read", where=repository.backend.root)
-        there = there if takes_lower else there[:1]
-        if problem is not None and there == candidates:
+        generations = generations if takes_lower else generations[:1]
+        if problem is not None and generations == candidates:
             raise problem
-        candidates = there
-    raise ConflictError("a manifest is replaced again and again while it is read", where=repository.backend.root)
+        candidates = generations
+    raise ConflictError("a manifest keeps being replaced while it is read", where=repository.backend.root)
 
 
 def generations_of(manifests: Manifests, seq: int) -> list[ManifestName]:
-    """Return the generations of a checkpoint that are in place, the highest first; none of one that is dropped."""
+    """Return the generations of a checkpoint that are in place, the highest first; none if it is dropped."""
     listing = manifests.listing()
     if seq in listing.dropped:
         return []
@@ -373,20 +371,20 @@ def generations_of(manifests: Manifests, seq: int) -> list[ManifestName]:
 
 
 def newest_whole(repository: Repository) -> tuple[Manifest, list[str]]:
-    """Load the newest checkpoint that is whole; torn ones, and ones with missing packs, are passed over.
+    """Load the newest complete checkpoint. Damaged and incomplete ones are skipped.
 
     Returns:
-        The manifest, and for each one passed over a sentence that names it and says why.
+        The manifest, and for each skipped checkpoint a sentence that names it and says why.
 
     Raises:
         EmptyRunError: The run has no checkpoint.
         UnreachableError: One that may be the newest needs a tier that cannot be reached.
-        UnsupportedError: The newest was made by a newer ckstore; an older one is not taken silently.
-        CorruptError: There are checkpoints, and none is whole.
+        UnsupportedError: The newest was made by a newer ckstore. An older one is not taken silently.
+        CorruptError: There are checkpoints, but none is complete.
     """
     repository.require_same_store()
     listing = repository.manifests.listing()
-    passed_over: list[str] = []
+    skipped: list[str] = []
     candidates = sorted((*listing.names, *listing.lower), key=lambda n: (n.seq, n.generation), reverse=True)
     for name in candidates:
         if name.seq in listing.dropped:
@@ -396,38 +394,38 @@ def newest_whole(repository: Repository) -> tuple[Manifest, list[str]]:
         except DroppedError:
             continue
         except BackendError as error:
-            # An older one in its place would be taken for the newest, and hours of training be done again.
-            raise _unread(name, error) from error
+            # An older one would be taken for the newest, and hours of training would be repeated.
+            raise _unreadable_newest_error(name, error) from error
         except CorruptError as error:
-            passed_over.append(f"seq {name.seq} (step {name.step}) was passed over: {error}")
+            skipped.append(f"seq {name.seq} (step {name.step}) was skipped: {error}")
             continue
         if manifest.header.is_archival:
             continue
         if any(pack.tier == LOST_TIER for pack in manifest.packs):
-            passed_over.append(f"seq {name.seq} (step {name.step}) was passed over: some of its tensors are lost")
+            skipped.append(f"seq {name.seq} (step {name.step}) was skipped: some of its tensors are lost")
             continue
         newer = {seq for seq in listing.missing if seq > name.seq}
-        return manifest, [*passed_over, *([missing_sentence(repository.run, newer)] if newer else [])]
-    if not passed_over and not listing.missing:
+        return manifest, [*skipped, *([missing_sentence(repository.run, newer)] if newer else [])]
+    if not skipped and not listing.missing:
         raise no_checkpoint_error(repository.run, repository.backend.root)
-    if not passed_over:
+    if not skipped:
         raise CorruptError(
             missing_sentence(repository.run, listing.missing),
             where=repository.backend.root,
             todo="run `ckstore verify`",
         )
     raise CorruptError(
-        f"none of the {len(passed_over)} checkpoints of run {repository.run!r} is whole; {passed_over[0]}",
+        f"none of the {len(skipped)} checkpoints of run {repository.run!r} is complete; {skipped[0]}",
         where=repository.backend.root,
-        todo="run `ckstore repair`, which says what can be made whole again",
+        todo="run `ckstore repair`, which shows what can be recovered",
     )
 
 
-def _unread(name: ManifestName, error: BackendError) -> BackendError:
-    """Return the error for a checkpoint that is newer than any that can be read."""
+def _unreadable_newest_error(name: ManifestName, error: BackendError) -> BackendError:
+    """Return the error for an unreadable checkpoint that may be the newest."""
     return type(error)(
-        f"seq {name.seq} (step {name.step}) is the newest checkpoint, and cannot be read: {error.what}",
+        f"seq {name.seq} (step {name.step}) is the newest checkpoint, but cannot be read: {error.what}",
         where=error.where,
-        todo=error.todo or "try again, or name an older checkpoint",
+        todo=error.todo or "try again, or choose an older checkpoint",
         **error.facts,  # type: ignore[arg-type]
     )

@@ -1,10 +1,10 @@
-"""A reserve of blocks and inodes, which whoever makes room on a full disk gives up first.
+"""A reserve of blocks and inodes, deleted first when space must be freed on a full disk.
 
-Freeing takes a little room itself: an intent, a drop mark, a folder of the trash. On a disk or in a quota that is full
-to the last block or the last inode, nothing could be freed without it.
+Deleting needs a little space itself: an intent, a drop mark, a trash folder. On a disk or quota without a single free
+block or inode, nothing could be deleted.
 
 Invariants:
-- Nobody reads the reserve, and nothing depends on it: a store without one is whole.
+- Nothing reads the reserve, and a store without one is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckstore.io.local import LocalBackend
 _log = logging.getLogger("ckstore")
 
 FILE_COUNT = 16
-"""Inodes: a drop and a collection after it make ten files and folders, names counted as tmpfs counts them."""
+"""Inodes. A drop and the collection after it make ten files and folders (tmpfs counts names, too)."""
 
 FILE_NBYTES = 4096
 
@@ -31,51 +31,53 @@ T = TypeVar("T")
 
 
 def fill_reserve(backend: Backend) -> None:
-    """Make the reserve whole, as far as there is room; never raises for want of it."""
+    """Create missing files of the reserve as far as there is space. Never raises for lack of space."""
     if not isinstance(backend, LocalBackend):
         # A bucket has neither blocks nor inodes.
         return
     with contextlib.suppress(CapacityError, BackendError, FileExistsError, FileNotFoundError):
         names = [f"{paths.RESERVE_FOLDER}/{number:02d}" for number in range(FILE_COUNT)]
-        there = {name: backend.stat(name) for name in names}
-        wanted = [name for name, info in there.items() if info is None or info.nbytes < FILE_NBYTES]
-        if wanted:
+        found = {name: backend.stat(name) for name in names}
+        incomplete = [name for name, info in found.items() if info is None or info.nbytes < FILE_NBYTES]
+        if incomplete:
             backend.make_folder(paths.RESERVE_FOLDER)
-        for name in wanted:
-            if there[name] is not None:
+        for name in incomplete:
+            if found[name] is not None:
                 backend.unlink(name)
             _fill(backend, name)
 
 
 def _fill(backend: Backend, name: str) -> None:
     try:
-        # Random, since some file systems store no zeros.
+        # Random bytes, because some file systems do not store zeros.
         backend.create(name, os.urandom(FILE_NBYTES), sync=False)
     except (CapacityError, BackendError):
-        # A full disk leaves a file that is shorter, and holds no room.
+        # On a full disk the file is incomplete and reserves nothing.
         with contextlib.suppress(BackendError, FileNotFoundError):
             backend.unlink(name)
         raise
 
 
 def give_up_reserve(backend: Backend) -> bool:
-    """Remove the reserve; return whether there was any."""
+    """Delete the reserve; return whether there was one."""
     names = backend.list_names(paths.RESERVE_FOLDER) if isinstance(backend, LocalBackend) else []
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             backend.unlink(f"{paths.RESERVE_FOLDER}/{name}")
     if names:
-        # Some file systems give room back only when that is durable.
+        # Some file systems free the space only when the deletion is durable.
         with contextlib.suppress(CkstoreError):
             backend.sync_folder(paths.RESERVE_FOLDER)
     return bool(names)
 
 
 def with_reserve(backend: Backend, act: Callable[[], T]) -> T:
-    """Do what makes room; where the disk is full, once more without the reserve. What was done before is found done.
+    """Run an action that frees space. If the disk is full, delete the reserve and run it again.
+
+    ``act`` must be repeatable: the second run finds what the first one has done.
 
     Raises:
-        CapacityError: There is no room without the reserve either, or there is none.
+        CapacityError: There is no reserve, or not enough space without it either.
     """
     try:
         return act()
@@ -84,12 +86,14 @@ def with_reserve(backend: Backend, act: Callable[[], T]) -> T:
             raise
         if not give_up_reserve(backend):
             raise CapacityError(
-                f"{error.what}, and so there is no room to free anything",
+                f"{error.what}; deleting needs a little space, too",
                 where=error.where,
                 todo="remove any file of 64 KiB or more from this disk or quota, then try again",
                 **error.facts,
             ) from error
-        _log.warning("the disk is full; the reserve in %s was given up", backend.location_of(paths.RESERVE_FOLDER))
+        _log.warning(
+            "the disk is full; deleted the reserve in %s to free space", backend.location_of(paths.RESERVE_FOLDER)
+        )
     try:
         return act()
     finally:

@@ -3,8 +3,8 @@
 A tag is a small file that is replaced by rename. An intent is a file that a drop or a demotion creates first.
 
 Invariants:
-- A tagged checkpoint is never dropped. Whoever sets a tag writes the tag and then checks for intents. Whoever drops a
-  checkpoint writes an intent and then reads the tags. One of the two sees the other.
+- A tagged checkpoint is never dropped. Setting a tag writes the tag and then checks for intents. A drop writes an
+  intent and then reads the tags. One of the two sees the other.
 - An intent appears whole: it is written as a draft and linked to its names. A process that dies never leaves a torn
   one. An unreadable intent therefore counts until it is old, and so does one whose process cannot be checked from here.
 - Removing the intent of a process that is still alive is safe. In a folder, a drop mark is a link of the intent. A

@@ -1,15 +1,21 @@
-"""Which folder owns a tier: of a store and its copies, one may change what is there.
+"""Checks before a tier is changed or relied on: whether this folder owns it, and whether it still has its packs.
 
-A copy of a store has the same identity and names the same tiers. What it drops would be removed from a tier although
-the original needs it. So the store has a record of its own (``home.json``), which says where it was made, and each tier
-has one (``owner.json``), which says whose it is.
+Ownership: a copy of a store has the same id and the same tiers. If the copy drops a checkpoint, its collection would
+delete packs in the tier that the original needs. So a store records where it was made (``home.json``), and a tier
+records its owner (``owner.json``).
+
+Proof: a push checks that packs are in the tier before a manifest says so. When the local copies are deleted, that may
+be long ago, and others may change a bucket. So the tier is checked again first.
 
 Invariants:
-- Who pushes to a tier, collects there, or frees what lies there too, has been found to be its owner.
-- A folder whose ``home.json`` was made in another place is a copy; it changes no tier until a person has said which of
-  the two it is.
-- Each change of a tier begins with a new turn, noted here before it is noted there. A store that was set back to an
-  older state does not know the tier's turn, and counts as a copy.
+- Only the owner pushes to a tier, collects in it, or deletes local files because the tier has them.
+- A folder whose ``home.json`` was made elsewhere is a copy. It changes no tier until a person has decided which of the
+  two it is.
+- Each change of a tier begins with a new turn: a random token, recorded in ``home.json`` before ``owner.json``. A store
+  that was reset to an older state does not know the tier's turn and counts as a copy.
+- A pack counts as proven only if its size and the digest of its directory were just read in the tier, and the
+  checkpoint that was pushed there has its manifest.
+- A tier that does not answer proves nothing, and is not damaged.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ from ckstore.store.small_files import put_small, replace_small
 from ckstore.store.store_config import replace_record
 
 TURNS_MAX = 16
-"""Turns that a store remembers of each tier: as many pushes may run at the same time."""
+"""Turns that a store remembers for each tier: so many pushes may run concurrently."""
 
 _TRIES = 20
 
@@ -53,17 +59,17 @@ _ADOPT = (
 
 
 def place_of(backend: Backend) -> str:
-    """Return what tells a folder from its copies: they have other inodes; a bucket is told by its address."""
+    """Return what distinguishes a folder from its copies: an inode, or the address of a bucket."""
     info = backend.stat(paths.MANIFESTS_FOLDER)
     return f"inode {info.inode}" if info is not None and info.inode else backend.root
 
 
 def require_owner(repository: Repository, tier: str, target: Backend) -> None:
-    """Check that this folder owns a tier; one that nobody owns yet, as older versions left it, is anybody's.
+    """Check that this folder owns a tier. A tier without an owner passes.
 
     Raises:
-        ConflictError: This folder is a copy, or was set back; or another one owns the tier.
-        UnreachableError: Another copy of the store is where the tier was.
+        ConflictError: This folder is a copy or was reset, or another folder owns the tier.
+        UnreachableError: Another copy of the store is at the tier's address.
     """
     home, owner = _home(repository.backend), _owner(target)
     if home is not None:
@@ -71,9 +77,9 @@ def require_owner(repository: Repository, tier: str, target: Backend) -> None:
         turns = home.tiers.get(tier)
         if turns is not None and (owner is None or owner.tier_id != turns.tier_id):
             raise UnreachableError(
-                f"where the tier {tier!r} was there is another copy of this store",
+                f"another copy of this store is at the address of the tier {tier!r}",
                 where=target.root,
-                todo="see config.json, and links and mounts on the way there",
+                todo="check config.json, and the links and mounts along this path",
             )
     if owner is None:
         return
@@ -85,18 +91,18 @@ def require_owner(repository: Repository, tier: str, target: Backend) -> None:
         )
     if tier in home.tiers and owner.turn not in home.tiers[tier].turns:
         raise ConflictError(
-            f"this store was set back to a state older than what is in the tier {tier!r}",
+            f"this store was reset to an older state than the one in the tier {tier!r}",
             where=repository.backend.root,
             todo=_ADOPT,
         )
 
 
 def begin_turn(repository: Repository, tier: str, target: Backend) -> None:
-    """Begin to change a tier: check that this folder owns it, and make it the owner where it has none.
+    """Begin a change of a tier: check that this folder owns it. A tier without an owner gets this one.
 
     Raises:
-        ConflictError: As by ``require_owner``.
-        UnreachableError: As by ``require_owner``.
+        ConflictError: As ``require_owner``.
+        UnreachableError: As ``require_owner``.
     """
     require_owner(repository, tier, target)
     made = HomeRecord(home_id=new_token(), place=place_of(repository.backend))
@@ -106,14 +112,14 @@ def begin_turn(repository: Repository, tier: str, target: Backend) -> None:
         owner = OwnerRecord(home_id=home.home_id, tier_id=new_token(), turn=new_token())
         with contextlib.suppress(FileExistsError):
             put_small(target, paths.OWNER_FILE, encode_record(owner))
-        # Of two first pushes, both take what the first one has written.
+        # Two first pushes both use what the first of them has written.
         owner = _owner(target) or owner
     tier_id, known_turn, turn = owner.tier_id, owner.turn, new_token()
 
     def with_turn(before: HomeRecord | None) -> HomeRecord:
         known = before or home
         turns = known.tiers[tier].turns if tier in known.tiers else (known_turn,)
-        # The turn that is in the tier is never forgotten: any number of turns may fail before they are there.
+        # Never forget the turn that the tier has: any number of turns may fail before they get there.
         later = [each for each in turns if each != known_turn][2 - TURNS_MAX :]
         noted = TierTurns(tier_id=tier_id, turns=(known_turn, *later, turn))
         return HomeRecord(home_id=known.home_id, place=known.place, tiers={**known.tiers, tier: noted})
@@ -124,7 +130,7 @@ def begin_turn(repository: Repository, tier: str, target: Backend) -> None:
 
 
 def forget_turns(repository: Repository, tier: str) -> None:
-    """Forget what is known of a tier that nothing is in, so that its name may get another place."""
+    """Forget the turns of an empty tier, so that its name can get another address."""
     home = _home(repository.backend)
     if home is None or tier not in home.tiers:
         return
@@ -139,21 +145,21 @@ def forget_turns(repository: Repository, tier: str) -> None:
 
 
 def adopt(repository: Repository, *, is_original: bool) -> dict[str, str]:
-    """Say which of two copies of a store this folder is; return the tiers that it owns now, and where they are.
+    """Decide which of two copies of a store this folder is; return the tiers that it owns now, with their addresses.
 
     Args:
         repository: The store.
-        is_original: It owns all tiers of ``config.json`` from now on, and any other folder none. False: it owns none of
-            them; it can read from them as long as their owner keeps what is there, and push to other places.
+        is_original: True: this folder owns all tiers of ``config.json`` from now on, and no other folder does. False:
+            it owns none. It can read them as long as their owner keeps the files, and can push elsewhere.
 
     Raises:
-        UnreachableError: A tier cannot be reached; nothing was changed.
+        UnreachableError: A tier cannot be reached. Nothing was changed.
     """
     repository.require_same_store()
     addresses = repository.tiers.addresses() if is_original else {}
     places = {tier: repository.tiers.open(tier) for tier in addresses}
     for target in places.values():
-        _keep_what_is_unknown(repository, target)
+        _protect_unknown_checkpoints(repository, target)
     owners = {tier: _owner(target) for tier, target in places.items()}
     ids = {tier: new_token() if owner is None else owner.tier_id for tier, owner in owners.items()}
     turns = {tier: TierTurns(tier_id=tier_id, turns=(new_token(),)) for tier, tier_id in ids.items()}
@@ -165,18 +171,18 @@ def adopt(repository: Repository, *, is_original: bool) -> dict[str, str]:
     return addresses
 
 
-def _keep_what_is_unknown(repository: Repository, target: Backend) -> None:
-    """See to it that what was pushed there, and is not known here as it is there, is never given away nor removed.
+def _protect_unknown_checkpoints(repository: Repository, target: Backend) -> None:
+    """Protect checkpoints in the tier that this folder does not have.
 
-    Its seqs are claimed here, so that no commit takes them; and its claims there say no more that a push from here made
-    them, so that a collection leaves them alone.
+    Their seqs are claimed here, so that no commit takes them. Their claims in the tier no longer say that a push from
+    here made them, so no collection deletes them.
     """
     for run in filter(is_name, target.list_names(paths.CLAIMS_FOLDER)):
         manifests = repository.manifests_of(run)
-        here = {(name.seq, name.step) for name in manifests.listing().names}
+        local = {(name.seq, name.step) for name in manifests.listing().names}
         files = target.list_names(paths.manifests_folder(run))
-        there = {name for file in files if (name := paths.parse_manifest_file(run, file)) is not None}
-        unknown = sorted({(name.seq, name.step) for name in there} - here)
+        in_tier = {name for file in files if (name := paths.parse_manifest_file(run, file)) is not None}
+        unknown = sorted({(name.seq, name.step) for name in in_tier} - local)
         if unknown:
             manifests.make_folders()
             manifests.claim_all(seq for seq, _ in unknown)
@@ -188,8 +194,8 @@ def _require_original(repository: Repository, home: HomeRecord) -> None:
     place = place_of(repository.backend)
     if home.place != place:
         raise ConflictError(
-            "this folder is a copy of a store that has tiers, or was remounted or moved: "
-            f"{home.place} before, {place} now; it may not change the tiers",
+            "this folder is a copy of a store with tiers, or was moved or remounted: "
+            f"{home.place} before, {place} now. It may not change the tiers",
             where=repository.backend.root,
             todo=_ADOPT,
         )
@@ -224,21 +230,21 @@ def _change_home(backend: Backend, change: Callable[[HomeRecord | None], HomeRec
         if replace_record(backend, paths.HOME_FILE, before, encode_record(after)):
             return after
     where = backend.location_of(paths.HOME_FILE)
-    raise ConflictError("others push at the same time, again and again", where=where, todo="try again")
+    raise ConflictError("other processes keep changing home.json", where=where, todo="try again")
 
 
-NOT_OURS = "someone else writes there: find out who, and remove what is not ours; nothing here was let go of"
+NOT_OURS = "another program writes to this tier: find it, and remove its files; no local file was deleted"
 
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """A pack here that a tier should have, and that was not seen there.
+    """A local pack that should be in a tier, and was not found there.
 
     Attributes:
         pack_id: The pack.
-        tier: Name of the tier.
-        problem: What was found there instead.
-        is_damage: The tier has answered, and does not have it; else it did not answer, and may do so another time.
+        tier: The name of the tier.
+        problem: What was found instead.
+        is_damage: True: the tier answered and does not have the pack. False: it did not answer and may do so later.
     """
 
     pack_id: PackId
@@ -248,18 +254,20 @@ class Unproven:
 
 
 def check_pack(repository: Repository, target: Backend, pack: PackRef) -> None:
-    """See that a pack lies in a place, with its size and the digest of its directory.
+    """Check that a pack is in a tier, with its size and the digest of its directory.
 
     Raises:
-        FileNotFoundError: There is none.
-        CorruptError: It is another one.
+        FileNotFoundError: It is not there.
+        CorruptError: Another pack has its name.
     """
     name = paths.pack_name(pack.pack_id)
     where = target.location_of(name)
     file = target.open_read(name)
     try:
         if file.nbytes != pack.nbytes:
-            raise CorruptError(f"a pack of {pack.nbytes} bytes has {file.nbytes} there", where=where, todo=NOT_OURS)
+            raise CorruptError(
+                f"a pack of {pack.nbytes} bytes has {file.nbytes} in the tier", where=where, todo=NOT_OURS
+            )
         tail = decode_tail(
             file.read_at(file.nbytes - TAIL_NBYTES, TAIL_NBYTES),
             pack_nbytes=pack.nbytes,
@@ -269,7 +277,7 @@ def check_pack(repository: Repository, target: Backend, pack: PackRef) -> None:
             where=where,
         )
         if tail.directory_digest != pack.directory_digest:
-            raise ChecksumError("a pack there has another directory", where=where, todo=NOT_OURS)
+            raise ChecksumError("a pack in the tier has another directory", where=where, todo=NOT_OURS)
     finally:
         file.close()
 
@@ -279,16 +287,16 @@ def unproven_packs(
     marker: Marker,
     manifests: Iterable[MarkedManifest],
     pack_ids: Collection[PackId],
-    waits: Mapping[str, str] = MappingProxyType({}),
+    unreachable: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[PackId, Unproven]:
-    """Return those of these packs that manifests say are in a tier, and that cannot be seen there now.
+    """Return those of these packs that manifests say are in a tier, and that are not found there now.
 
     Args:
         repository: The store.
-        marker: The one that has read the manifests.
-        manifests: Those that stay.
-        pack_ids: Packs whose bytes here are about to go.
-        waits: Tiers that are known not to answer, and what they said; they are not asked.
+        marker: The marker that has read the manifests.
+        manifests: The manifests that stay.
+        pack_ids: Packs whose local copies are about to be deleted.
+        unreachable: Tiers that do not answer, and their errors. They are not asked again.
     """
     wanted, refs = set(pack_ids), marker.numbers.refs
     numbers = {n for n, ref in enumerate(refs) if ref.pack_id in wanted and ref.tier not in (LOCAL_TIER, LOST_TIER)}
@@ -300,43 +308,43 @@ def unproven_packs(
             named.setdefault(refs[number].tier, {}).setdefault(refs[number], set()).add(marked.name)
     found: dict[PackId, Unproven] = {}
     for tier, packs in sorted(named.items()):
-        for unproven in _unproven_in(repository, tier, packs, waits.get(tier)):
-            # What has answered says more than what has not.
+        for unproven in _unproven_in(repository, tier, packs, unreachable.get(tier)):
+            # An answer is better evidence than none.
             if unproven.pack_id not in found or unproven.is_damage:
                 found[unproven.pack_id] = unproven
     return found
 
 
 def require_proof(unproven: Iterable[Unproven]) -> None:
-    """Raise where a tier lacks what it should have; one that does not answer is no damage.
+    """Raise if a tier lacks packs that it should have. A tier that does not answer is ignored.
 
     Raises:
-        CorruptError: A tier lacks packs that manifests say are there; what lies here of them is kept.
+        CorruptError: A tier lacks packs that manifests say are there. Their local copies are kept.
     """
     damaged = [each for each in unproven if each.is_damage]
     if damaged:
         raise CorruptError(
-            f"{len(damaged)} packs stay here, since the tier {damaged[0].tier!r} does not have what was pushed there: "
+            f"{len(damaged)} packs are kept here, because the tier {damaged[0].tier!r} lacks what was pushed to it: "
             f"{damaged[0].problem}",
-            todo="find out who changes it; `ckstore pull` makes what is here count again, then push anew",
+            todo="find out who changes the tier; run `ckstore pull` to use the local packs again, then push again",
             pack_ids=sorted(each.pack_id.hex() for each in damaged),
         )
 
 
 def _unproven_in(
-    repository: Repository, tier: str, packs: dict[PackRef, set[ManifestName]], silence: str | None
+    repository: Repository, tier: str, packs: dict[PackRef, set[ManifestName]], problem_of_tier: str | None
 ) -> Iterable[Unproven]:
-    if silence is not None:
-        return [Unproven(pack.pack_id, tier, silence, is_damage=False) for pack in packs]
+    if problem_of_tier is not None:
+        return [Unproven(pack.pack_id, tier, problem_of_tier, is_damage=False) for pack in packs]
     try:
         target = repository.tiers.open(tier)
-        # Its owner keeps there what it needs itself, and knows nothing of a copy's needs.
+        # The owner keeps in the tier only what it needs itself.
         require_owner(repository, tier, target)
         gone = _manifests_gone(target, set().union(*packs.values()))
     except CkstoreError as error:
         return [Unproven(pack.pack_id, tier, str(error), is_damage=False) for pack in packs]
 
-    def judge(pack: PackRef) -> Unproven | None:
+    def check(pack: PackRef) -> Unproven | None:
         try:
             check_pack(repository, target, pack)
         except (FileNotFoundError, MissingChunkError):
@@ -349,17 +357,17 @@ def _unproven_in(
             return Unproven(pack.pack_id, tier, problem, is_damage=True)
         return None
 
-    return [unproven for unproven in map_concurrent(target, judge, packs) if unproven is not None]
+    return [unproven for unproven in map_concurrent(target, check, packs) if unproven is not None]
 
 
 def _manifests_gone(target: Backend, names: Collection[ManifestName]) -> set[ManifestName]:
-    """Return the checkpoints that were pushed there, as their claims say, and have no manifest there any more."""
+    """Return the checkpoints that were pushed to the tier, as its claims say, and have no manifest there now."""
     gone = set()
     for run in {name.run for name in names}:
         claims = map(paths.parse_claim_file, target.list_names(paths.claims_folder(run)))
         claimed = {claim.seq for claim in claims if claim is not None and claim.kind == "claim"}
         files = target.list_names(paths.manifests_folder(run))
-        there = {name.seq for file in files if (name := paths.parse_manifest_file(run, file)) is not None}
-        # One that was made here since, by a rewind or an undelete, has never been there.
-        gone |= {name for name in names if name.run == run and name.seq in claimed - there}
+        in_tier = {name.seq for file in files if (name := paths.parse_manifest_file(run, file)) is not None}
+        # A checkpoint made here later, by a rewind or an undelete, was never in the tier.
+        gone |= {name for name in names if name.run == run and name.seq in claimed - in_tier}
     return gone

@@ -1,10 +1,10 @@
-"""Places other than the store itself, by name: a bucket, or another folder. ``config.json`` says where each is.
+"""Tiers: other storage locations of a store, by name. Each is a bucket or a folder; ``config.json`` has its address.
 
 Invariants:
-- A tier that has a name is used only while it is seen to hold this store: an empty mount point, or another store in its
-  place, is an error, and never a tier without packs.
-- A manifest names a tier, and nothing that it says becomes a path or an address.
-- The name of a tier keeps its meaning while anything names it: it is never given another address here.
+- A tier is used only after a check that it contains this store. An empty mount point, or another store, is an error. It
+  is never taken for a tier without packs.
+- A manifest contains only the name of a tier. Nothing in it becomes a path or an address.
+- A tier's name keeps its address as long as anything refers to the name.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ DEFAULT_NAME = "remote"
 
 
 class Tiers:
-    """The tiers of a store; each is opened when it is first needed.
+    """The tiers of a store. Each is opened at first use.
 
     Args:
         backend: The store.
-        store_id: Its identity, which its tiers share.
-        clock: Where time comes from.
+        store_id: The store's id, which its tiers share.
+        clock: The time source.
     """
 
     def __init__(self, backend: Backend, store_id: bytes, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -49,13 +49,13 @@ class Tiers:
         self._clock = clock
         self._opened: dict[str, Backend] = {}
         self._places: dict[str, str] = {}
-        self._seen: set[str] = set()
+        self._checked: set[str] = set()
         self._lock = threading.Lock()
         self._cache: RangeCache | None = None
 
     @property
     def cache(self) -> RangeCache | None:
-        """What keeps ranges that were fetched from afar; None where the store itself is far away."""
+        """The cache of ranges that were read from tiers; None if the store itself is in a bucket."""
         if isinstance(self._backend, Distant):
             return None
         from ckstore.store.range_cache import RangeCache
@@ -66,11 +66,11 @@ class Tiers:
             return self._cache
 
     def addresses(self) -> dict[str, str]:
-        """Return where each tier is, by name."""
+        """Return the address of each tier, by name."""
         return dict(sorted(read_config(self._backend).tiers.items()))
 
     def address_of(self, tier: str) -> str:
-        """Return where a tier is that somebody has named.
+        """Return the address of a tier that a user has named.
 
         Raises:
             NotFoundError: There is no such tier.
@@ -80,7 +80,7 @@ class Tiers:
             raise NotFoundError(
                 f"no tier {tier!r} is configured",
                 where=self._backend.location_of(paths.CONFIG_FILE),
-                todo=f"tiers there are: {', '.join(tiers) or 'none'}",
+                todo=f"configured tiers: {', '.join(tiers) or 'none'}",
             )
         return tiers[tier]
 
@@ -107,37 +107,38 @@ class Tiers:
         raise NotFoundError("no tier is configured", where=self._backend.root, todo="name a bucket: s3://bucket/prefix")
 
     def name_at(self, place: str) -> str | None:
-        """Return the name of the tier at a place, as ``Backend.root`` says it; None where it has none."""
+        """Return the name of the tier at an address (as in ``Backend.root``); None if there is none."""
         return _name_of(place, read_config(self._backend).tiers, None)
 
     def open(self, tier: str) -> Backend:
-        """Return the backend of a tier that checkpoints are in; it was just seen to hold this store.
+        """Return the backend of a tier that contains packs, after checking that it contains this store.
 
         Raises:
-            UnreachableError: ``config.json`` does not say where it is, its address cannot be used, or this store is
-                not there.
+            UnreachableError: ``config.json`` does not have the tier, its address is unusable, or this store is not
+                there.
             BackendError: It does not answer.
-            MissingChunkError: It is the tier of what is lost.
+            MissingChunkError: It is the tier ``lost``.
         """
         if tier == LOST_TIER:
             raise MissingChunkError(
-                "a chunk is lost", todo="restore other tensors with only=, or another checkpoint; see `ckstore repair`"
+                "a chunk is lost",
+                todo="restore other tensors with only=, restore another checkpoint, or run `ckstore repair`",
             )
         with self._lock:
             backend = self._opened.get(tier)
             if backend is None:
                 backend = self._opened[tier] = self._backend_of(tier)
-        # A folder may be unmounted at any time; of a bucket it is asked once, and again where something is missing.
-        if not (isinstance(backend, Distant) and tier in self._seen):
+        # A folder may be unmounted at any time. A bucket is checked once, and again if something is missing.
+        if not (isinstance(backend, Distant) and tier in self._checked):
             self.require_present(tier, backend)
-            self._seen.add(tier)
+            self._checked.add(tier)
         return backend
 
     def require_present(self, tier: str, backend: Backend | None = None) -> None:
-        """Check that a tier holds this store now: only then is what is missing there missing.
+        """Check that a tier contains this store now. Only then do missing files mean that they are lost.
 
         Raises:
-            UnreachableError: Nothing is there, or another store.
+            UnreachableError: It is empty or contains another store.
             BackendError: It does not answer.
         """
         backend = backend or self.open(tier)
@@ -149,22 +150,22 @@ class Tiers:
             raise UnreachableError(
                 f"the tier {tier!r} is empty: its store.json is not there",
                 where=backend.root,
-                todo="mount its file system, or bring back what was there; then try again",
+                todo="mount its file system or restore its files, then try again",
             )
         if found != self._store_id:
             raise UnreachableError(
-                f"another store is where the tier {tier!r} was",
+                f"another store is at the address of the tier {tier!r}",
                 where=backend.root,
-                todo="see config.json, and links and mounts on the way there",
+                todo="check config.json, and the links and mounts along this path",
             )
 
     def _backend_of(self, tier: str) -> Backend:
         address = self.addresses().get(tier)
         if address is None:
             raise UnreachableError(
-                f"checkpoints are in the tier {tier!r}, and config.json does not say where that is",
+                f"checkpoints are in the tier {tier!r}, but config.json has no address for it",
                 where=self._backend.location_of(paths.CONFIG_FILE),
-                todo=f'write it there: "tiers": {{"{tier}": "s3://bucket/prefix"}}, with "xxh3": null',
+                todo=f'add it to config.json: "tiers": {{"{tier}": "s3://bucket/prefix"}}, with "xxh3": null',
             )
         self._places[tier] = address
         try:
@@ -173,53 +174,53 @@ class Tiers:
             raise _unreachable(tier, error) from error
 
     def new_place(self, address: str, *, name: str | None = None) -> Backend | None:
-        """Return the backend of an address that has no name yet, to be tried before it gets one; None where it has one.
+        """Return the backend of an address that has no name yet, to test it before it gets one; None if it has a name.
 
         Raises:
-            UsageError: As by ``name_for``.
+            UsageError: As ``name_for``.
         """
-        place, tiers = _checked(address), read_config(self._backend).tiers
-        if _name_of(place, tiers, _checked_name(name)) is not None:
+        place, tiers = _valid_address(address), read_config(self._backend).tiers
+        if _name_of(place, tiers, _valid_name(name)) is not None:
             return None
         _require_free(name, tiers)
         return backend_for(place)
 
     def name_for(self, address: str, *, name: str | None = None) -> str:
-        """Return the name of the tier at an address, and give it one, durably, where it has none.
+        """Return the name of the tier at an address. A new address gets a name, durably.
 
         Args:
-            address: A bucket's address, or an absolute path.
-            name: What it shall be called; otherwise ``remote``, with a number where that is taken.
+            address: The address of a bucket, or an absolute path.
+            name: The wanted name. None: ``remote``, with a number if that is taken.
 
         Raises:
-            UsageError: The name means another place, or the address none.
+            UsageError: The name belongs to another address, or the address is invalid.
         """
-        place, name = _checked(address), _checked_name(name)
+        place, name = _valid_address(address), _valid_name(name)
 
-        def with_it(config: ConfigRecord) -> ConfigRecord:
+        def with_tier(config: ConfigRecord) -> ConfigRecord:
             if _name_of(place, config.tiers, name) is not None:
                 return config
             _require_free(name, config.tiers)
             free = name or _free_name(config.tiers)
             return _with_tiers(config, {**config.tiers, free: place})
 
-        found = _name_of(place, change_config(self._backend, with_it).tiers, name)
-        assert found is not None, "it was just given"
+        found = _name_of(place, change_config(self._backend, with_tier).tiers, name)
+        assert found is not None, "the change above has added it"
         with self._lock:
             if self._places.get(found, place) != place:
-                # It was forgotten since it was opened here, and means another place now.
+                # The name was removed and given to another address since this handle opened it.
                 self._opened.pop(found, None)
         return found
 
     def forget(self, tier: str) -> None:
-        """Let a tier have no place any more, durably; ``tier_forget`` sees to it first that nothing names it."""
+        """Remove a tier from ``config.json``, durably. The caller has checked that nothing refers to it."""
         change_config(
             self._backend,
             lambda config: _with_tiers(config, {name: at for name, at in config.tiers.items() if name != tier}),
         )
 
     def packs_gone(self, packs: Iterable[PackRef]) -> set[PackId]:
-        """Return those of these packs that do not lie in their tiers with their sizes; local ones are passed over."""
+        """Return those of these packs that are not in their tiers with their sizes. Local ones are skipped."""
         by_tier: dict[str, dict[PackId, int]] = {}
         for pack in packs:
             if pack.tier not in (LOCAL_TIER, LOST_TIER):
@@ -233,27 +234,27 @@ class Tiers:
         return gone
 
     def packs_pending_deletion(self, packs: Iterable[PackRef]) -> set[PackId]:
-        """Return those of these packs that a collector in their tier may be about to remove.
+        """Return those of these packs that a collector in their tier may be about to delete.
 
-        To be asked after what names them was published, and before ``packs_gone``.
+        Call it after publishing the manifest that names them, and before ``packs_gone``.
         """
-        doomed: set[PackId] = set()
+        pending: set[PackId] = set()
         by_tier: dict[str, set[PackId]] = {}
         for pack in packs:
             if pack.tier not in (LOCAL_TIER, LOST_TIER):
                 by_tier.setdefault(pack.tier, set()).add(pack.pack_id)
         for tier, wanted in by_tier.items():
-            doomed |= packs_pending_deletion(self.open(tier), wanted, self._clock)
-        return doomed
+            pending |= packs_pending_deletion(self.open(tier), wanted, self._clock)
+        return pending
 
     def forget_ranges(self, packs: Iterable[PackRef]) -> None:
-        """Forget what is kept here of packs of other tiers: it was wrong, or they are."""
+        """Remove cached ranges of these packs, because the cache or the tier had wrong bytes."""
         elsewhere = [pack.pack_id for pack in packs if pack.tier not in (LOCAL_TIER, LOST_TIER)]
         if elsewhere and self.cache is not None:
             self.cache.forget_packs(elsewhere)
 
     def close(self) -> None:
-        """Let go of all tiers; a later use opens them again."""
+        """Close all tiers. A later use opens them again."""
         with self._lock:
             opened, self._opened = self._opened, {}
         for backend in opened.values():
@@ -261,7 +262,7 @@ class Tiers:
 
 
 def packs_gone(backend: Backend, packs: Mapping[PackId, int]) -> set[PackId]:
-    """Return those of these packs (id to size) that are not in place with that size; far away, many are looked at."""
+    """Return those of these packs (id to size) that are not in place with that size."""
 
     def is_gone(pack_id: PackId) -> bool:
         info = backend.stat(paths.pack_name(pack_id))
@@ -280,7 +281,7 @@ def _unreachable(tier: str, error: CkstoreError) -> UnreachableError:
 
 
 def _name_of(place: str, tiers: Mapping[str, str], name: str | None) -> str | None:
-    found = sorted(tier for tier, address in tiers.items() if _spelled(address) == place)
+    found = sorted(tier for tier, address in tiers.items() if _normalized(address) == place)
     if name is not None:
         return name if name in found else None
     return found[0] if found else None
@@ -291,18 +292,18 @@ def _with_tiers(config: ConfigRecord, tiers: dict[str, str]) -> ConfigRecord:
     return ConfigRecord(**{**kept, "tiers": tiers})
 
 
-def _checked_name(name: str | None) -> str | None:
+def _valid_name(name: str | None) -> str | None:
     if name is not None and check_name(name, "tier") in (LOCAL_TIER, LOST_TIER):
-        raise UsageError("this name of a tier has a meaning already", where=repr(name), todo="choose another name")
+        raise UsageError("this tier name is reserved", where=repr(name), todo="choose another name")
     return name
 
 
 def _require_free(name: str | None, tiers: Mapping[str, str]) -> None:
     if name is not None and name in tiers:
         raise UsageError(
-            f"the tier {name!r} is another place already",
+            f"the tier {name!r} already has another address",
             where=tiers[name],
-            todo="choose another name; checkpoints may lie there",
+            todo="choose another name; checkpoints may be stored at the old address",
         )
 
 
@@ -313,26 +314,28 @@ def _free_name(tiers: Mapping[str, str]) -> str:
     return name
 
 
-def _checked(address: str) -> str:
+def _valid_address(address: str) -> str:
     if is_bucket_address(address):
         return check_address(address)
     path = Path(address.removeprefix("file://"))
     if "://" in address.removeprefix("file://") or not path.is_absolute():
         raise UsageError(
-            "a tier is a bucket or an absolute path", where=repr(address)[:200], todo="name s3://bucket/prefix (gs, az)"
+            "a tier is a bucket or an absolute path",
+            where=repr(address)[:200],
+            todo="use s3://bucket/prefix (gs, az) or /path",
         )
     try:
         str(path).encode()
     except UnicodeEncodeError:
         raise UsageError(
-            "the path of a tier must be UTF-8: it is written into config.json", where=ascii(address)[:200]
+            "the path of a tier must be UTF-8, because it is written into config.json", where=ascii(address)[:200]
         ) from None
     return str(path)
 
 
-def _spelled(address: str) -> str:
+def _normalized(address: str) -> str:
     try:
-        return _checked(address)
+        return _valid_address(address)
     except CkstoreError:
-        # What a person has written there by hand means itself.
+        # An invalid address that was written by hand is compared as it is.
         return address

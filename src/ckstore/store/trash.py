@@ -1,8 +1,10 @@
-"""Moved away but recoverable: packs and manifests that gc or a drop has put into the trash.
+"""The trash: packs and manifests that gc or a drop has removed, and that can still be brought back.
 
 Invariants:
-- A folder in the trash has a name that nobody ever had before, so that whoever unlinks in it unlinks what it has seen.
-- Bringing back is a rename to a name that must be free: between it and an unlink, the file system decides.
+- A trash folder's name was never used before. So a collector that deletes a file in it deletes the file that it has
+  listed.
+- A file is brought back by renaming it to a name that must be free. If another process deletes it, the file system
+  decides which of the two wins.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from ckstore.store.small_files import make_durable_folder
 
 _log = logging.getLogger("ckstore")
 
-_LOOKS = 2
-"""Each further one would be fooled only by one more move there and one more back, between two names."""
+_ROUNDS = 2
+"""Rounds of checks. A pack can escape n rounds only if it is moved there and back n times in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,13 @@ class TrashedManifest:
 
 @dataclass(frozen=True, slots=True)
 class TrashFolder:
-    """One folder of the trash, as one collection or drop has made it.
+    """One folder of the trash, made by one collection or drop.
 
     Attributes:
         gc_id: Its name.
-        made_ns: When it was made; None where the backend does not say.
-        packs: Packs in it.
-        manifests: Manifests in it.
+        made_ns: When it was made; None if the backend does not tell.
+        packs: Its packs.
+        manifests: Its manifests.
     """
 
     gc_id: str
@@ -62,16 +64,16 @@ class TrashFolder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files in it."""
+        """Bytes of all its files."""
         return sum(pack.nbytes for pack in self.packs) + sum(manifest.nbytes for manifest in self.manifests)
 
     def age_ns(self, now_ns: int) -> int | None:
-        """Return how long ago it was made; None where that is not known, negative where it lies in the future."""
+        """Return its age; None if unknown, negative if it was made in the future."""
         return None if self.made_ns is None else now_ns - self.made_ns
 
 
 class Trash:
-    """The trash folders of a store; each gc run and each drop has a fresh one."""
+    """The trash of a store. Each collection and each drop makes a new folder."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -81,24 +83,24 @@ class Trash:
         return [name for name in self._backend.list_names(layout.TRASH_FOLDER) if layout.is_token(name)]
 
     def contents(self) -> list[TrashFolder]:
-        """Return all trash folders with what lies in them, those without a file too, the oldest first."""
+        """Return all trash folders and their files, the oldest first. Empty folders are included."""
         if isinstance(self._backend, Distant):
-            found = self._far_contents(layout.TRASH_FOLDER)
+            found = self._bucket_contents(layout.TRASH_FOLDER)
         else:
             found = [self.read_folder(gc_id) for gc_id in self.folders()]
         return sorted(found, key=lambda folder: (folder.made_ns or 0, folder.gc_id))
 
     def read_folder(self, gc_id: str) -> TrashFolder:
-        """Return what lies in one folder; nothing where there is none."""
+        """Return the files of one folder; none if it does not exist."""
         if isinstance(self._backend, Distant):
-            return next(iter(self._far_contents(layout.trash_folder(gc_id))), TrashFolder(gc_id, None, (), ()))
+            return next(iter(self._bucket_contents(layout.trash_folder(gc_id))), TrashFolder(gc_id, None, (), ()))
         info = self._backend.stat(layout.trash_folder(gc_id))
         made_ns = info.modified_ns or None if info is not None else None
         return TrashFolder(gc_id, made_ns, tuple(self._packs_in(gc_id)), tuple(self._manifests_in(gc_id)))
 
-    def _far_contents(self, folder: str) -> list[TrashFolder]:
-        """Return what lies below a folder of a bucket; as old as the youngest file: there are no folders there."""
-        assert isinstance(self._backend, Distant), "else a folder has a time of its own"
+    def _bucket_contents(self, folder: str) -> list[TrashFolder]:
+        """Return the trash folders below a folder of a bucket. A folder is as old as its youngest file."""
+        assert isinstance(self._backend, Distant), "a local folder has its own modification time"
         files: dict[str, list[tuple[list[str], str, FileInfo]]] = {}
         for path, info in self._backend.list_deep(folder):
             _, gc_id, *rest = path.split("/")
@@ -134,16 +136,16 @@ class Trash:
                 if name is not None and info is not None:
                     yield TrashedManifest(name, f"{above}/{run}/{file}", info.nbytes)
 
-    # Moving there and back
+    # Moving to the trash and back
 
     def new_packs_folder(self) -> str:
-        """Make a fresh folder for packs, durably; return its id."""
+        """Make a new folder for packs, durably; return its id."""
         gc_id = new_token()
         make_durable_folder(self._backend, layout.trash_packs_folder(gc_id))
         return gc_id
 
     def move_packs(self, pack_ids: list[PackId], gc_id: str) -> list[PackId]:
-        """Move packs to a folder of the trash, durably; return those that were there to be moved."""
+        """Move packs to a trash folder, durably; return those that were still in place."""
         folder, moved = layout.trash_packs_folder(gc_id), []
         for pack_id in pack_ids:
             with contextlib.suppress(FileNotFoundError):
@@ -156,41 +158,41 @@ class Trash:
         return moved
 
     def find_pack(self, pack_id: PackId) -> Iterator[str]:
-        """Yield the names under which a pack is in the trash.
+        """Yield the paths of a pack in the trash.
 
         Raises:
-            BackendError: A folder of the trash may not be read by this user, so that the pack may be in it; the others
+            BackendError: This user may not read a folder of the trash, which may contain the pack. All other folders
                 were searched before.
         """
         refused: BackendError | None = None
         for gc_id in self.folders():
             name = f"{layout.trash_packs_folder(gc_id)}/{layout.pack_file(pack_id)}"
             try:
-                is_there = self._backend.stat(name) is not None
+                exists = self._backend.stat(name) is not None
             except BackendError as error:
                 if not is_refused(error):
                     raise
                 refused = error
                 continue
-            if is_there:
+            if exists:
                 yield name
         if refused is not None:
             raise refused
 
     def paths_of(self, pack_id: PackId) -> Iterator[str]:
-        """Yield where a pack may lie, to whoever takes the first name that holds it: in place, in the trash, and again.
+        """Yield the paths where a pack may be, in the order to try them. The caller stops at the first that exists.
 
-        Collectors move packs to the trash, writers and collectors bring them back: one that is moved between two looks
-        shows in neither. It counts as gone only when both places were looked at twice, and its own once more. In a
-        bucket nothing is moved there, and each look is a request.
+        gc moves packs to the trash, and writers and collectors move them back. A pack that moves between two checks is
+        found by neither. So it counts as missing only after its place and the trash were checked twice, and its place
+        once more. Nothing is moved in a bucket, and each check costs a request, so there the paths are tried once.
         """
-        for _ in range(1 if isinstance(self._backend, Distant) else _LOOKS):
+        for _ in range(1 if isinstance(self._backend, Distant) else _ROUNDS):
             yield layout.pack_name(pack_id)
             yield from self.find_pack(pack_id)
         yield layout.pack_name(pack_id)
 
     def rescue_pack(self, pack_id: PackId) -> bool:
-        """Rename a pack back into its place, durably; return whether one was found."""
+        """Move a pack from the trash back into place, durably; return whether the trash had it."""
         has_found = False
         try:
             for name in self.find_pack(pack_id):
@@ -200,46 +202,46 @@ class Trash:
         except BackendError as error:
             if not is_refused(error):
                 raise
-            # Whoever asks sees that the pack is not in its place, and does without it.
-            _log.warning("pack %s is not brought back: %s", pack_id.hex(), error)
+            # The caller sees that the pack is missing and continues without it.
+            _log.warning("could not bring pack %s back from the trash: %s", pack_id.hex(), error)
         return has_found
 
     def put_back(self, path: str, target: str) -> bool:
-        """Rename a file of the trash back into its place, durably; return whether it lies there now by this call."""
+        """Move a file of the trash back to ``target``, durably; return whether this call did it."""
         is_back = False
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             self._backend.rename_new(path, target)
             is_back = True
         self._backend.sync_folder(target.rsplit("/", 1)[0])
-        # Whoever empties the trash may have removed the folder that is empty now.
+        # A collector may have removed the source folder, which is empty now.
         with contextlib.suppress(FileNotFoundError):
             self._backend.sync_folder(path.rsplit("/", 1)[0])
         return is_back
 
-    # Emptying
+    # Deleting
 
     def unlink(self, path: str) -> bool:
-        """Unlink a file by its path in the trash; return whether it was still there."""
+        """Delete a file of the trash; return whether it still existed."""
         with contextlib.suppress(FileNotFoundError):
             self._backend.unlink(path)
             return True
         return False
 
     def sync(self, paths: list[str]) -> None:
-        """Make it durable that these files are gone."""
+        """Make the deletion of these files durable."""
         for folder in sorted({path.rsplit("/", 1)[0] for path in paths}):
             with contextlib.suppress(FileNotFoundError):
                 self._backend.sync_folder(folder)
 
     def remove_if_empty(self, gc_id: str) -> bool:
-        """Remove a folder in which no file is left; return whether it is gone."""
+        """Remove a folder without files; return whether it is gone."""
         top = layout.trash_folder(gc_id)
         manifests = f"{top}/manifests"
         runs = [f"{manifests}/{run}" for run in self._backend.list_names(manifests)]
         for folder in (*runs, manifests, layout.trash_packs_folder(gc_id), top):
             if self._backend.list_names(folder):
                 return False
-            # Another collector may have removed it, or a file of someone else lie in it since.
+            # Another collector may have removed it, or it may contain a foreign file.
             with contextlib.suppress(FileNotFoundError, BackendError):
                 self._backend.remove_folder(folder)
         self._backend.sync_folder(layout.TRASH_FOLDER)

@@ -183,7 +183,7 @@ def test_rewriting_that_meets_another_collector_leaves_everything_as_it_was(wast
     assert report.done.repacked.manifests == 0
     assert len(report.done.repacked.troubles) == 2
     assert_is_whole(wasteful, 2, 3)
-    pending_deletes._AT_WORK.clear()
+    pending_deletes._LISTS_IN_USE.clear()
     backend_for(address).unlink(listed[0])
     monkeypatch.undo()
     assert wasteful.gc(now=True, min_age=0).done.repacked.manifests == 2
@@ -319,7 +319,7 @@ def test_commit_writes_anew_what_a_collector_is_about_to_remove(address, quiet_l
         path = pending_deletes._write_list(backend_for(address), repository_of(store).clock, packs)
         store.commit(state_of(1) | {"step": 2}, 2)
         assert packs.keys().isdisjoint(bytes.fromhex(pack.pack_id) for pack in store.contents(2).packs)
-        pending_deletes._AT_WORK.discard(path)
+        pending_deletes._LISTS_IN_USE.discard(path)
         with pytest.raises(ConflictError):
             store.rewind(1)
         backend_for(address).unlink(path)

@@ -164,7 +164,7 @@ def test_manifests_that_never_stay_are_an_error_and_no_empty_look(address, monke
     monkeypatch.setattr(Bucket, "list_folder", lambda self, name: [*folder(self, name), ghost])
     info = ObjectInfo(1, 1, "", "")
     monkeypatch.setattr(Bucket, "list_deep", lambda self, name: [*deep(self, name), (f"manifests/main/{ghost}", info)])
-    with pytest.raises(CorruptError, match="of run 'main' vanish again and again"):
+    with pytest.raises(CorruptError, match="of run 'main' keep vanishing"):
         marker.mark()
 
 

@@ -238,7 +238,7 @@ def test_clock_that_jumped_does_not_make_a_list_old(listed, place, quiet_log):
 def test_list_that_this_process_has_left_behind_blocks_nobody(listed, place, monkeypatch):
     store, there, pack_ids = listed
     path = put_list(there, pack_ids)
-    pending_deletes._AT_WORK.discard(path)
+    pending_deletes._LISTS_IN_USE.discard(path)
     at_once(monkeypatch)
     store.push(place, keep_local=0)
 

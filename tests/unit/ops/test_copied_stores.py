@@ -120,7 +120,7 @@ def test_store_that_was_set_back_removes_nothing_that_it_had_pushed_since(folder
             store.commit(state_of(step + 10), step)
         drop_all_but_the_newest(store)
         for call in (lambda: store.gc_tier(min_age=0), lambda: store.push(keep_local=0)):
-            with pytest.raises(ConflictError, match="set back to a state older"):
+            with pytest.raises(ConflictError, match="reset to an older state"):
                 call()
         store.adopt(is_original=True)
         store.commit(state_of(20), 20)

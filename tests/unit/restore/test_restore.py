@@ -225,7 +225,7 @@ def damage_manifest(store, backend, seq):
 def test_torn_newest_is_passed_over_with_a_warning_that_names_it(run, backend, warned):
     truncate(backend, manifest_name(run, 2), 300)
     assert difference(run.restore(), state_of(1)) is None
-    assert "seq 2 (step 30) was passed over" in warned.text
+    assert "seq 2 (step 30) was skipped" in warned.text
     assert run.restored.step == 20
     assert any("seq 2" in warning for warning in run.restored.warnings)
     assert run.latest().step == 20
@@ -235,7 +235,7 @@ def test_missing_pack_of_the_newest_is_passed_over_with_a_warning(run, backend, 
     name = pack_of(run, 2)
     backend.unlink(name)
     assert difference(run.restore(), state_of(1)) is None
-    assert "passed over" in warned.text
+    assert "was skipped" in warned.text
     assert name in warned.text
 
 
@@ -243,7 +243,7 @@ def test_pack_of_another_size_counts_as_missing(run, backend, warned):
     with edited(backend, pack_of(run, 2)) as content:
         content.extend(bytes(4096))
     assert difference(run.restore(), state_of(1)) is None
-    assert "passed over" in warned.text
+    assert "was skipped" in warned.text
 
 
 def test_named_restore_never_falls_back(run, backend):

@@ -57,13 +57,13 @@ def test_id_prefix_means_the_checkpoint_whose_id_begins_so(run):
 @pytest.mark.parametrize(
     ("reference", "says"),
     [
-        (25, "near it: 10, 20, 30"),
+        (25, "nearest steps: 10, 20, 30"),
         (-1, "no checkpoint of step -1"),
         ("25", "no checkpoint of step 25"),
         ("seq:9", "no checkpoint with seq 9"),
         ("bad", "no tag 'bad'"),
         ("id:0123456789abcdef", "id begins with 0123456789abcdef"),
-        ("best:speed", "metrics there are: acc, loss"),
+        ("best:speed", "recorded metrics: acc, loss"),
     ],
 )
 def test_reference_that_means_nothing_says_what_there_is(run, reference, says):
@@ -122,14 +122,14 @@ def test_best_passes_over_nan_and_what_has_no_metric(store):
 
 def test_best_of_nan_alone_is_not_found(store):
     store.commit({"n": 1}, 1, metrics={"loss": math.nan})
-    with pytest.raises(NotFoundError, match="has only NaN") as caught:
+    with pytest.raises(NotFoundError, match="is NaN in every checkpoint") as caught:
         store.info("best:loss")
-    assert "metrics there are" not in str(caught.value).lower()
+    assert "recorded metrics" not in str(caught.value).lower()
 
 
 def test_best_without_any_metric_says_how_to_record_one(store):
     store.commit({"n": 1}, 1)
-    with pytest.raises(NotFoundError, match="give metrics= to commit"):
+    with pytest.raises(NotFoundError, match="pass metrics= to commit"):
         store.info("best:loss")
 
 

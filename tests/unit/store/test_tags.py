@@ -251,7 +251,7 @@ def test_tag_that_comes_between_intent_and_drop_stops_the_drop(store, monkeypatc
         return declared(self, number, purpose)
 
     monkeypatch.setattr(tags_module.Tags, "declare", declare_and_be_tagged)
-    with pytest.raises(ConflictError, match="carries the tag 'kept'"):
+    with pytest.raises(ConflictError, match="has the tag 'kept'"):
         store.delete(f"seq:{seq}")
     assert store.steps() == [1]
     assert repository_of(store).tags.intents_on(seq) == []

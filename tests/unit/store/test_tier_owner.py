@@ -81,7 +81,7 @@ def test_a_store_that_was_set_back_is_found_after_failures_too(repository, tier)
     fail(repository, tier, 2 * TURNS_MAX, "before")
     repository.backend.unlink("home.json")
     repository.backend.create("home.json", before, sync=True)
-    with pytest.raises(ConflictError, match="set back to a state older"):
+    with pytest.raises(ConflictError, match="reset to an older state"):
         begin_turn(repository, TIER, tier)
 
 
@@ -99,7 +99,7 @@ def test_a_remounted_store_is_told_why_its_tier_is_closed_and_how_to_open_it(
     remount(repository, monkeypatch, 1234567)
     begin_turn(repository, TIER, tier)
     remount(repository, monkeypatch, inode)
-    with pytest.raises(ConflictError, match="remounted or moved") as caught:
+    with pytest.raises(ConflictError, match="moved or remounted") as caught:
         check(repository, TIER, tier)
     assert f"inode 1234567 before, inode {inode} now" in str(caught.value)
     assert "`ckstore adopt --as-original` if this folder is the original" in str(caught.value)
@@ -109,7 +109,7 @@ def test_a_store_is_told_so_where_inodes_are_no_longer_known(repository, tier, m
     remount(repository, monkeypatch, 5)
     begin_turn(repository, TIER, tier)
     remount(repository, monkeypatch, 0)
-    with pytest.raises(ConflictError, match="remounted or moved") as caught:
+    with pytest.raises(ConflictError, match="moved or remounted") as caught:
         begin_turn(repository, TIER, tier)
     assert f"inode 5 before, {repository.backend.root} now" in str(caught.value)
 
