@@ -131,7 +131,7 @@ def test_stopped_saver_is_waited_for_and_reported(desk, caplog, monkeypatch):
     waiter = threading.Thread(target=desk.saver.wait, args=(handed.free, SECONDS_MAX, "publish step 1"), daemon=True)
     with caplog.at_level(logging.WARNING, "ckstore"):
         waiter.start()
-        until(lambda: "to publish step 1; it is stopped" in caplog.text, "the word of it")
+        until(lambda: "to publish step 1; the process is stopped" in caplog.text, "the word of it")
     assert "still waiting for the saver" in caplog.text
     assert not handed.ended.is_set()
     assert desk.saver.is_alive
