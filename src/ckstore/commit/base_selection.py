@@ -82,7 +82,7 @@ class LossyCandidates(Protocol):
         plan: CommitPlan,
         paths: Mapping[int, Path],
         masters: Mapping[int, int],
-        known: ChunkIndex,
+        chunk_index: ChunkIndex,
         bases: BaseCache,
         limits: Limits,
         *,
@@ -94,7 +94,7 @@ class LossyCandidates(Protocol):
             plan: How the state is cut into chunks.
             paths: The path of the first tensor of each storage.
             masters: Chunks that may be roundings, each with the chunk that it may be a rounding of.
-            known: Where chunks are stored.
+            chunk_index: Where chunks are stored.
             bases: The chunks of the previous checkpoint.
             limits: Bounds of the store.
             read_amplification_max: Bound on what a restore reads, in keyframes.
@@ -158,13 +158,13 @@ class UnitSampler:
         plan: CommitPlan,
         storages: Sequence[ByteSource],
         paths: dict[int, Path],
-        known: ChunkIndex,
+        chunk_index: ChunkIndex,
         bases: BaseCache,
     ) -> None:
         self._plan = plan
         self._storages = storages
         self._paths = paths
-        self._known = known
+        self._chunk_index = chunk_index
         self._bases = bases
         self._sample = memoryview(bytearray(chunk_codec.SAMPLE_NBYTES))
 
@@ -178,7 +178,7 @@ class UnitSampler:
                 continue
             previous[index] = chunk_id
             for kind in BASE_KINDS:
-                frame = base_frame(self._known, self._bases, chunk_id, kind)
+                frame = base_frame(self._chunk_index, self._bases, chunk_id, kind)
                 if frame is not None:
                     frames[kind][index] = frame
         samples = {index: self._take(self._plan.chunks[index]) for index in sampled_of(unit)}
@@ -402,7 +402,7 @@ class BaseSelection:
 def select_bases(
     captured: Captured,
     plan: CommitPlan,
-    known: ChunkIndex,
+    chunk_index: ChunkIndex,
     bases: BaseCache,
     policy: Policy,
     limits: Limits,
@@ -413,7 +413,7 @@ def select_bases(
     Args:
         captured: The state.
         plan: How it is cut into chunks.
-        known: Where chunks are stored.
+        chunk_index: Where chunks are stored.
         bases: The chunks of the previous checkpoint.
         policy: How to store the state.
         limits: Bounds of the store.
@@ -424,14 +424,14 @@ def select_bases(
     lossy: LossyChunks | None = None
     if candidates is not None:
         amplification = policy.read_amplification_max
-        lossy = candidates.plan(plan, paths, masters, known, bases, limits, read_amplification_max=amplification)
+        lossy = candidates.plan(plan, paths, masters, chunk_index, bases, limits, read_amplification_max=amplification)
         masters = {chunk: master for chunk, master in masters.items() if chunk not in lossy.unpaired}
     quantized = frozenset() if lossy is None else lossy.chunks
     if policy.compression == "none" or not policy.delta:
         reason = "keyframe: the policy codes nothing" if policy.compression == "none" else "keyframe: no differences"
         decision = Decision((), reason)
         return BaseSelection(_plans_for(plan, [], decision, masters, is_held=frozenset()), decision, lossy=lossy)
-    sampler = UnitSampler(plan, captured.storages, paths, known, bases)
+    sampler = UnitSampler(plan, captured.storages, paths, chunk_index, bases)
     sampled = [
         sampler.sample(unit)
         for unit in units_of(plan)

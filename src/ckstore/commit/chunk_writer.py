@@ -77,7 +77,7 @@ class WriteResult:
 class PendingFrame:
     """A frame that this commit writes: its reserved space in a pack, and the frame of its base."""
 
-    place: FrameSlot
+    slot: FrameSlot
     chunk_id: ChunkId
     base: LocatedFrame | PendingFrame | None
     is_rounding: bool
@@ -137,12 +137,12 @@ def located(frame: PendingFrame, refs: dict[PackId, PackRef], done: dict[ChunkId
     ref = FrameRef(
         frame.chunk_id,
         pack=0,
-        offset=frame.place.offset,
-        stored_nbytes=frame.place.stored_nbytes,
+        offset=frame.slot.offset,
+        stored_nbytes=frame.slot.stored_nbytes,
         base=-1,
         depth=0 if base is None else base.frame.depth + 1,
     )
-    found = done[frame.chunk_id] = LocatedFrame(ref, refs[frame.place.pack.pack_id], base)
+    found = done[frame.chunk_id] = LocatedFrame(ref, refs[frame.slot.pack.pack_id], base)
     return found
 
 
@@ -178,7 +178,7 @@ class ChunkWriter:
     thread_limit: ThreadLimit = field(default_factory=ThreadLimit, kw_only=True)
     blocks: WriteBlocks = field(default_factory=WriteBlocks, kw_only=True)
     _results: list[LocatedFrame | PendingFrame | None] = field(init=False)
-    _placed: dict[ChunkId, PendingFrame] = field(init=False, default_factory=dict)
+    _pending: dict[ChunkId, PendingFrame] = field(init=False, default_factory=dict)
     _workers: list[CodingThread | None] = field(init=False)
     _thread_count: int = field(init=False)
     _waiting_count: int = field(init=False)
@@ -255,16 +255,18 @@ class ChunkWriter:
             is_new.append(isinstance(result, PendingFrame))
             is_rounding.append(isinstance(result, PendingFrame) and result.is_rounding)
         # Frames without a reference stay in the pack but are not counted: those of tensors that could not be quantized.
-        placed = [frame for chunk_id, frame in self._placed.items() if chunk_id in new]
+        new_frames = [frame for chunk_id, frame in self._pending.items() if chunk_id in new]
         return WriteResult(
             frames=frames,
             is_new=is_new,
             is_rounding=is_rounding,
-            chunks_new=len(placed),
-            chunks_delta=sum(frame.base is not None and not (frame.is_rounding or frame.is_lossy) for frame in placed),
-            chunks_derived=sum(frame.is_rounding for frame in placed),
-            chunks_lossy=sum(frame.is_lossy for frame in placed),
-            payload_nbytes=sum(frame.place.stored_nbytes for frame in placed),
+            chunks_new=len(new_frames),
+            chunks_delta=sum(
+                frame.base is not None and not (frame.is_rounding or frame.is_lossy) for frame in new_frames
+            ),
+            chunks_derived=sum(frame.is_rounding for frame in new_frames),
+            chunks_lossy=sum(frame.is_lossy for frame in new_frames),
+            payload_nbytes=sum(frame.slot.stored_nbytes for frame in new_frames),
             nbytes_written=sum(ref.nbytes for ref in refs.values()),
             pack_names=self._packer.pack_names,
             warnings=self._warnings,
@@ -284,16 +286,16 @@ class ChunkWriter:
         if checksum is not None:
             self.bases.keep_checksum(chunk_id, checksum)
         self._hold(chunk, choice, chunk_id, plain, checksum)
-        known = self.repository.chunk_index.find(chunk_id)
-        is_of_old_master = known is not None and self._is_rounding_of_old_master(known, choice)
-        if (known is not None and not is_of_old_master) or chunk_id in self._placed:
+        existing = self.repository.chunk_index.find(chunk_id)
+        is_of_old_master = existing is not None and self._is_rounding_of_old_master(existing, choice)
+        if (existing is not None and not is_of_old_master) or chunk_id in self._pending:
             with turn:
-                self._results[index] = self._placed.get(chunk_id) or known
+                self._results[index] = self._pending.get(chunk_id) or existing
             return
         coded = self._encode(plain, chunk, choice, thread)
         if is_of_old_master and not coded.is_rounding:
             with turn:
-                self._results[index] = known
+                self._results[index] = existing
             return
         coded.plain_checksum = checksum
         with turn:
@@ -324,25 +326,25 @@ class ChunkWriter:
     def _reserve_frame(self, index: int, chunk_id: ChunkId, coded: EncodedChunk) -> tuple[PendingFrame, bool]:
         """Reserve space for the chunk whose turn it is. Also return True if it is the first chunk with these bytes."""
         # An earlier chunk with the same bytes may have got its space while this one was encoded.
-        frame = self._placed.get(chunk_id)
+        frame = self._pending.get(chunk_id)
         is_first = frame is None
         if frame is None:
-            place = self._packer.reserve(coded.encoded.nbytes)
-            frame = PendingFrame(place, chunk_id, coded.base, coded.is_rounding, coded.is_lossy)
-            self._placed[chunk_id] = frame
+            slot = self._packer.reserve(coded.encoded.nbytes)
+            frame = PendingFrame(slot, chunk_id, coded.base, coded.is_rounding, coded.is_lossy)
+            self._pending[chunk_id] = frame
         self._results[index] = frame
         return frame, is_first
 
-    def _is_rounding_of_old_master(self, known: LocatedFrame, choice: StoragePlan) -> bool:
-        """Return True if the known frame rounds an fp32 master that this state no longer contains.
+    def _is_rounding_of_old_master(self, existing: LocatedFrame, choice: StoragePlan) -> bool:
+        """Return True if the existing frame rounds an fp32 master that this state no longer contains.
 
         Reusing it would keep the old master's frame alive and make every restore read it. Storing the chunk as a
         rounding of the new master costs one byte.
         """
         master = None if choice.master is None else self._results[choice.master]
-        if master is None or known.base is None:
+        if master is None or existing.base is None:
             return False
-        return known.frame.stored_nbytes == ROUNDING_NBYTES and known.base.frame.chunk_id != frame_id(master)
+        return existing.frame.stored_nbytes == ROUNDING_NBYTES and existing.base.frame.chunk_id != frame_id(master)
 
     def _private(self, chunk: ChunkPlan, choice: StoragePlan, worker: ChunkWorker) -> memoryview | None:
         """Return the memory that a chunk is copied to before it is hashed; None to hash the state's own memory.
@@ -425,17 +427,17 @@ class ChunkWriter:
 
         # A plain payload needs no decoding: it is hashed again while it is copied. If nothing can have changed the
         # source since it was hashed, comparing the checksum finds errors of copying and coding in a sixth of the time.
-        wanted = coded.plain_checksum
-        hasher = None if encoded.steps or wanted is not None else new_hasher()
+        checksum = coded.plain_checksum
+        hasher = None if encoded.steps or checksum is not None else new_hasher()
 
         def check(payload: Sequence[memoryview]) -> None:
             if hasher is not None:
                 require_identity(hasher.digest(), frame.chunk_id)
             elif encoded.steps and self.policy.verify_encoded:
                 decoded = worker.decode_payload(payload, encoded, chunk, coded.base_plain)
-                if wanted is None or xxh3_64(decoded) != wanted:
+                if checksum is None or xxh3_64(decoded) != checksum:
                     require_identity(chunk_id_of(decoded), frame.chunk_id)
 
         watch = None if hasher is None else hasher.update
-        known = None if encoded.steps else wanted
-        self._packer.fill(frame.place, header, encoded.parts, check, watch=watch, checksum=known)
+        plain_checksum = None if encoded.steps else checksum
+        self._packer.fill(frame.slot, header, encoded.parts, check, watch=watch, checksum=plain_checksum)

@@ -120,24 +120,24 @@ class BaseCache:
         self._decision_at = {paths[index]: choice for index, choice in enumerate(storages) if index in paths}
         self._lossy_depth_at = {paths[loss.storage]: loss.hops for loss in manifest.losses if loss.storage in paths}
         self._roots = dict(_roots(manifest))
-        wanted = {chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values())
-        self._samples = {chunk_id: sample for chunk_id, sample in self._samples.items() if chunk_id in wanted}
-        self._keep_checksums(wanted)
+        needed = {chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values())
+        self._samples = {chunk_id: sample for chunk_id, sample in self._samples.items() if chunk_id in needed}
+        self._keep_checksums(needed)
         with self._lock:
-            self._held = self._held_from(wanted)
+            self._held = self._held_from(needed)
             self._held_nbytes = sum(held.heap_nbytes for held in self._held.values())
             self._drafts, self._drafts_nbytes = {}, 0
 
-    def _keep_checksums(self, wanted: set[ChunkId]) -> None:
-        self._checksums = {chunk_id: xxh3 for chunk_id, xxh3 in self._checksums.items() if chunk_id in wanted}
+    def _keep_checksums(self, needed: set[ChunkId]) -> None:
+        self._checksums = {chunk_id: xxh3 for chunk_id, xxh3 in self._checksums.items() if chunk_id in needed}
 
-    def _held_from(self, wanted: set[ChunkId]) -> dict[ChunkId, _Held]:
+    def _held_from(self, needed: set[ChunkId]) -> dict[ChunkId, _Held]:
         """Return the bytes to hold from now on: for each position the previous chunk's, else its keyframe's."""
         both = {**self._held, **self._drafts}
         chosen: dict[ChunkId, _Held] = {}
         for chunk in self._previous.values():
             for chunk_id in (chunk.chunk_id, self._roots.get(chunk.chunk_id)):
-                if chunk_id is not None and chunk_id in both and chunk_id in wanted:
+                if chunk_id is not None and chunk_id in both and chunk_id in needed:
                     chosen[chunk_id] = both[chunk_id]
                     break
         return chosen
@@ -212,8 +212,8 @@ class BaseCache:
     def hold_read(self, chunk_id: ChunkId, plain: memoryview) -> None:
         """Hold a copy of a base that was read from the store, if the bound and the memory allow it."""
         with self._lock:
-            wanted = self._held_nbytes + self._drafts_nbytes + len(plain)
-            if chunk_id in self._drafts or (self._nbytes_max is not None and wanted > self._nbytes_max):
+            needed = self._held_nbytes + self._drafts_nbytes + len(plain)
+            if chunk_id in self._drafts or (self._nbytes_max is not None and needed > self._nbytes_max):
                 return
         copy = _copy_of(plain)
         if copy is not None and chunk_id_of(copy) == chunk_id:
@@ -288,15 +288,15 @@ def _copy_of(plain: memoryview) -> memoryview | None:
         return None
 
 
-def base_frame(known: ChunkIndex, bases: BaseCache, previous: ChunkId, kind: BaseKind) -> LocatedFrame | None:
+def base_frame(chunk_index: ChunkIndex, bases: BaseCache, previous: ChunkId, kind: BaseKind) -> LocatedFrame | None:
     """Return the frame of one kind of base of a previous chunk, if the store still has it."""
     chunk_id = previous if kind == "previous" else bases.root_of(previous)
-    return None if chunk_id is None else known.find(chunk_id)
+    return None if chunk_id is None else chunk_index.find(chunk_id)
 
 
-def read_nbytes(known: LocatedFrame) -> int:
+def read_nbytes(frame: LocatedFrame) -> int:
     """Return the stored bytes of a frame and of all its bases."""
-    return sum(link.frame.frame_nbytes for link in known.closure())
+    return sum(link.frame.frame_nbytes for link in frame.closure())
 
 
 def first_paths(tree: Node, storage_of: list[int]) -> dict[int, Path]:

@@ -208,10 +208,10 @@ def encode_lowrank(
     if not off.is_measured or _has_lost_positive(step, found, shape, reconstruction):
         return None
     encoded = Encoded(((step, bytes([shape.kind])),), [memoryview(found.payload)], shape.width)
-    kept = grid.count if found.product.rank or step == ROOT_STEP else 0
+    nonzero_count = grid.count if found.product.rank or step == ROOT_STEP else 0
     change = off.sum_sq_value if change is None else change
     return encoded, Errors(
-        grid.count, off.max_abs, off.sum_sq_error, off.sum_sq_value, change, kept, 0, max_update_ratio
+        grid.count, off.max_abs, off.sum_sq_error, off.sum_sq_value, change, nonzero_count, 0, max_update_ratio
     )
 
 

@@ -181,9 +181,9 @@ def floats_of(plain: memoryview, dtype: str) -> NDArray[Any]:
 def distance_of(one: NDArray[Any], other: NDArray[Any]) -> Distance:
     """Return the distance of two arrays of equal dtype and shape. Complex numbers are compared by their parts."""
     total = Distance()
-    flat, beside = _real(one.reshape(-1)), _real(other.reshape(-1))
+    flat, other_flat = _real(one.reshape(-1)), _real(other.reshape(-1))
     for begin in range(0, len(flat), _PIECE_COUNT):
-        total += _piece(flat[begin : begin + _PIECE_COUNT], beside[begin : begin + _PIECE_COUNT])
+        total += _piece(flat[begin : begin + _PIECE_COUNT], other_flat[begin : begin + _PIECE_COUNT])
     return total
 
 

@@ -247,8 +247,8 @@ def quantize_grid(values: memoryview, symbols: memoryview, grid: Grid, steps: St
     )
     codes = np.frombuffer(symbols, np.uint8)
     totals = np.empty(512)
-    units, beside = _inverses_of(rows.values().astype(np.float64)), np.ones(grid.row, np.float32)
-    kernels.sums_of_levels(values, symbols, units.data, beside.data, totals.data, grid.row, grid.phase)
+    units, by_col = _inverses_of(rows.values().astype(np.float64)), np.ones(grid.row, np.float32)
+    kernels.sums_of_levels(values, symbols, units.data, by_col.data, totals.data, grid.row, grid.phase)
     escapes = NO_ESCAPES
     if totals[_ESCAPE]:
         escapes = np.flatnonzero(codes == _ESCAPE)
@@ -394,12 +394,12 @@ def _on_log_grid(
 ) -> NDArray[np.float64]:
     """Write the symbols of values divided by their factors. Return counts and sums of the symbols."""
     levels, bounds = _log_bounds(log_step)
-    above, beside = _inverse(rows), _inverse(cols)
-    kernels.bin_values(values, above.data, beside.data, bounds.data, symbols, grid.row, grid.phase)
+    by_row, by_col = _inverse(rows), _inverse(cols)
+    kernels.bin_values(values, by_row.data, by_col.data, bounds.data, symbols, grid.row, grid.phase)
     codes = np.frombuffer(symbols, np.uint8)
     np.add(codes, np.uint8(ZERO - levels), out=codes)
     totals = np.empty(512)
-    kernels.sums_of_levels(values, symbols, above.data, beside.data, totals.data, grid.row, grid.phase)
+    kernels.sums_of_levels(values, symbols, by_row.data, by_col.data, totals.data, grid.row, grid.phase)
     return totals
 
 

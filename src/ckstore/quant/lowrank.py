@@ -209,9 +209,9 @@ def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArr
     inside = to_long_side(basis)
     squares, vectors = _eigen(_gram(inside))
     sizes: NDArray[np.float64] = np.sqrt(np.maximum(squares[:count], _TINY))
-    kept = int(np.count_nonzero(np.square(sizes) > least))
-    sizes = sizes[:kept]
-    turn: Floats = vectors[:kept].astype(np.float32)
+    rank = int(np.count_nonzero(np.square(sizes) > least))
+    sizes = sizes[:rank]
+    turn: Floats = vectors[:rank].astype(np.float32)
     inverses: Floats = (1 / sizes).astype(np.float32)
     here, there = _times(turn, basis), _times(turn * inverses[:, None], inside)
     return (here.T, sizes, there) if rows <= cols else (there.T, sizes, here)

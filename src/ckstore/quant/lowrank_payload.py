@@ -279,8 +279,8 @@ def make_second(values: memoryview, grid: Grid, settings: LowRank) -> Approximat
     if not 0 <= least <= greatest < FACTOR_MAX:
         return None
     factors = _sides_of(rows, cols, grid)
-    above, beside = (_inverse_of(side) for side in factors)
-    kernels.subtract_ones(values, above.data, beside.data, grid.row, grid.phase)
+    by_row, by_col = (_inverse_of(side) for side in factors)
+    kernels.subtract_ones(values, by_row.data, by_col.data, grid.row, grid.phase)
     matrix = _matrix(np.frombuffer(values, np.float32), grid)
     found = _fitted(matrix, grid, settings, is_relative=False)
     if found is None:
@@ -304,13 +304,13 @@ def _approximated(
     factors: tuple[Factors, Factors] | None = None,
 ) -> Approximated:
     """Return a product with its payload: of first moments if there is a limit, of second ones if there are factors."""
-    parts, kept = [_PLACE.pack(grid.row, grid.phase)], 0.0
+    parts, stored_limit = [_PLACE.pack(grid.row, grid.phase)], 0.0
     if limit is not None:
         parts.append(_LIMIT.pack(limit))
-        (kept,) = _LIMIT.unpack(parts[-1])
+        (stored_limit,) = _LIMIT.unpack(parts[-1])
     for side in factors or ():
         parts += [_FACTORS.pack(side.exponent, side.octave_bits), side.codes.tobytes()]
-    return Approximated(b"".join([*parts, pack(product)]), grid, product, kept, factors, whole)
+    return Approximated(b"".join([*parts, pack(product)]), grid, product, stored_limit, factors, whole)
 
 
 def read(payload: memoryview, form: str, count: int) -> Approximated:

@@ -168,7 +168,7 @@ class Candidates:
         plan: CommitPlan,
         paths: Mapping[int, Path],
         masters: Mapping[int, int],
-        known: ChunkIndex,
+        chunk_index: ChunkIndex,
         bases: BaseCache,
         limits: Limits,
         *,
@@ -176,7 +176,7 @@ class Candidates:
     ) -> LossyPlan:
         """Choose what is quantized in this commit; see ``plan_lossy``."""
         return plan_lossy(
-            self, plan, paths, masters, known, bases, limits, read_amplification_max=read_amplification_max
+            self, plan, paths, masters, chunk_index, bases, limits, read_amplification_max=read_amplification_max
         )
 
     def keeps_exact(self, storage: int) -> bool:
@@ -311,7 +311,7 @@ def plan_lossy(
     plan: CommitPlan,
     paths: Mapping[int, Path],
     masters: Mapping[int, int],
-    known: ChunkIndex,
+    chunk_index: ChunkIndex,
     bases: BaseCache,
     limits: Limits,
     *,
@@ -324,7 +324,7 @@ def plan_lossy(
         plan: How the state is cut into chunks.
         paths: The path of the first tensor of each storage, as ``bases`` names it.
         masters: Chunks that may be roundings, each with the chunk that it may be a rounding of.
-        known: Where chunks are stored.
+        chunk_index: Where chunks are stored.
         bases: The chunks of the previous checkpoint.
         limits: Bounds of the store.
         read_amplification_max: Bound on the bytes read to restore a weight and its moments, as a multiple of their
@@ -335,8 +335,10 @@ def plan_lossy(
         return LossyPlan(residual, reason=f"exact as a whole: one in {residual.keyframe_every} is")
     if bases.seq is None and candidates.is_first_exact:
         return LossyPlan(residual, reason=_BEGINS)
-    kept = _kept_roundings(plan, masters, candidates)
-    planner = _Planner(candidates, plan, {one: other for one, other in masters.items() if one not in kept}, limits)
+    exact_roundings = _exact_roundings(plan, masters, candidates)
+    planner = _Planner(
+        candidates, plan, {one: other for one, other in masters.items() if one not in exact_roundings}, limits
+    )
     planner.find_masters()
     due: list[str] = []
     share, share_exact = planner.state_share()
@@ -344,7 +346,7 @@ def plan_lossy(
     for storage, tensor in sorted(candidates.tensors.items()):
         if tensor.role == "weight":
             lossy_depth = bases.lossy_depth_at(paths.get(storage)) + 1
-            frames = planner.bases_of(storage, paths[storage], known, bases)
+            frames = planner.bases_of(storage, paths[storage], chunk_index, bases)
             read = sum(map(read_nbytes, frames.values()))
             if not frames or read > read_share_max * plan.storages[storage].nbytes:
                 due.append(tensor.path)
@@ -356,14 +358,14 @@ def plan_lossy(
     reason = _reason(planner, due, bases.seq)
     found = LossyPlan(residual, planner.tensors, planner.tasks(), reason, candidates.weight_of)
     quantized = found.chunks
-    return replace(found, unpaired=frozenset(chunk for chunk in kept if masters[chunk] in quantized))
+    return replace(found, unpaired=frozenset(chunk for chunk in exact_roundings if masters[chunk] in quantized))
 
 
-def _kept_roundings(plan: CommitPlan, masters: Mapping[int, int], candidates: Candidates) -> frozenset[int]:
+def _exact_roundings(plan: CommitPlan, masters: Mapping[int, int], candidates: Candidates) -> frozenset[int]:
     """Return the chunks that may be roundings and that a rule keeps exact."""
     storage_of = {chunk: plan.chunks[chunk].sources[0].storage for chunk in masters}
-    kept = {storage for storage in set(storage_of.values()) if candidates.keeps_exact(storage)}
-    return frozenset(chunk for chunk, storage in storage_of.items() if storage in kept)
+    exact = {storage for storage in set(storage_of.values()) if candidates.keeps_exact(storage)}
+    return frozenset(chunk for chunk, storage in storage_of.items() if storage in exact)
 
 
 def _reason(planner: _Planner, due: Sequence[str], seq: int | None) -> str:
@@ -407,14 +409,14 @@ class _Planner:
         weights = sum(storages[index].nbytes for index, each in candidates.tensors.items() if each.role == "weight")
         return sum(nbytes.values()) / max(1, weights), sum(nbytes[storage] for storage in exact) / max(1, weights)
 
-    def bases_of(self, storage: int, path: Path, known: ChunkIndex, bases: BaseCache) -> dict[int, LocatedFrame]:
+    def bases_of(self, storage: int, path: Path, chunk_index: ChunkIndex, bases: BaseCache) -> dict[int, LocatedFrame]:
         """Return the frame of each chunk's base; nothing if one chunk of the storage has none."""
         found: dict[int, LocatedFrame] = {}
         for index in self._chunks.get(storage, ()):
             chunk = self._plan.chunks[index]
             place = (path, chunk.sources[0].offset)
             chunk_id = bases.previous_at(place, chunk.nbytes, chunk.element_width, chunk.is_float)
-            frame = None if chunk_id is None else known.find(chunk_id)
+            frame = None if chunk_id is None else chunk_index.find(chunk_id)
             if frame is None or frame.frame.depth >= self._limits.depth_max:
                 return {}
             found[index] = frame
@@ -451,8 +453,8 @@ class _Planner:
                 yield offset, two, one
 
     def _is_alike(self, one: int, other: int) -> bool:
-        chunk, beside = self._plan.chunks[one], self._plan.chunks[other]
-        return (chunk.nbytes, chunk.element_width) == (beside.nbytes, beside.element_width)
+        chunk, partner = self._plan.chunks[one], self._plan.chunks[other]
+        return (chunk.nbytes, chunk.element_width) == (partner.nbytes, partner.element_width)
 
     def tasks(self) -> tuple[Task, ...]:
         """Return all tasks, by their lowest chunk."""

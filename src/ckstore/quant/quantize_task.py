@@ -52,7 +52,7 @@ def inflated_mask(values: NDArray[Any], became: NDArray[Any]) -> NDArray[np.bool
 
 
 def unrepresentable_mask(second: NDArray[Any], where: NDArray[np.bool_] | None) -> NDArray[np.bool_] | None:
-    """Return where first moments cannot be told: where the second one was inflated_mask, or is zero; None: nowhere."""
+    """Return a mask of first moments to drop: the second moment is zero or was inflated; None if there are none."""
     is_zero: NDArray[np.bool_] = second == 0
     if not is_zero.any():
         return where
@@ -77,13 +77,13 @@ class ChunkDraft:
         index: Its index in the plan.
         chunk_id: Of the reconstruction, or of the plain bytes if it is coded exactly.
         coded: Its payload.
-        beside: The chunk of this task whose frame is its base; -1 if ``coded`` names the base or there is none.
+        base_chunk: The chunk of this task whose frame is its base; -1 if ``coded`` names the base or there is none.
     """
 
     index: int
     chunk_id: ChunkId
     coded: EncodedChunk
-    beside: int = -1
+    base_chunk: int = -1
 
 
 class TaskContext(Protocol):
@@ -197,7 +197,7 @@ class TaskCoder:
         distance = distance_of(floats_of(rounded, name), floats_of(again, name))
         context.note(index, distance, method=ROUNDED_METHOD)
         coded = EncodedChunk(_kept(encoded), None, became, is_rounding=True)
-        return [ChunkDraft(index, chunk_id_of(again), coded, beside=self._task.weight)]
+        return [ChunkDraft(index, chunk_id_of(again), coded, base_chunk=self._task.weight)]
 
     # Moments
 
@@ -258,7 +258,7 @@ class TaskCoder:
         draft = self._build_chunk(task.first, made, None, became)
         # Its base is the second moment, unless it is stored by itself.
         if _needs_base(made):
-            draft.beside = task.second
+            draft.base_chunk = task.second
         else:
             draft.coded.base_plain = None
         return draft

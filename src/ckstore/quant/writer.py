@@ -208,21 +208,21 @@ class LossyChunkWriter(ChunkWriter):
 
     def _put(self, draft: ChunkDraft) -> PendingFrame | None:
         """Reserve space for a chunk; None if it needs no frame."""
-        known = self.repository.chunk_index.find(draft.chunk_id)
+        existing = self.repository.chunk_index.find(draft.chunk_id)
         outcome = self._outcomes[self._storage_of(draft.index)]
-        if draft.chunk_id not in self._placed and known is not None:
+        if draft.chunk_id not in self._pending and existing is not None:
             # An existing frame costs this commit nothing.
-            self._results[draft.index] = known
+            self._results[draft.index] = existing
             return None
-        if draft.beside >= 0:
-            base = self._results[draft.beside]
+        if draft.base_chunk >= 0:
+            base = self._results[draft.base_chunk]
             assert base is not None, "a chunk comes after its base"
             if depth_of(base) >= self.repository.limits.depth_max:
                 outcome.fail("its chain of bases is too long")
                 return None
             draft.coded.base = base
         frame, is_first = self._reserve_frame(draft.index, draft.chunk_id, draft.coded)
-        outcome.stored_nbytes += frame.place.stored_nbytes
+        outcome.stored_nbytes += frame.slot.stored_nbytes
         return frame if is_first else None
 
     def _fill_all(self, waiting: Sequence[tuple[PendingFrame, EncodedChunk, ChunkPlan]], thread: CodingThread) -> None:

@@ -63,10 +63,10 @@ def multiply_floats(
         one, other = (widened(narrowed(side, BF16), BF16) for side in (one, other))
     require(min(rows, inner, cols) >= 0, "a matrix has too many rows or columns")
     require(one.size == rows * inner and other.size == inner * cols and target.size == rows * cols, "lengths differ")
-    beside = other.reshape(cols, inner).T if right_is_turned else other.reshape(inner, cols)
+    second = other.reshape(cols, inner).T if right_is_turned else other.reshape(inner, cols)
     product = target.reshape(cols, rows).T if out_is_turned else target.reshape(rows, cols)
     with np.errstate(all="ignore"):
-        np.matmul(one.reshape(rows, inner), beside, out=product)
+        np.matmul(one.reshape(rows, inner), second, out=product)
 
 
 def multiply_words(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: int, cols: int) -> None:
@@ -168,7 +168,7 @@ def finish_outer(
     Returns:
         The greatest magnitude of ``p`` for rule 1, else 0.
     """
-    values, above, beside = elements_of(product, 0), elements_of(rows, 0), elements_of(cols, 0)
+    values, by_row, by_col = elements_of(product, 0), elements_of(rows, 0), elements_of(cols, 0)
     target, other = elements_of(destination, kind), elements_of(base, kind)
     writable(destination, target.dtype)
     require(rule in (ADD, ROOT, SQUARE), "rule must be 0, 1 or 2")
@@ -176,16 +176,16 @@ def finish_outer(
     row_count = -(-(phase + target.size) // row) if target.size and row else 0
     check_matrix(target.size, row, phase, row_count, row)
     require(values.size == row_count * row, "lengths differ")
-    require((above.size, beside.size) == ((row_count, row) if rule == SQUARE else (0, 0)), "lengths differ")
+    require((by_row.size, by_col.size) == ((row_count, row) if rule == SQUARE else (0, 0)), "lengths differ")
     greatest = 0.0
     with np.errstate(all="ignore"):
         p = values * np.float32(scale)
         if rule == SQUARE:
-            factors = above[:, None] * beside
+            factors = by_row[:, None] * by_col
             roots = np.maximum(p + np.float32(1), _RATIO_MIN) * factors.reshape(-1)
             p = np.maximum(roots * roots, _LEAST).reshape(row_count, row)
-            p[above == 0] = 0
-            p[:, beside == 0] = 0
+            p[by_row == 0] = 0
+            p[:, by_col == 0] = 0
             p = p.reshape(-1)
         p = p[phase : phase + target.size]
         if rule == ADD:
@@ -219,13 +219,13 @@ def take_roots(values: Buffer, rows_out: Buffer, cols_out: Buffer, row: int, pha
 
 def subtract_ones(values: Buffer, rows: Buffer, cols: Buffer, row: int, phase: int) -> None:
     """Replace each value by itself times its row's number, times its column's number, minus 1; all fp32."""
-    x, above, beside = writable(values, np.float32), elements_of(rows, 0), elements_of(cols, 0)
-    check_matrix(x.size, row, phase, above.size, beside.size)
+    x, by_row, by_col = writable(values, np.float32), elements_of(rows, 0), elements_of(cols, 0)
+    check_matrix(x.size, row, phase, by_row.size, by_col.size)
     for part, at, left, shape in rectangles(x.size, row, phase):
         block = x[part].reshape(shape)
         with np.errstate(all="ignore"):
-            block *= above[at : at + shape[0], None]
-            block *= beside[None, left : left + shape[1]]
+            block *= by_row[at : at + shape[0], None]
+            block *= by_col[None, left : left + shape[1]]
             block -= np.float32(1)
 
 

@@ -71,12 +71,12 @@ def float_quotients(first: Buffer, second: Buffer, out: Buffer, kind: int, clip:
     Returns:
         True if all moments are finite and no second moment is negative.
     """
-    above, below, target = elements_of(first, kind), elements_of(second, kind), writable(out, np.float32)
-    require(above.size == below.size == target.size, "lengths differ")
-    require(clip > 0, "clip must be above 0")
+    by_row, below, target = elements_of(first, kind), elements_of(second, kind), writable(out, np.float32)
+    require(by_row.size == below.size == target.size, "lengths differ")
+    require(clip > 0, "clip must be by_row 0")
     limit, is_right = np.float32(clip), True
-    for part in parts(above.size):
-        m, v = widened(above[part], kind), widened(below[part], kind)
+    for part in parts(by_row.size):
+        m, v = widened(by_row[part], kind), widened(below[part], kind)
         is_right &= bool((np.isfinite(m) & np.isfinite(v) & (v >= 0)).all())
         with np.errstate(all="ignore"):
             quotients = m / np.sqrt(np.abs(v))
@@ -111,7 +111,7 @@ def quantize_values(
 ) -> None:
     """Write 128 plus or minus the level of each value: ``|value| * inverse of its row + bias``, truncated.
 
-    A level above ``level_max`` becomes 0, the escape. A negative level becomes zero.
+    A level by_row ``level_max`` becomes 0, the escape. A negative level becomes zero.
     """
     x, scales, symbols = _floats(values), _floats(inverses), writable(out, np.uint8)
     require(symbols.size == x.size, "lengths differ")
@@ -131,11 +131,11 @@ def quantize_values(
 def bin_values(values: Buffer, rows: Buffer, cols: Buffer, bounds: Buffer, out: Buffer, row: int, phase: int) -> None:
     """Write how many ascending bounds are at most each value times the factors of its row and column."""
     x, edges, symbols = _floats(values), _floats(bounds), writable(out, np.uint8)
-    above, beside = _floats(rows), _floats(cols)
+    by_row, by_col = _floats(rows), _floats(cols)
     require(symbols.size == x.size, "lengths differ")
-    check_matrix(x.size, row, phase, above.size, beside.size)
+    check_matrix(x.size, row, phase, by_row.size, by_col.size)
     require(edges.size <= 255 and not (np.diff(edges) < 0).any(), "bounds are no ascending numbers")
-    for part, ratios in _scaled(x, above, beside, row, phase):
+    for part, ratios in _scaled(x, by_row, by_col, row, phase):
         symbols[part] = np.searchsorted(edges, ratios, side="right").astype(np.uint8)
 
 
@@ -147,12 +147,12 @@ def sums_of_levels(
     Sums are computed in 8 interleaved lanes, which are then added in halves.
     """
     x, codes, totals = _floats(values), readable(symbols), writable(out, np.float64)
-    above, beside = _floats(rows), _floats(cols)
+    by_row, by_col = _floats(rows), _floats(cols)
     require(codes.size == x.size and totals.size == 512, "lengths differ")
-    check_matrix(x.size, row, phase, above.size, beside.size)
+    check_matrix(x.size, row, phase, by_row.size, by_col.size)
     lanes = np.zeros((_LANES, 256))
     counts = np.zeros(256, np.int64)
-    for part, ratios in _scaled(x, above, beside, row, phase):
+    for part, ratios in _scaled(x, by_row, by_col, row, phase):
         counts += np.bincount(codes[part], minlength=256)
         turn = np.arange(part.start, part.stop) % _LANES
         # Not np.bincount: a lane continues from its current sum.
@@ -181,14 +181,14 @@ def finish_values(
     The base is empty for rules 1 and 3; it may be the memory of the destination.
     """
     codes, table, plain = readable(symbols), _floats(codebook), writable(destination, _STORED[_checked_kind(kind)])
-    above, beside, other = _floats(rows), _floats(cols), elements_of(base, kind)
+    by_row, by_col, other = _floats(rows), _floats(cols), elements_of(base, kind)
     require(codes.size == plain.size and table.size == 256, "lengths differ")
     require(rule in (ADD, FLOOR, ROOT, PLAIN), "rule must be a number from 0 to 3")
     require(other.size == (plain.size if rule in (ADD, ROOT) else 0), "length of the base is another one")
-    check_matrix(codes.size, row, phase, above.size, beside.size)
+    check_matrix(codes.size, row, phase, by_row.size, by_col.size)
     least = np.float32(floor)
     for part, at, left, shape in rectangles(codes.size, row, phase):
-        r, c = above[at : at + shape[0], None], beside[None, left : left + shape[1]]
+        r, c = by_row[at : at + shape[0], None], by_col[None, left : left + shape[1]]
         with np.errstate(all="ignore"):
             values = (r * c) * table[codes[part]].reshape(shape)
             if rule == ADD:

@@ -60,10 +60,10 @@ def bound(nbytes: int) -> int:
 
 def encode(plane: Bytes, out: Bytes) -> int:
     """Code a plane into ``out``. Return its coded length."""
-    kept: Model | None = None
+    previous: Model | None = None
     at = 0
     for begin in range(0, plane.size, BLOCK_NBYTES):
-        mode, body, kept = _encode_block(plane[begin : begin + BLOCK_NBYTES], kept)
+        mode, body, previous = _encode_block(plane[begin : begin + BLOCK_NBYTES], previous)
         block = np.frombuffer((mode | body.size << 8).to_bytes(_HEADER_NBYTES, "little") + body.tobytes(), np.uint8)
         out[at : at + block.size] = block
         at += block.size
@@ -72,7 +72,7 @@ def encode(plane: Bytes, out: Bytes) -> int:
 
 def decode(payload: Bytes, plane: Bytes) -> bool:
     """Decode exactly ``plane``. Return False if the payload is malformed."""
-    kept: Model | None = None
+    previous: Model | None = None
     at = 0
     for begin in range(0, plane.size, BLOCK_NBYTES):
         block = plane[begin : begin + BLOCK_NBYTES]
@@ -89,38 +89,38 @@ def decode(payload: Bytes, plane: Bytes) -> bool:
             block[:] = body
             continue
         if mode == OWN_TABLE:
-            kept, table_nbytes = _read_table(body)
+            previous, table_nbytes = _read_table(body)
             body = body[table_nbytes:]
         elif mode != SAME_TABLE:
             return False
-        if kept is None or not _decode_body(body, kept, block):
+        if previous is None or not _decode_body(body, previous, block):
             return False
     return at == payload.size
 
 
-def _encode_block(block: Bytes, kept: Model | None) -> tuple[int, Bytes, Model | None]:
+def _encode_block(block: Bytes, previous: Model | None) -> tuple[int, Bytes, Model | None]:
     weights = _weigh(block)
     total = int(weights.sum())
     if weights[block[0]] == total:
-        return CONST, block[:1], kept
+        return CONST, block[:1], previous
     own = model_of(weights, total)
     table = _table_of(own)
     own_bits = bits_with(own, weights) + (table.size << 11)
-    same_bits = None if kept is None or (kept.freq[weights != 0] == 0).any() else bits_with(kept, weights)
+    same_bits = None if previous is None or (previous.freq[weights != 0] == 0).any() else bits_with(previous, weights)
     is_same = same_bits is not None and same_bits <= own_bits
     expected = (same_bits if is_same and same_bits is not None else own_bits) >> 11
     # Coding that saves less than one part in fifty is not worth the decoding time.
     worth = block.size - block.size // 50
     if expected + _STATES_NBYTES >= worth:
-        return RAW, block, kept
-    if is_same and kept is not None:
-        body = _encode_body(block, kept)
+        return RAW, block, previous
+    if is_same and previous is not None:
+        body = _encode_body(block, previous)
     else:
         body = np.concatenate([table, _encode_body(block, own)])
     # The sample may not be representative.
     if body.size >= worth:
-        return RAW, block, kept
-    return (SAME_TABLE, body, kept) if is_same else (OWN_TABLE, body, own)
+        return RAW, block, previous
+    return (SAME_TABLE, body, previous) if is_same else (OWN_TABLE, body, own)
 
 
 def count_sample(plane: Bytes, spacing: int) -> Ints:
