@@ -26,7 +26,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from queue import SimpleQueue
@@ -255,13 +255,17 @@ def run_in_turns(
         stop(error)
         raise
     finally:
-        for thread in threads:
-            # An interrupted start leaves a thread that cannot be joined.
-            if thread.is_alive():
-                thread.join()
+        _join(threads)
     if failures:
         # Popped: an exception in a local variable would keep this frame and those of its callers alive.
         raise failures.pop(0)
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        # An interrupted start leaves a thread that cannot be joined.
+        if thread.is_alive():
+            thread.join()
 
 
 def call_on_new_thread(work: Callable[[], None]) -> None:
