@@ -15,7 +15,8 @@ ENGINES = ("uring", "pwrite")
 
 def by_engine(buffers: device.Buffers, name: str, folder: str, *, is_write: bool) -> device.Transfer:
     """Return a transfer through one of ckstore's engines, as many blocks in flight as a store has."""
-    from ckstore.io.direct_io import IoRequest, choose_engine
+    from ckstore.io.direct_io import IoRequest
+    from ckstore.io.engine_choice import choose_engine
     from ckstore.io.local import READ_DEPTH, WRITE_DEPTH
 
     engine, _ = choose_engine("uring" if name == "uring" else "pwrite", folder)

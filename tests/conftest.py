@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, settings
 
 import ckstore
 from ckstore import concurrency
-from ckstore.io.direct_io import choose_engine
+from ckstore.io.engine_choice import choose_engine
 from ckstore.io.memory import MemoryBackend
 from ckstore.ops.scheduled import AutomaticDemotion, AutomaticGc
 

@@ -562,7 +562,7 @@ class Store:
                 raised; ``written``, ``partly_written`` and ``not_written`` list the others.
             BoundError: ``exact`` is True, and the checkpoint was stored with a loss.
         """
-        from ckstore.restore.request import RestoreRequest, restore_reference
+        from ckstore.restore.restore import RestoreRequest, restore_reference
 
         with self._lock:
             self._check_open()

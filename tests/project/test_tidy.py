@@ -66,6 +66,21 @@ TORCH_MODULES = {
 """Imported inside functions, by whom does not need torch, or by each other."""
 
 
+LAZY = {
+    "api.py": "opening and listing a store loads neither numpy nor torch",
+    "cli/": "a command loads only what it needs",
+    "ops/commit.py": "an exact commit loads no quantization",
+    "ops/interop/child.py": "only files of torch load torch",
+    "ops/scheduled.py": "a store that is opened without demotion does not load it",
+    "store/manifests.py": "listing a store reads headers, and loads no manifest decoder",
+    "store/repository.py": "the same",
+    "store/tiers.py": "a store without tiers loads no cache of ranges",
+}
+"""Modules that import modules of ckstore inside functions, and why. Optional libraries are in DOORS."""
+OPTIONAL = {"ckstore.io.remote.backend", "ckstore.io.uring_engine", *TORCH_MODULES}
+"""Modules that load an optional or heavy library; any module may import them inside a function."""
+
+
 def modules():
     """Return every module of the package."""
     return sorted(SRC.rglob("*.py"))
@@ -149,8 +164,6 @@ def import_breaches(path, tree):
             if rest[0] == "_native":
                 if here != "codec/kernels/__init__.py":
                     yield line, f"imports {name}; its door is codec/kernels/__init__.py"
-            elif rest[0] == "testing":
-                yield line, "imports support.suites"
             elif rest[0] in ALLOWED and rest[0] != part and rest[0] not in ALLOWED[part]:
                 if not is_for_types:
                     yield line, f"{part} may not import {rest[0]}"
@@ -158,6 +171,65 @@ def import_breaches(path, tree):
                 yield line, f"{here} may import {name} only inside a function"
         elif top in DOORS and not is_at_door(here, DOORS[top]):
             yield line, f"imports {top}; its doors are {sorted(DOORS[top])}"
+
+
+def module_imported(name):
+    """Return the module of ckstore that an imported name is, or is in; None for another library."""
+    for candidate in (name, name.rpartition(".")[0]):
+        place = SRC.parent / candidate.replace(".", "/")
+        if candidate.startswith("ckstore") and (
+            place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+        ):
+            return candidate
+    return None
+
+
+def lazy_breaches(path, tree):
+    """Yield every import inside a function that no reason excuses."""
+    here = path.relative_to(SRC).as_posix()
+    for line, name, is_lazy, is_for_types in imports_of(tree):
+        module = module_imported(name)
+        if module and is_lazy and not is_for_types and module not in OPTIONAL and not is_at_door(here, LAZY):
+            yield line, f"import {module} at the top of the module, or give a reason in LAZY"
+
+
+def test_imports_are_at_the_top_of_modules():
+    check([at(path, line, what) for path in modules() for line, what in lazy_breaches(path, tree_of(path))])
+    hidden = ast.parse("def load():\n    from ckstore.format import manifest")
+    assert len(list(lazy_breaches(SRC / "store" / "tags.py", hidden))) == 1
+
+
+def cycle_in(graph):
+    """Return the modules of one import cycle, or an empty list."""
+    state, stack = {}, []
+
+    def visit(module):
+        state[module] = "open"
+        stack.append(module)
+        for other in sorted(graph[module]):
+            if state.get(other) == "open":
+                return stack[stack.index(other) :]
+            if other not in state and (found := visit(other)):
+                return found
+        state[module] = "done"
+        stack.pop()
+        return []
+
+    return next((found for module in sorted(graph) if module not in state and (found := visit(module))), [])
+
+
+def test_modules_import_each_other_in_no_circle():
+    graph = {}
+    for path in modules():
+        name = "ckstore." + path.relative_to(SRC).with_suffix("").as_posix().replace("/", ".")
+        imported = {
+            module_imported(found) for _, found, _, is_for_types in imports_of(tree_of(path)) if not is_for_types
+        }
+        graph[name.removesuffix(".__init__")] = imported - {None, name, name.removesuffix(".__init__")}
+    del graph["ckstore"]
+    graph = {name: imported & graph.keys() for name, imported in graph.items()}
+    assert cycle_in(graph) == []
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
 
 
 def is_at_door(here, doors):

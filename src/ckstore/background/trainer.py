@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckstore.background.commits import AsyncRequest, BackgroundCommits
 from ckstore.config import Policy
-from ckstore.state.capture import Captured
+from ckstore.state.capture import Captured, loaded_adapters
 from ckstore.state.capture_cache import CaptureCache
-from ckstore.state.tensors import loaded_adapters
 from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:

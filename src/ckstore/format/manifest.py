@@ -8,8 +8,9 @@ refuses, and is deterministic.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckstore.config import Limits
@@ -31,7 +32,7 @@ from ckstore.format.losses import EXACT_FIDELITY, Loss, check_fidelity
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import FORMAT_VERSION, LogicalRecord, encode_inner
 from ckstore.format.tensors import ChunkSpec, StorageSpec, TensorSpec
-from ckstore.format.tree import Node
+from ckstore.format.tree import Node, TensorNode, format_path, leaves_of
 from ckstore.format.wire import xxh3_64
 from ckstore.hashing import DIGEST_NBYTES, digest_of
 
@@ -328,3 +329,18 @@ def _check_frames(manifest: Manifest, where: object) -> None:
     for index, frame in enumerate(manifest.frames):
         if frame.chunk_id not in chunk_ids and index not in bases:
             raise MalformedError("a manifest locates a frame that it does not need", where=where)
+
+
+def tensor_paths(manifest: Manifest, chunks: Container[int], *, count_max: int) -> tuple[str, ...]:
+    """Return the dotted paths of the first tensors that have bytes in any of the chunks."""
+    storages = {
+        index
+        for index, storage in enumerate(manifest.storages)
+        if any(piece.chunk in chunks for piece in storage.pieces)
+    }
+    found = (
+        format_path(path)
+        for path, leaf in leaves_of(manifest.tree)
+        if isinstance(leaf, TensorNode) and manifest.tensors[leaf.tensor].storage in storages
+    )
+    return tuple(islice(found, count_max))

@@ -25,7 +25,8 @@ from ckstore.config import EngineName
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
 from ckstore.io.backend import FileInfo, FileLock, PackSink, ReadFile, ReadRequest, ReadResult, checked_name
 from ckstore.io.buffers import BufferPool
-from ckstore.io.direct_io import Engine, IoQueue, choose_engine, supports_direct_io
+from ckstore.io.direct_io import Engine, IoQueue
+from ckstore.io.engine_choice import choose_engine, supports_direct_io
 from ckstore.io.local_packs import LocalPackSink, LocalReadFile, RangeReader
 from ckstore.io.ownership import Ownership, Sharing, ownership_of
 from ckstore.io.syscalls import medium_error, medium_errors, rename_noreplace

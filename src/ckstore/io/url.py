@@ -13,16 +13,14 @@ import os
 import re
 import stat
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from ckstore.config import EngineName
 from ckstore.errors import UnsupportedError, UsageError
 from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
 from ckstore.io.ownership import Sharing, is_shared_on_purpose
+from ckstore.io.remote import is_bucket_address
 from ckstore.io.syscalls import medium_errors
-
-SCHEMES = ("s3", "gs", "az")
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:|(?:s3|gs|az)//", re.IGNORECASE)
 """Start of an address that is not a path: a URL scheme of at least two letters, or ``s3//`` without its colon."""
@@ -71,30 +69,6 @@ def backend_for(
                 todo=f"run `chmod go-w {folder}`, or allow it with allow_shared_folder=True or --allow-shared-folder",
             )
     return LocalBackend(folder, engine=engine, sharing=sharing)
-
-
-def is_bucket_address(text: str) -> bool:
-    """Return True if a text is a bucket address and not a path."""
-    return text.partition("://")[0] in SCHEMES and "://" in text
-
-
-def check_address(url: str) -> str:
-    """Return the normalized address of a bucket and prefix.
-
-    Raises:
-        UsageError: It is not ``s3://bucket/prefix``. The message does not repeat credentials.
-    """
-    parts = urlsplit(url)
-    if "@" in url or ":" in parts.netloc or parts.query or parts.fragment:
-        raise UsageError(
-            "a bucket address must not contain a user, a password or a query",
-            where=f"{parts.scheme}://...",
-            todo="give bucket and prefix only; set credentials in the environment, a profile or a machine role",
-        )
-    folders = [folder for folder in parts.path.split("/") if folder]
-    if parts.scheme not in SCHEMES or not parts.netloc or any(folder in (".", "..") for folder in folders):
-        raise UsageError("not a bucket address: write s3://bucket/prefix", where=repr(url)[:200])
-    return "/".join([f"{parts.scheme}://{parts.netloc}", *folders])
 
 
 def mode_of_folder(folder: Path) -> int:

@@ -17,7 +17,7 @@ from ckstore.errors import BackendError, CkstoreError, CorruptError, UsageError
 from ckstore.format.manifest import Manifest
 from ckstore.format.paths import ManifestName
 from ckstore.ops.verify import verify
-from ckstore.restore.request import Restored, RestoreRequest, restore_manifest
+from ckstore.restore.restore import Restored, RestoreRequest, restore_manifest
 from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.refs import load_whole
 from ckstore.store.repository import Repository

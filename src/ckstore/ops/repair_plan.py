@@ -20,14 +20,14 @@ from typing import Literal
 from ckstore.errors import BackendError, CkstoreError, CorruptError, UnsupportedError
 from ckstore.format import paths
 from ckstore.format.frame import FrameHeader
-from ckstore.format.manifest import Manifest, decode_manifest
+from ckstore.format.manifest import Manifest, decode_manifest, tensor_paths
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import NO_BASE, ChunkId, PackId
 from ckstore.io.backend import Backend
 from ckstore.ops.pack_copies import FoundFrame, PackContents, PackCopies, PackCopy
 from ckstore.ops.verify_packs import FrameCheck
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
-from ckstore.store.damage import FramePosition, Uses, lost_chunks, tensor_paths
+from ckstore.store.damage import FramePosition, Uses, lost_chunks
 from ckstore.store.manifests import quarantined_names
 from ckstore.store.repository import Repository
 

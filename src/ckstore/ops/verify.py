@@ -24,7 +24,7 @@ from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, FileRecord, HomeRecord, OwnerRecord, decode_record
 from ckstore.io.backend import Ageing
-from ckstore.io.url import is_bucket_address
+from ckstore.io.remote import is_bucket_address
 from ckstore.ops.verify_packs import Audit, ChainAudit, FrameCheck, PackAudit
 from ckstore.store.damage import Damage, Report, Uses, label_of
 from ckstore.store.manifests import Manifests, missing_sentence

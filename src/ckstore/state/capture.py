@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from ckstore.state.memory import MemorySpan
 from ckstore.state.named_types import has_class
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
 from ckstore.state.standard_types import PLAIN, PLAIN_MIN, Conversion, convert_standard, pack_numbers
-from ckstore.state.tensors import HostStorage, LeafAdapter, TensorLeaf, loaded_adapters
+from ckstore.state.tensors import HostStorage, LeafAdapter, TensorLeaf
 from ckstore.state.values import LONG_TEXT, converter_for, encode_plain, leaf_type_error
 
 LONG_NBYTES_MIN = 64 << 10
@@ -334,6 +335,15 @@ def capture_for_commit(state: object) -> Captured:
 
         wait_for_devices(captured.storages)
     return captured
+
+
+def loaded_adapters() -> list[LeafAdapter]:
+    """Return an adapter for each tensor library that this process has loaded, numpy apart."""
+    if "torch" not in sys.modules:
+        return []
+    from ckstore.state.torch_adapter import TorchAdapter
+
+    return [TorchAdapter()]
 
 
 def _sparse_views(walk: StateWalker, tensors: list[TensorSpec], storages: list[HostStorage]) -> Iterator[str]:

@@ -6,7 +6,6 @@ access to the bytes of a storage. Nothing here imports numpy or torch.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -248,12 +247,3 @@ class LeafAdapter(Protocol):
     def object_of(self, item: object) -> KnownObject | None:
         """Return what the library can predict about an object with ``load_state_dict``; None: nothing."""
         ...
-
-
-def loaded_adapters() -> list[LeafAdapter]:
-    """Return an adapter for each tensor library that this process has loaded, numpy apart."""
-    if "torch" not in sys.modules:
-        return []
-    from ckstore.state.torch_adapter import TorchAdapter
-
-    return [TorchAdapter()]

@@ -13,13 +13,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from ckstore.errors import CkstoreError, MissingChunkError, is_refused
 from ckstore.format.frame import frame_extent
-from ckstore.format.manifest import FrameRef, Manifest, PackRef
+from ckstore.format.manifest import FrameRef, Manifest, PackRef, tensor_paths
 from ckstore.format.pack import DIRECTORY_ENTRY_NBYTES, PACK_ALIGN, SUPERHEADER_NBYTES, TAIL_NBYTES
 from ckstore.format.paths import ManifestName
 from ckstore.format.tree import TensorNode, format_path, leaves_of
@@ -192,21 +192,6 @@ def shortened(checkpoints: Sequence[str]) -> str:
     """Join the first names of a list, and say how many more there are."""
     rest = len(checkpoints) - CHECKPOINTS_SHOWN_MAX
     return ", ".join(checkpoints[:CHECKPOINTS_SHOWN_MAX]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def tensor_paths(manifest: Manifest, chunks: Container[int], *, count_max: int) -> tuple[str, ...]:
-    """Return the dotted paths of the first tensors that have bytes in any of the chunks."""
-    storages = {
-        index
-        for index, storage in enumerate(manifest.storages)
-        if any(piece.chunk in chunks for piece in storage.pieces)
-    }
-    found = (
-        format_path(path)
-        for path, leaf in leaves_of(manifest.tree)
-        if isinstance(leaf, TensorNode) and manifest.tensors[leaf.tensor].storage in storages
-    )
-    return tuple(islice(found, count_max))
 
 
 class AffectedTensors:

@@ -314,7 +314,7 @@ class Repository:
                 raise self._missing(manifest, pack.pack_id)
 
     def _missing(self, manifest: Manifest, pack_id: PackId) -> MissingChunkError:
-        from ckstore.store.damage import tensor_paths
+        from ckstore.format.manifest import tensor_paths
 
         index = next(index for index, pack in enumerate(manifest.packs) if pack.pack_id == pack_id)
         lost = {frame.chunk_id for frame in manifest.frames if frame.pack == index}

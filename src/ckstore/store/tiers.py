@@ -21,7 +21,8 @@ from ckstore.format import paths
 from ckstore.format.records import ConfigRecord
 from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, Distant, map_concurrent
-from ckstore.io.url import backend_for, check_address, is_bucket_address
+from ckstore.io.remote import check_address, is_bucket_address
+from ckstore.io.url import backend_for
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.pending_deletes import packs_pending_deletion
 from ckstore.store.store_config import change_config, read_config, store_id_at

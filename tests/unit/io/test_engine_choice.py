@@ -11,8 +11,8 @@ import textwrap
 import pytest
 
 from ckstore.errors import UnsupportedError, UsageError
-from ckstore.io import direct_io
-from ckstore.io.direct_io import choose_engine, supports_direct_io
+from ckstore.io import engine_choice
+from ckstore.io.engine_choice import choose_engine, supports_direct_io
 
 SANDBOX = """
 import ctypes, errno, os, resource, struct, sys
@@ -110,7 +110,7 @@ def test_little_locked_memory_is_no_hindrance(tmp_path):
 
 
 def test_engine_asked_for_by_name_is_not_replaced_in_silence(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckstore.io.direct_io.require_supported_processor", lambda: None)
+    monkeypatch.setattr("ckstore.io.engine_choice.require_supported_processor", lambda: None)
     monkeypatch.setitem(sys.modules, "ckstore.io.uring_engine", None)
     with pytest.raises(UnsupportedError, match="liburing is not installed"):
         choose_engine("uring", str(tmp_path))
@@ -166,7 +166,7 @@ def test_probe_that_is_killed_leaves_its_file_where_a_store_expects_one(tmp_path
 
     monkeypatch.setattr(os, "unlink", killed_before)
     (tmp_path / folder).mkdir(exist_ok=True)
-    os.close(direct_io.open_scratch(str(tmp_path), direct=False))
+    os.close(engine_choice.open_scratch(str(tmp_path), direct=False))
     [left] = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
     assert re.fullmatch(pattern, left.name)
     assert str(left.parent) == (folder or ".")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ckstore.io.direct_io import PwriteEngine, choose_engine
+from ckstore.io.direct_io import PwriteEngine
+from ckstore.io.engine_choice import choose_engine
 from ckstore.io.local import LocalBackend
 from support.suites import BLOCK, EngineSuite, random_pieces, write_pack
 

@@ -11,7 +11,7 @@ import pytest
 from ckstore.errors import BackendError, CapacityError, CkstoreError, UnsupportedError, is_refused
 from ckstore.io.backend import ReadRequest
 from ckstore.io.buffers import BufferPool
-from ckstore.io.direct_io import choose_engine
+from ckstore.io.engine_choice import choose_engine
 from ckstore.io.local import LocalBackend
 from ckstore.io.syscalls import medium_error
 from support.forked import fork

@@ -34,8 +34,8 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import MIB
 from ckstore.errors import BackendError, CkstoreError, MalformedError, UnreachableError, UsageError
 from ckstore.hashing import new_token
+from ckstore.io.remote import check_address
 from ckstore.io.remote.errors import FINAL, RequestError, check_describes, checked, classify, error_for
-from ckstore.io.url import check_address
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
