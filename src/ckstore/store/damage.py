@@ -279,8 +279,6 @@ _STORED_NBYTES = 1
 
 def lost_frames(chunk_ids: Sequence[ChunkId]) -> list[LocatedFrame]:
     """Return the frames that a manifest lists for lost chunks: positions in a pack that does not exist."""
-    from ckstore.format.manifest import FrameRef, PackRef
-
     extent = frame_extent(_STORED_NBYTES)
     directory_nbytes = align_up(DIRECTORY_ENTRY_NBYTES * len(chunk_ids), PACK_ALIGN)
     frames_end = align_up(SUPERHEADER_NBYTES + extent * len(chunk_ids), PACK_ALIGN)

@@ -34,7 +34,7 @@ from ckstore.io.backend import Backend, for_each_concurrent, map_concurrent
 from ckstore.ops.gc.plan import GcLimits, PackRewrite, worthwhile_rewrites
 from ckstore.ops.gc.rewrite_packs import Repacked, rewrite_packs
 from ckstore.ops.gc.run import collector_lock
-from ckstore.ops.gc.survey import missing_in
+from ckstore.ops.gc.survey import count_frames, missing_in
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.listing import manifests_in, packs_in
 from ckstore.store.pending_deletes import remove_dead_lists, remove_packs
@@ -201,8 +201,6 @@ def plan_rewrites(
     """
     if limits.repack_nbytes_max == 0:
         return []
-    from ckstore.ops.gc.survey import count_frames
-
     pairs, refs = _Pairs(tier, named, marker), marker.numbers.refs
     current = list(pairs.home.values())
     barred = named.in_trash | _barred_here(repository, tier, named, pairs, stored)
