@@ -1,7 +1,7 @@
 """Hash all chunks of a commit; encode, check and write those that the store does not have.
 
-Threads process chunks in parallel. They take turns, in the order of the plan, to reserve space in a pack, so one
-commit makes the same packs on any number of threads and with any I/O engine.
+Threads process chunks in parallel, and reserve space in a pack in the order of the plan. So one commit makes the same
+packs on any number of threads and with any I/O engine.
 """
 
 from __future__ import annotations

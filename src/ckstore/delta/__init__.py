@@ -1,7 +1,7 @@
 """Differences between checkpoints: which bases a commit may use, what they cost, and how a chain is read back.
 
-- ``base_cache.BaseCache`` keeps, from one commit for the next, the chunks of the last checkpoint (the *previous*
-  bases) and the roots of their delta chains (the *keyframe* bases), with their samples and perhaps their bytes:
+- ``base_cache.BaseCache`` keeps the possible bases of the next commit, with their samples and perhaps their bytes. The
+  chunks of the last checkpoint are the *previous* bases; the roots of their delta chains are the *keyframe* bases:
 
       bases.begin(nbytes_max)          # a commit starts
       bases.previous_at(position, ...) # its possible bases

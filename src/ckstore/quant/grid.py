@@ -7,7 +7,7 @@
   means of Adafactor (Shazeer and Stern, 2018).
 
 A symbol decodes to the mean of the values that it stands for (the codebook). Rows and columns that change more have a
-wider spread of symbols. So each row and column gets a class, in quarters of an octave of its RMS, and the sum of both
+wider spread of symbols. So each row and column gets a class, in quarters of an octave of its RMS. The sum of both
 classes selects one of up to 16 streams of symbols, each with its own frequencies. This saves 3 to 8 % of the bits of a
 GPT's weights for steps from 0.5 to 3 RMS.
 

@@ -1,8 +1,8 @@
 """Approximate a wide matrix of floats by the product of two narrow matrices of integers.
 
-The change of a weight within a few hundred steps, the direction of Adam's step, and the difference of a second moment
-from its row and column factors are all sums of a few dozen outer products, because every batch moves a matrix along
-the few directions of its activations and gradients. In a GPT of 12.8 M parameters, 16 to 64 directions contain 85 to
+Every batch moves a matrix along the few directions of its activations and gradients. So the change of a weight within
+a few hundred steps is nearly a sum of a few dozen outer products. The same holds for the direction of Adam's step, and
+for the difference of a second moment from its row and column factors. In a GPT of 12.8 M parameters, 16 to 64 directions contain 85 to
 98 % of the energy of the changes after 25 to 300 steps. A direction costs rows + columns numbers instead of rows x
 columns. So outer products are tried before grids of single elements.
 

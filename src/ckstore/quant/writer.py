@@ -1,8 +1,8 @@
 """Write the chunks of a commit of which some are quantized, and connect quantization with ``commit``.
 
-What is hashed is the reconstruction: what the frame decodes to. One thread handles all chunks of the same elements,
-because a first moment is coded relative to the root of the second moment's reconstruction, and the rounding of a
-weight becomes the rounding of the weight's reconstruction.
+What is hashed is the reconstruction: what the frame decodes to. One thread handles all chunks of the same elements:
+a first moment is coded relative to the root of the second moment's reconstruction, and the rounding of a weight becomes
+the rounding of the weight's reconstruction.
 
 Invariants:
 - The chunk id of a quantized frame is that of its reconstruction. Everything else treats it like any other chunk.

@@ -5,9 +5,9 @@ All but the copies specify the native implementation bit for bit; docs/FORMAT.md
 - Differences and roundings: arrays contain unsigned words, and arithmetic wraps.
 - Sparse planes: a bitmap of the bytes that differ from the most common one, and these bytes, each coded by the plane
   coder.
-- Samples: a whole short chunk, or one run in each sixteenth at positions that depend only on length and width, so the
-  samples of two chunks of one length contain the same elements. Estimates use integers only, so every machine gets
-  the same.
+- Samples: a whole short chunk, or one run in each sixteenth of it. The positions depend only on length and width, so
+  samples of two equally long chunks contain the same elements. Estimates use integers only, so every machine gets the
+  same.
 - Copies into a staging area, unit by unit, on as many threads as call. They take addresses, because a state has
   hundreds of storages and a copying thread must not need the interpreter between two of them.
 """
