@@ -2,9 +2,9 @@
 
 Every batch moves a matrix along the few directions of its activations and gradients. So the change of a weight within
 a few hundred steps is nearly a sum of a few dozen outer products. The same holds for the direction of Adam's step, and
-for the difference of a second moment from its row and column factors. In a GPT of 12.8 M parameters, 16 to 64 directions contain 85 to
-98 % of the energy of the changes after 25 to 300 steps. A direction costs rows + columns numbers instead of rows x
-columns. So outer products are tried before grids of single elements.
+for the difference of a second moment from its row and column factors. In a GPT of 12.8 M parameters, 16 to 64
+directions contain 85 to 98 % of the energy of the changes after 25 to 300 steps. A direction costs rows + columns
+numbers instead of rows x columns. So outer products are tried before grids of single elements.
 
 A matrix is approximated by ``scale * sum over r of 2**shift[r] * left[:, r] * right[r, :]`` with integers left and
 right. Their steps follow the singular values: every coefficient of the transform is rounded in units of one step, and a
