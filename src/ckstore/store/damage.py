@@ -30,8 +30,11 @@ from ckstore.store.repository import Repository
 
 TENSORS_SHOWN_MAX = 3
 CHECKPOINTS_SHOWN_MAX = 8
+LOST_TENSORS_SHOWN_MAX = 8
 CHECKPOINTS_READ_MAX = 64
 """Manifests of a run that are read to find those that need a damaged frame. Bounds the work for an error."""
+
+_LOST_STORED_NBYTES = 1
 
 FramePosition = tuple[ChunkId, int, int]
 """Where a manifest locates a frame in a pack: chunk id, offset, length of the payload."""
@@ -273,18 +276,14 @@ def _add_bases(found: dict[ChunkId, list[str]], manifest: Manifest) -> None:
             paths.extend(islice(more, TENSORS_SHOWN_MAX - len(paths)))
 
 
-NAMES_SHOWN_MAX = 8
-_STORED_NBYTES = 1
-
-
 def lost_frames(chunk_ids: Sequence[ChunkId]) -> list[LocatedFrame]:
     """Return the frames that a manifest lists for lost chunks: positions in a pack that does not exist."""
-    extent = frame_extent(_STORED_NBYTES)
+    extent = frame_extent(_LOST_STORED_NBYTES)
     directory_nbytes = align_up(DIRECTORY_ENTRY_NBYTES * len(chunk_ids), PACK_ALIGN)
     frames_end = align_up(SUPERHEADER_NBYTES + extent * len(chunk_ids), PACK_ALIGN)
     pack = PackRef(new_pack_id(), frames_end + directory_nbytes + TAIL_NBYTES, bytes(DIGEST_NBYTES), LOST_TIER)
     return [
-        LocatedFrame(FrameRef(chunk_id, 0, SUPERHEADER_NBYTES + extent * index, _STORED_NBYTES), pack, None)
+        LocatedFrame(FrameRef(chunk_id, 0, SUPERHEADER_NBYTES + extent * index, _LOST_STORED_NBYTES), pack, None)
         for index, chunk_id in enumerate(chunk_ids)
     ]
 
@@ -307,8 +306,8 @@ def lost_tensors(manifest: Manifest) -> tuple[str, ...]:
 def lost_error(manifest: Manifest) -> MissingChunkError:
     """Return the error for a caller that needs lost chunks of a partial checkpoint."""
     header, tensors = manifest.header, lost_tensors(manifest)
-    shown = ", ".join(tensors[:NAMES_SHOWN_MAX])
-    more = len(tensors) - NAMES_SHOWN_MAX
+    shown = ", ".join(tensors[:LOST_TENSORS_SHOWN_MAX])
+    more = len(tensors) - LOST_TENSORS_SHOWN_MAX
     return MissingChunkError(
         f"{len(tensors)} of {header.tensor_count} tensors of seq {header.seq} (step {header.step}) are lost: "
         + shown

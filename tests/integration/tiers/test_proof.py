@@ -62,7 +62,7 @@ def test_purge_of_the_trash_asks_the_tier_too(pushed, folder, place):
     name = pack_of(pushed, 2)
     pushed.gc()
     change_there(place, name, "gone")
-    with pytest.raises(CorruptError, match="does not have what was pushed"):
+    with pytest.raises(CorruptError, match="lacks what was pushed"):
         pushed.purge()
     assert (folder / name).exists()
     assert_restores(pushed, 1, 2, 3)
@@ -90,7 +90,7 @@ def test_command_says_so_and_fails(pushed, folder, place, capsys, quiet_log):
     change_there(place, name, "gone")
     assert run(["gc", str(folder), "--now", "--json"]) == CorruptError.exit_code
     said = capsys.readouterr()
-    assert "does not have what was pushed there" in said.err
+    assert "lacks what was pushed to it" in said.err
     assert len(json.loads(said.out)["done"]["unproven"]) == 1
     assert (folder / name).exists()
 
