@@ -941,7 +941,7 @@ class Store:
             return None if seconds is None else span_words(seconds)
 
     def set_trash_for(self, span: str | float | None) -> None:
-        """Store how long the trash is kept, for collections that are not told; None removes the value.
+        """Store how long the trash is kept, for collections that are given none; None removes the value.
 
         Raises:
             UsageError: It is not a duration.

@@ -175,7 +175,7 @@ class _Indices:
         return index
 
     def end(self) -> None:
-        """Distribute no more indices."""
+        """Stop distributing indices."""
         self._is_over.set()
 
 
@@ -217,7 +217,7 @@ def run_in_turns(
         turns: The turns that the steps wait for.
         on_failure: Called once when a step fails or the caller is interrupted. Must wake steps that wait for anything
             except a turn.
-        may_begin: Whether the thread of an index may begin a step now. Called repeatedly. Must be true soon for 0.
+        may_begin: Whether the thread of an index may begin a step now. Called repeatedly. Must become true for 0 without help.
     """
     indices = _Indices(count, may_begin)
     failures: list[BaseException] = []
@@ -283,8 +283,8 @@ def run_uninterrupted(
 
     Args:
         step: The function to run. Its exceptions are raised here.
-        on_interrupt: Called with the exception that interrupted the caller, to end the step soon. The step is then
-            waited for.
+        on_interrupt: Called with the exception that interrupted the caller, to make the step end early. The step is
+            then waited for.
         start: Has another thread call its argument, which never raises. None: ``call_on_new_thread``.
     """
     results: list[Result] = []
@@ -317,7 +317,7 @@ def run_uninterrupted(
 
 
 def _wait_in_any_case(event: Latch) -> None:
-    """Wait for an event that will be set soon. Further interruptions are ignored, since one is already being raised."""
+    """Wait for an event that is about to be set. Further interruptions are ignored, since one is already being raised."""
     while not event.is_set():
         with contextlib.suppress(BaseException):
             event.wait()

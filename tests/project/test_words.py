@@ -1,6 +1,6 @@
 """Protects plain words: documents and the prose of the package use no word that the style guide bans.
 
-``python tests/support/words.py`` prints the counts of each room; with ``src/ckstore/io`` behind it, each finding there.
+``python tests/support/words.py`` prints the counts of each room; with ``src/ckstore/io`` after it, each finding there.
 """
 
 from __future__ import annotations
@@ -9,27 +9,12 @@ import pytest
 
 from support import words
 
-NOT_YET = (
-    "src/ckstore/api.py",
-    "src/ckstore/background/",
-    "src/ckstore/cli/",
-    "src/ckstore/codec/",
-    "src/ckstore/commit/",
-    "src/ckstore/concurrency.py",
-    "src/ckstore/delta/",
-    "src/ckstore/ops/",
-    "src/ckstore/processes.py",
-    "src/ckstore/quant/",
-)
-"""Files and rooms that still use banned words. Remove a line when its place is clean; the list ends empty."""
-
 
 def test_documents_and_source_use_no_banned_word():
     found = []
     for path in words.files():
         name = path.relative_to(words.ROOT).as_posix()
-        if not name.startswith(NOT_YET):
-            found += [f"{name}:{line}: {banned}" for line, banned in words.findings(path)]
+        found += [f"{name}:{line}: {banned}" for line, banned in words.findings(path)]
     assert not found, "\n" + "\n".join(found)
 
 

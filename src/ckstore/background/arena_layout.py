@@ -1,4 +1,4 @@
-"""Plan where the bytes of a state lie in a slot, and in which order they are copied.
+"""Plan the place of each byte of a state in a slot, and the order of copying.
 
 ``plan_layout`` places all bytes; nothing is copied here. Unguarded memory comes before guarded memory, and host memory
 before devices. Within each section, what the saver needs first comes first: samples of chunks, small storages, then the
@@ -201,7 +201,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArenaLayout:
-    """Where each byte of a state lies in a slot.
+    """Where each byte of a state is in a slot.
 
     Args:
         places: Offset of each storage in the slot.

@@ -360,7 +360,7 @@ class HostCopy:
         self.is_over.wait()
 
     def stop(self, error: BaseException) -> None:
-        """Copy no more units. The section is over when the last thread that works on it, or still begins to, leaves."""
+        """Stop copying. The section is over when the last thread that works on it, or is about to, has left it."""
         with self._lock:
             self._error = self._error or error
             self._is_cancelled = True

@@ -373,7 +373,7 @@ TorchMemory = tuple[torch.Tensor, torch.UntypedStorage]
 
 
 def _torch_memory_of(storage: HostStorage) -> TorchMemory | None:
-    """Return the torch tensor and the torch storage that a captured storage lies in."""
+    """Return the torch tensor and the torch storage that contain a captured storage."""
     keep = getattr(storage, "keep", None)
     first = keep[0] if isinstance(keep, (list, tuple)) and keep else None
     if isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], torch.Tensor):

@@ -48,7 +48,7 @@ class Pending:
         self.stall_seconds = 0.0
         self.progress: tuple[str, int, int] | None = None
         self.error_was_raised = False
-        """Whether an exception has told the caller how the commit ended."""
+        """Whether the failure was raised to the caller."""
         self._finish = finish or noop
         self._wait = wait
         self._staged = Latch()

@@ -1,7 +1,7 @@
 """The messages between trainer and saver, and the socket that carries them.
 
 Each packet of the socket pair holds one message: a byte for its kind, then its fields as a MessagePack array. Long data
-(tree, tensors, samples) is in the *head* of a staged state (``staged_head.py``), which lies in the slot. ``Begin`` says
+(tree, tensors, samples) is in the *head* of a staged state (``staged_head.py``), in the slot. ``Begin`` says
 where. Trainer to saver: ``TO_SAVER``. Saver to trainer: ``TO_TRAINER``.
 
 Invariants:

@@ -1,6 +1,6 @@
 """The head of a staged state: everything a commit needs except the bytes of the storages.
 
-The head lies in the slot of its state, because tree and tensors may be too long for a message. The trainer writes it
+The head is in the slot of its state, because tree and tensors may be too long for a message. The trainer writes it
 with ``HeadWriter``; the saver reads it with ``decode_head``. Places are offsets in the slot.
 """
 

@@ -10,7 +10,7 @@ Invariants:
 - Between any two steps every checkpoint can be restored, in its old or its new form.
 - No rule demotes the newest checkpoint of a run. A tagged checkpoint is never demoted, not even by name.
 - A checkpoint that cannot be stored with a loss, or would not become smaller, stays exact.
-- Beside a running trainer no lease is needed: a demotion claims no seq and does not replace the newest checkpoint. A
+- A demotion next to a running trainer needs no lease: it claims no seq and does not replace the newest checkpoint. A
   checkpoint counts as newer only if it is durable and complete, so that neither a power cut nor its writer takes it
   back.
 """

@@ -436,7 +436,7 @@ class Search:
         self._accept(candidates)
 
     def _accept(self, candidates: dict[ChunkId, list[tuple[PackCopy, int, int, ChunkId]]]) -> None:
-        """Accept frames whose bases were accepted, until no more are found."""
+        """Accept frames whose bases were accepted, until a round finds none."""
         open_rows = {chunk_id: list(rows) for chunk_id, rows in candidates.items()}
         has_progress = True
         while has_progress and open_rows:

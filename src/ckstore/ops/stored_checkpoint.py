@@ -177,7 +177,7 @@ _MEMORY_NBYTES_MIN = 56 * MIB
 
 
 def rewrite_policy(policy: Policy, limits: Limits, coding_nbytes: int, **changes: Any) -> Policy:
-    """Return the policy for coding stored chunks again, with memory for reading set aside.
+    """Return the policy for coding stored chunks again, with memory reserved for reading.
 
     Args:
         policy: Threads and memory, as the caller has set them.

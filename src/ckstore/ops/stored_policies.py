@@ -121,7 +121,7 @@ def demotion_given(policy: object) -> DemotePolicy | None:
     """Return the policy for what a caller passed: a ``DemotePolicy``, a mapping of its rules, or None.
 
     Raises:
-        UsageError: It is none of these, or a name is not a rule.
+        UsageError: It is something else, or a name is not a rule.
     """
     if policy is None or isinstance(policy, DemotePolicy):
         return policy

@@ -208,8 +208,8 @@ def apply_bounds(
             _check_errors(outcome, outcome, residual)
             if _sum_in_any_order(outcome.sq_inflated) > _INFLATED_SHARE_MAX * outcome.sum_sq_value:
                 outcome.fail(_INFLATED[outcome.tensor.role])
-            is_anew = _sum_in_any_order(outcome.sq_changes) > _CHANGE_MAX * outcome.sum_sq_value
-            if is_anew and isinstance(outcome.tensor.settings, WeightSettings):
+            is_rewritten = _sum_in_any_order(outcome.sq_changes) > _CHANGE_MAX * outcome.sum_sq_value
+            if is_rewritten and isinstance(outcome.tensor.settings, WeightSettings):
                 outcome.fail("it has changed by more than its own size, so its base is of no use")
     for rounded, master in masters.items():
         # A rounding has the errors of its master, so a bound that it exceeds makes both exact.

@@ -50,7 +50,7 @@ class StagingMonitor:
             self._changed.notify_all()
 
     def note_trainer_gone(self) -> None:
-        """Record the trainer's death: no more bytes will be staged."""
+        """Record the trainer's death: nothing else will be staged."""
         with self._changed:
             self.is_trainer_gone = True
             self._changed.notify_all()

@@ -243,7 +243,7 @@ class Collector:
             self.done.waits.setdefault(unproven.tier, unproven.problem)
 
     def _free(self, planned: dict[PackId, int], *, is_proven: bool = True) -> None:
-        """Steps 2 to 6: move unreferenced packs to the trash and, if this collection frees at once, purge it.
+        """Steps 2 to 6: move unreferenced packs to the trash and, if this collection frees immediately, purge it.
 
         With ``is_proven``, the plan has already checked that other copies are in their tiers.
         """
