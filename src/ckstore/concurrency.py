@@ -217,7 +217,7 @@ def run_in_turns(
         turns: The turns that the steps wait for.
         on_failure: Called once when a step fails or the caller is interrupted. Must wake steps that wait for anything
             except a turn.
-        may_begin: Whether the thread of an index may begin a step now. Called repeatedly. Must become true for 0 without help.
+        may_begin: Whether the thread of an index may begin a step now. Called repeatedly; becomes true for index 0.
     """
     indices = _Indices(count, may_begin)
     failures: list[BaseException] = []
@@ -317,7 +317,7 @@ def run_uninterrupted(
 
 
 def _wait_in_any_case(event: Latch) -> None:
-    """Wait for an event that is about to be set. Further interruptions are ignored, since one is already being raised."""
+    """Wait for an event that is about to be set. Ignore further interruptions: one is already being raised."""
     while not event.is_set():
         with contextlib.suppress(BaseException):
             event.wait()
