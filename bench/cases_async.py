@@ -21,6 +21,7 @@ import numpy as np
 from bench import background, device, histories, machine
 from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, open_store
+from ckstore._testing import background_of
 
 LOOKS = 8
 """Commits in a row after each of which memory is looked at."""
@@ -268,7 +269,7 @@ def async_thousand(bench: Bench) -> Result:
             seconds.append((time.perf_counter() - began, returned))
             end = warm if step <= warm else bench.count - 1
             if end - LOOKS < step <= end:
-                sides = {"trainer": os.getpid(), "saver": store._background.saver_pid}
+                sides = {"trainer": os.getpid(), "saver": background_of(store).saver_pid}
                 found = {side: dict(background.usage_of(pid)) for side, pid in sides.items()}
                 usages[end] = _lowest(usages.get(end), found)
     parts = {"first": seconds[1 : part + 1], "last": seconds[-part:]}
@@ -344,7 +345,7 @@ def main() -> int:
                     background.change(state)
                     store.commit_async(state, step).result()
 
-            peaks = peaks_while(commit, {"trainer": os.getpid(), "saver": store._background.saver_pid})
+            peaks = peaks_while(commit, {"trainer": os.getpid(), "saver": background_of(store).saver_pid})
             found = {"trainer": (peaks["trainer"] - before) / MIB, "saver": peaks["saver"] / MIB}
             found["arena"] = store.arena_nbytes / MIB
     finally:

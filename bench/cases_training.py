@@ -20,6 +20,7 @@ from bench.floor import Floor
 from bench.measure import Participant, Result, Sample, interleave
 from bench.spinning import Companion, Reading, Spinning
 from bench.workbench import Bench, facts_of, open_store
+from ckstore._testing import background_of
 
 COMMITS, TOKENS = 6, 64
 """In a round, and of a batch: steps as short as they make sense, so that what a commit costs is seen best."""
@@ -216,7 +217,7 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
                 return _Running(lambda: pending.is_done, finish)
 
             nothing = _Running(lambda: True, lambda: 0.0)
-            pid = store._background.saver_pid
+            pid = background_of(store).saver_pid
             commits = _Commits((lambda: nothing) if compression == NOTHING else begin, pid)
             yield commits
         machine.remove_tree(place)

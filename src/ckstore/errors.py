@@ -249,3 +249,8 @@ def shown_object(value: object) -> str:
     except Exception:
         # Very long integers raise ValueError, and classes of users may raise anything.
         return f"a {type(value).__qualname__}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return ``1 pack`` or ``3 packs`` for a message."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import counted
 from ckstore.store.refs import describe_best
 
 if TYPE_CHECKING:
@@ -199,9 +200,8 @@ def shape(lengths: Sequence[int]) -> str:
     return "x".join(str(length) for length in lengths) or "scalar"
 
 
-def count(number: int, noun: str) -> str:
-    """Return a number of things: ``1 pack``, ``2 packs``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+count = counted
+"""Returns a number of things: ``1 pack``, ``2 packs``."""
 
 
 def _writable(text: str) -> str:

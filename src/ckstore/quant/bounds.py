@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckstore.config import Residual, WeightSettings
-from ckstore.errors import BoundError
+from ckstore.errors import BoundError, counted
 from ckstore.format.losses import Loss
 from ckstore.quant.chunk_codec import numbers_of, word_of
 from ckstore.quant.error_stats import Distance, Errors
@@ -232,7 +232,7 @@ def apply_bounds(
         tensor = broken[0].tensor
         assert tensor is not None
         raise BoundError(
-            f"{len(broken)} tensors cannot be quantized within the policy's bounds: {broken[0].failure}",
+            f"{counted(len(broken), 'tensor')} cannot be quantized within the policy's bounds: {broken[0].failure}",
             where=tensor.path,
             todo='loosen the bound, take finer steps, or let on_bound be "exact"',
             path=tensor.path,

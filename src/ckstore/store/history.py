@@ -35,6 +35,7 @@ from ckstore.errors import (
     MissingChunkError,
     NotFoundError,
     UsageError,
+    counted,
     is_disk_full,
 )
 from ckstore.format.location import PackTable, decode_pack_table
@@ -227,7 +228,7 @@ def rewind(repository: Repository, reference: Reference) -> Manifest:
     if gone:
         repository.manifests.withdraw(name)
         raise ConflictError(
-            f"{len(gone)} packs of seq {entry.header.seq} vanished while it was published again",
+            f"{counted(len(gone), 'pack')} of seq {entry.header.seq} vanished while it was published again",
             where=repository.backend.root,
             todo="run `ckstore verify`",
         )
@@ -433,7 +434,7 @@ def undelete(repository: Repository, trashed: TrashedManifest) -> Manifest:
     if gone:
         manifests.withdraw(name)
         raise MissingChunkError(
-            f"{len(gone)} packs of the dropped checkpoint of step {name.step} were deleted meanwhile",
+            f"{counted(len(gone), 'pack')} of the dropped checkpoint of step {name.step} vanished meanwhile",
             where=repository.backend.root,
             todo="they cannot be recovered; undelete another checkpoint",
             pack_id=min(gone).hex(),

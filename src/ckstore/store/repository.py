@@ -26,6 +26,7 @@ from ckstore.errors import (
     NotFoundError,
     UnsupportedError,
     UsageError,
+    counted,
     is_refused,
 )
 from ckstore.format import paths
@@ -362,7 +363,8 @@ def finish_replacement(
     if gone:
         _withdraw(repository, name)
         raise ConflictError(
-            f"{len(gone)} packs of seq {header.seq} vanished while it was replaced; the replacement was withdrawn",
+            f"{counted(len(gone), 'pack')} of seq {header.seq} vanished while it was replaced; "
+            "the replacement was withdrawn",
             where=repository.backend.root,
             todo="find out who removes files from the store, then try again",
             pack_ids=sorted(pack_id.hex() for pack_id in gone),

@@ -33,6 +33,7 @@ from ckstore.errors import (
     CorruptError,
     MissingChunkError,
     UnreachableError,
+    counted,
 )
 from ckstore.format import paths
 from ckstore.format.location import PackRef
@@ -324,8 +325,8 @@ def require_proof(unproven: Iterable[Unproven]) -> None:
     damaged = [each for each in unproven if each.is_damage]
     if damaged:
         raise CorruptError(
-            f"{len(damaged)} packs are kept here, because the tier {damaged[0].tier!r} lacks what was pushed to it: "
-            f"{damaged[0].problem}",
+            f"kept {counted(len(damaged), 'pack')} here, because the tier {damaged[0].tier!r} "
+            f"lacks what was pushed to it: {damaged[0].problem}",
             todo="find out who changes the tier; run `ckstore pull` to use the local packs again, then push again",
             pack_ids=sorted(each.pack_id.hex() for each in damaged),
         )

@@ -296,7 +296,7 @@ def test_tier_that_is_not_configured_is_named(folder, address):
 def test_name_of_a_tier_keeps_its_meaning(folder, address):
     with filled(folder, 2) as store:
         store.push(address, tier="attic")
-        with pytest.raises(UsageError, match="another place"):
+        with pytest.raises(UsageError, match="another address"):
             store.push(f"{address}/deeper", tier="attic", keep_local=0)
         with pytest.raises(UsageError):
             store.push(f"{address}/deeper", tier="local", keep_local=0)

@@ -146,4 +146,4 @@ def test_doctor_looks_at_a_store_in_a_bucket(address, capsys):
     assert "checkpoints: 1" in out
     assert "warning" not in out
     assert ckstore_command(["doctor", f"{address}/nothing"]) == 0
-    assert "there is none" in capsys.readouterr().out
+    assert "there is no store here" in capsys.readouterr().out

@@ -364,7 +364,7 @@ def test_doctor_reports_trash_and_running_collections(call, store):
 def test_doctor_of_a_folder_without_store(call, tmp_path):
     code, out, _ = call("doctor", tmp_path)
     assert code == 0
-    assert "there is no store in this folder" in out
+    assert "there is no store here" in out
     assert call("doctor", tmp_path / "nowhere")[0] == 10
     assert list(tmp_path.iterdir()) == []
 

@@ -217,7 +217,7 @@ def test_missing_profile_is_an_error_and_not_an_empty_run(folder, monkeypatch, t
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with ckstore.open(folder) as store:
         for call in (store.latest, store.restore):
-            with pytest.raises(UnreachableError, match=r"tier 'remote' .*no profile 'nobody'"):
+            with pytest.raises(UnreachableError, match=r"tier 'remote' .*profile 'nobody' does not exist"):
                 call()
 
 

@@ -34,7 +34,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ckstore.errors import CkstoreError, CorruptError
+from ckstore.errors import CkstoreError, CorruptError, counted
 from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
@@ -174,8 +174,8 @@ class Collector:
         self._count_steps()
         damaged = [each for each in self.done.unproven.values() if each.is_damage]
         if damaged:
-            words = "%d packs were kept here, because tier %r does not have what was pushed there: %s"
-            _log.error(words, len(damaged), damaged[0].tier, damaged[0].problem)
+            words = "kept %s here, because the tier %r lacks what was pushed to it: %s"
+            _log.error(words, counted(len(damaged), "pack"), damaged[0].tier, damaged[0].problem)
         return self.done
 
     def _count_steps(self, count: int = 1) -> None:

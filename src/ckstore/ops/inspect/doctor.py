@@ -93,7 +93,7 @@ def diagnose_store(
     try:
         record = read_store_record(backend)
     except NotFoundError:
-        return [*findings, Finding("store", "there is no store in this folder", "note")]
+        return [*findings, Finding("store", "there is no store here", "note")]
     except CkstoreError as error:
         return [*findings, Finding("store", str(error), "warning")]
     findings.append(Finding("store", f"format {record.format_version}, id {record.store_id}"))
