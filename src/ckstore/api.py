@@ -329,8 +329,9 @@ class Store:
         with self._lock:
             self._check_open()
             started = self._repository.clock.monotonic()
-            background, pending = self._trainer_side(), None
-            request = background.capture(
+            background = self._trainer_side()
+            pending = None
+            request = background.prepare(
                 state, number, metrics=checked_metrics, tags=checked_tags, policy=policy or self._policy
             )
             try:

@@ -49,7 +49,7 @@ class TrainerSide:
         self._pid = os.getpid()
         self._inherited: object = None
 
-    def capture(
+    def prepare(
         self, state: Any, step: int, *, metrics: Mapping[str, float], tags: Sequence[str], policy: Policy
     ) -> AsyncRequest:
         """Prepare a background commit; nothing is copied yet.
@@ -72,7 +72,7 @@ class TrainerSide:
         """Copy the state to shared memory, and have the saver commit it; see ``Store.commit_async``.
 
         Args:
-            request: From ``capture``.
+            request: From ``prepare``.
             started: When the caller was called, by the clock of the repository.
         """
         commits = self._started()
