@@ -18,8 +18,9 @@ import numpy as np
 
 from bench.beside import held_bytes
 from ckstore.codec import chunk_codec, kernels
-from ckstore.commit.pipeline import WRITE_BLOCK_NBYTES, WRITE_BLOCKS, identity_and_checksum
+from ckstore.commit.pipeline import identity_and_checksum
 from ckstore.format.wire import new_xxh3
+from ckstore.store.memory_budget import WRITE_BLOCK_NBYTES, WRITE_BLOCKS
 
 REST = "rest"
 CHUNK_NBYTES = 4 << 20

@@ -763,7 +763,7 @@ class Store:
             remote: Also read packs in other tiers.
             on_progress: Called with bytes read and bytes in total.
         """
-        from ckstore.codec.frame_decoder import FrameDecoder, decoder_nbytes
+        from ckstore.codec.frame_decoder import FrameDecoder
         from ckstore.ops.verify import verify
 
         with self._lock:
@@ -774,7 +774,6 @@ class Store:
                 level,
                 names,
                 make_check=lambda: FrameDecoder(self._repository.limits.chunk_nbytes_max).check_frame,
-                check_nbytes=decoder_nbytes(self._repository.limits.chunk_nbytes_max),
                 policy=self._policy,
                 is_remote=remote,
                 on_progress=on_progress,

@@ -284,6 +284,9 @@ NAMED_RESIDUALS: Mapping[str, Callable[[], Residual]] = {"near": Residual.near, 
 
 _RESIDUALS = "a ckstore.Residual, such as ckstore.Residual.near() or .small()"
 
+MEMORY_NBYTES_MIN = 56 * MIB
+"""The smallest ``memory_nbytes_max`` that a policy accepts."""
+
 STAGING_THREADS_MAX = 8
 """Eight threads saturate the memory bandwidth; more gain nothing."""
 
@@ -391,7 +394,7 @@ class Policy:
         _check_one_of(self, "verify_restored", self.verify_restored, ("blake3", "xxh3"))
         if self.threads is not None and not 1 <= self.threads <= 256:
             raise UsageError("threads must be between 1 and 256", where=f"Policy(threads={self.threads!r})")
-        if self.memory_nbytes_max < 56 * MIB:
+        if self.memory_nbytes_max < MEMORY_NBYTES_MIN:
             raise UsageError(
                 "memory_nbytes_max must be at least 56 MiB",
                 where=f"Policy(memory_nbytes_max={self.memory_nbytes_max!r})",
@@ -496,38 +499,6 @@ class DemotePolicy:
         _check_range(self, "keep_newest", self.keep_newest, 1, 1_000_000)
         _check_range(self, "keep_every", self.keep_every, 0, 1_000_000)
         _check_range(self, "saving_min", self.saving_min, 0, 1)
-
-
-READ_BUFFERS, READ_BUFFERS_MIN = 20, 4
-"""Preferred number of read buffers, and the minimum that keeps a disk and one decoder busy."""
-
-
-def fit_memory(
-    thread_count: int,
-    worker_nbytes: int,
-    buffer_nbytes: int,
-    *,
-    buffers_wanted: int,
-    buffers_min: int,
-    memory_nbytes_max: int,
-) -> tuple[int, int]:
-    """Return how many threads and buffers fit into a memory bound.
-
-    ``buffers_min`` buffers are taken first, then threads, then more buffers, because a thread gains more than a buffer.
-    The result is never below one thread and ``buffers_min`` buffers, even if these exceed the bound.
-
-    Args:
-        thread_count: Preferred number of threads.
-        worker_nbytes: Memory of one thread.
-        buffer_nbytes: Size of a buffer.
-        buffers_wanted: Preferred number of buffers; more gain nothing.
-        buffers_min: Smallest number of buffers that works.
-        memory_nbytes_max: Bound on threads and buffers together.
-    """
-    spare = memory_nbytes_max - buffers_min * buffer_nbytes
-    threads = max(1, min(thread_count, spare // worker_nbytes))
-    spare = memory_nbytes_max - threads * worker_nbytes
-    return threads, max(buffers_min, min(buffers_wanted, spare // buffer_nbytes))
 
 
 def _check_range(settings: object, field: str, given: float, least: float, most: float) -> None:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import ckstore
-from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.codec.frame_decoder import decoder_nbytes
-from ckstore.config import KIB, MIB, READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_memory
+from ckstore.config import KIB, MIB, Limits, Policy
 from ckstore.io.buffers import BufferPool
 from ckstore.ops import verify_packs
 from ckstore.restore import reader, restore
+from ckstore.store.memory_budget import (
+    DECODE,
+    DECODE_CHAIN,
+    ENCODE,
+    ENCODE_DELTA,
+    QUANTIZE,
+    READ_BUFFERS,
+    READ_BUFFERS_MIN,
+    WRITE_BLOCKS_MIN,
+    MemoryBudget,
+    read_buffer_nbytes,
+)
 from ckstore.store.store_config import create_store
+from support.trainings import AdamRun
 
 CHUNK_NBYTES = 64 * KIB
 
@@ -24,7 +36,7 @@ def fitted(threads, memory_nbytes_max):
     """Return what one thread takes and one buffer, and how many of both a policy gets."""
     limits = Limits(4 * MIB)
     policy = replace(Policy(threads=threads), memory_nbytes_max=memory_nbytes_max)
-    return reader.reader_nbytes(limits), reader.read_buffer_nbytes(limits), *reader.fit_reading(policy, limits)
+    return DECODE_CHAIN.nbytes(limits), read_buffer_nbytes(limits), *DECODE_CHAIN.fit_reading(policy, limits)
 
 
 @pytest.mark.parametrize("memory", [64 * MIB, 100 * MIB, Policy().memory_nbytes_max, 1024 * MIB, 8192 * MIB])
@@ -55,8 +67,11 @@ def test_one_thread_and_the_fewest_buffers_are_left_of_little_memory():
 
 @pytest.mark.parametrize("wanted", [1, 8, 64])
 def test_one_worker_and_the_fewest_buffers_are_left_of_too_little_memory(wanted):
-    fitting = {"buffers_wanted": READ_BUFFERS, "buffers_min": READ_BUFFERS_MIN, "memory_nbytes_max": 1}
-    assert fit_memory(wanted, 20 * MIB, 4 * MIB, **fitting) == (1, READ_BUFFERS_MIN)
+    policy, limits = Policy(threads=wanted), Limits()
+    budget = MemoryBudget(0, 2 * policy.memory_nbytes_max // MIB)
+    assert budget.fit_threads(policy, limits) == 1
+    assert budget.fit_reading(policy, limits) == (1, 1 + READ_BUFFERS_MIN)
+    assert budget.fit_writing(policy, limits) == (1, WRITE_BLOCKS_MIN)
 
 
 @pytest.fixture
@@ -102,12 +117,12 @@ def check_bound(used, prefix, thread_nbytes):
 
 def test_restore_keeps_within_the_memory_of_its_policy(opened, used):
     assert opened.restore(1)["w"].nbytes == 80 * CHUNK_NBYTES
-    check_bound(used, "ckstore-decode-", reader.reader_nbytes(repository_of(opened).limits))
+    check_bound(used, "ckstore-decode-", DECODE_CHAIN.nbytes(Limits(CHUNK_NBYTES)))
 
 
 def test_verify_keeps_within_the_memory_of_its_policy(opened, used):
     assert opened.verify("decode").is_clean
-    check_bound(used, "ckstore-verify", decoder_nbytes(CHUNK_NBYTES))
+    check_bound(used, "ckstore-verify", DECODE.nbytes(Limits(CHUNK_NBYTES)))
 
 
 def test_progress_of_a_restore_does_not_add_up_all_storages_each_time(opened, monkeypatch):
@@ -122,3 +137,29 @@ def test_progress_of_a_restore_does_not_add_up_all_storages_each_time(opened, mo
     assert len(seen) > 20
     assert max(seen) == (80 * CHUNK_NBYTES, 80 * CHUNK_NBYTES)
     assert len(sums) == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget"),
+    [
+        (Policy(delta=False), ENCODE),
+        (Policy(delta=False, compression="best"), ENCODE),
+        (Policy(), ENCODE_DELTA),
+        (Policy(fidelity=ckstore.Residual.near()), QUANTIZE),
+        (Policy(fidelity=ckstore.Residual.near(), verify_encoded=False), QUANTIZE),
+    ],
+    ids=["encode", "encode best", "delta", "quantize", "quantize privately"],
+)
+def test_one_thread_of_a_commit_keeps_within_its_budget(tmp_path, policy, budget):
+    run, peaks = AdamRun(shape=(1024, 1280)), []
+    with ckstore.open(tmp_path, policy=replace(policy, threads=1)) as store:
+        for step in range(3):
+            state = run.train(1).state()
+            tracemalloc.start()
+            try:
+                store.commit(state, step)
+                peaks.append(tracemalloc.get_traced_memory()[1])
+            finally:
+                tracemalloc.stop()
+    # What zstd takes for its contexts is not traced, and neither are read buffers and write blocks.
+    assert max(peaks) <= budget.nbytes(Limits()) - 8 * MIB

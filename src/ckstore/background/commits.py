@@ -34,7 +34,6 @@ from ckstore.background.device_copy import Span
 from ckstore.background.pending import Pending, as_failure, deferred_error, skip_error, skipped
 from ckstore.background.staged_head import HeadWriter
 from ckstore.background.staging import Staging, StagingArea
-from ckstore.commit.pipeline import threads_and_blocks
 from ckstore.concurrency import Latch, log_safely, run_uninterrupted
 from ckstore.config import EngineName, Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError, SaverError, UsageError
@@ -42,6 +41,7 @@ from ckstore.io.local import LocalBackend
 from ckstore.results import Receipt
 from ckstore.state.capture import Captured
 from ckstore.store.lease import Lease
+from ckstore.store.memory_budget import ENCODE
 from ckstore.store.orphans import note_abandoned
 from ckstore.store.repository import Repository
 
@@ -349,7 +349,7 @@ class BackgroundCommits:
         # the store, the first commit reports that.
         with contextlib.suppress(CkstoreError):
             if saver.wait_ready(_START_SECONDS) and not self._in_flight.writing:
-                saver.warm(threads_and_blocks(policy, self._repository.limits)[1], layout.end, _WARM_SECONDS)
+                saver.warm(ENCODE.fit_writing(policy, self._repository.limits)[1], layout.end, _WARM_SECONDS)
 
     def guard(self, *, is_host_waiting: bool = False) -> None:
         """Return when guarded memory may be changed.

@@ -46,8 +46,6 @@ _PARAMETERS: dict[Setting, zstandard.ZstdCompressionParameters] = {
     "matches": _MATCHES,
     "generic": _GENERIC,
 }
-CONTEXTS_NBYTES = 8 << 20
-"""Bound on the memory of one thread's contexts, without the windows of the largest chunk."""
 
 
 class ZstdContexts:
@@ -107,32 +105,10 @@ class ZstdCodec:
         kernels.copy_bytes(scratch.zstd.decompress(payload, destination.nbytes), destination)
 
 
-def scratch_nbytes(chunk_nbytes_max: int) -> int:
-    """Return the most memory, in bytes, that one scratch and the coding of one chunk use."""
-    # Two buffers of planes; the output of the plane coder; one result of zstd, which allocates slightly more than it
-    # fills; the bitmap of a sparse plane; a sample; the temporary blocks of the numpy kernels.
-    return (
-        3 * chunk_nbytes_max
-        + kernels.plane_bound(chunk_nbytes_max)
-        + chunk_nbytes_max // 64
-        + chunk_nbytes_max // 8
-        + 8 * SAMPLE_NBYTES
-        + CONTEXTS_NBYTES
-    )
-
-
-def quantizing_nbytes(chunk_nbytes_max: int) -> int:
-    """Return the additional memory, in bytes, that quantizing one chunk uses at most."""
-    # The elements as fp32, up to twice the chunk. Then either the factors, classes and sums of its rows (of at least 16
-    # elements) and columns, or a low-rank product as long as the elements, and its narrow matrices.
-    return 2 * chunk_nbytes_max + 5 * chunk_nbytes_max + 4 * MIB
-
-
 class Scratch:
     """Buffers and zstd contexts that one thread reuses for chunks of at most ``chunk_nbytes_max`` bytes.
 
-    Used by one thread at a time. Each buffer is allocated on first use; ``scratch_nbytes`` bounds them, and
-    ``quantizing_nbytes`` those that only quantization uses.
+    Used by one thread at a time. Each buffer is allocated on first use. ``store/memory_budget.py`` counts them.
     """
 
     def __init__(self, chunk_nbytes_max: int = 4 * MIB) -> None:

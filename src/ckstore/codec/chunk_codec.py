@@ -24,7 +24,7 @@ from typing import Protocol, cast
 
 from ckstore.codec import differences, kernels
 from ckstore.codec.base import WIDTHS, Codec, CodecStep, Encoded, EncodeParams, require_elements
-from ckstore.codec.byte_codecs import ConstCodec, Lz4Codec, Scratch, ZstdCodec, scratch_nbytes
+from ckstore.codec.byte_codecs import ConstCodec, Lz4Codec, Scratch, ZstdCodec
 from ckstore.codec.byte_codecs import compress as compress_lz4
 from ckstore.codec.differences import DELTA_ID, ROUNDED_ID
 from ckstore.codec.kernels import SAMPLE_NBYTES
@@ -46,7 +46,6 @@ __all__ = [
     "estimate_delta",
     "estimate_full",
     "sample_of",
-    "scratch_nbytes",
 ]
 
 _CONST, _PLANES, _ZSTD, _LZ4 = ConstCodec(), PlanesCodec(), ZstdCodec(), Lz4Codec()

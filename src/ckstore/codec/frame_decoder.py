@@ -11,7 +11,7 @@ from typing import Literal
 
 from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.byte_codecs import Scratch
-from ckstore.config import KIB, MIB, Limits
+from ckstore.config import KIB, Limits
 from ckstore.errors import ChecksumError, CorruptError, MalformedError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
 from ckstore.format.wire import Checksum, new_xxh3, xxh3_64
@@ -55,12 +55,6 @@ class Expected:
             digest: xxh3 in big-endian order if ``plain_xxh3`` is set, else BLAKE3.
         """
         return digest == (self.chunk_id if self.plain_xxh3 is None else self.plain_xxh3.to_bytes(8, "big"))
-
-
-def decoder_nbytes(chunk_nbytes_max: int) -> int:
-    """Return the memory that one decoder may use, in bytes."""
-    # Two buffers of planes, the output of zstd, the decoder's own chunk; contexts and the tables of coders.
-    return 4 * chunk_nbytes_max + MIB
 
 
 class FrameDecoder:

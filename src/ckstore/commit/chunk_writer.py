@@ -23,8 +23,6 @@ from ckstore.commit.pipeline import (
     WriteBlocks,
     identity_and_checksum,
     require_identity,
-    thread_nbytes,
-    threads_and_blocks,
 )
 from ckstore.concurrency import Step, ThreadLimit, Turns, run_in_turns
 from ckstore.config import Policy
@@ -36,6 +34,7 @@ from ckstore.format.wire import xxh3_64
 from ckstore.hashing import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
 from ckstore.io.buffers import BufferPool
 from ckstore.store.chunk_index import LocatedFrame
+from ckstore.store.memory_budget import ENCODE, ENCODE_DELTA, MemoryBudget
 from ckstore.store.pack_writer import FrameSlot, PackWriter
 from ckstore.store.repository import Repository
 
@@ -191,11 +190,8 @@ class ChunkWriter:
         has_bases = any(choice.base for choice in self.plans)
         # A thread that reads a base waits for the disk. One more thread keeps the cores busy in that time.
         self._waiting_count = int(has_bases and policy.threads is None and policy.base_cache == "none")
-        self._thread_count, block_count = threads_and_blocks(
-            policy,
-            self.repository.limits,
-            spare_threads=self._waiting_count,
-            nbytes_a_thread=self._thread_nbytes(has_bases=has_bases),
+        self._thread_count, block_count = self._thread_budget(has_bases=has_bases).fit_writing(
+            policy, self.repository.limits, spare_threads=self._waiting_count
         )
         self._results = [None] * len(self.plan.chunks)
         self._workers = [None] * self._thread_count
@@ -208,9 +204,9 @@ class ChunkWriter:
             copy=kernels.copy_bytes,
         )
 
-    def _thread_nbytes(self, *, has_bases: bool) -> int:
+    def _thread_budget(self, *, has_bases: bool) -> MemoryBudget:
         """Return the memory that one thread may use."""
-        return thread_nbytes(self.repository.limits, has_bases=has_bases)
+        return ENCODE_DELTA if has_bases else ENCODE
 
     def run(self) -> None:
         """Hash, encode, check and write every chunk."""

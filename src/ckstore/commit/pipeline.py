@@ -1,4 +1,4 @@
-"""The memory of a commit: what one thread needs to code a chunk, and the blocks that packs are written through.
+"""The memory of a commit: the buffers of a thread that codes chunks, and the blocks that packs are written through.
 
 A ``ChunkWorker`` gathers a chunk, encodes it, and decodes it again for the check. It is used by one thread and owns
 all memory that the thread needs, so nothing is allocated per chunk. Copying, hashing and coding are C calls that
@@ -24,14 +24,15 @@ from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.chunk_codec import Encoded, Scratch
 from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.commit.chunking import ChunkPlan
-from ckstore.config import MIB, Compression, Limits, Policy, fit_memory
-from ckstore.delta.chain_reader import ChainReader, chain_reader_nbytes
+from ckstore.config import Compression
+from ckstore.delta.chain_reader import ChainReader
 from ckstore.delta.cost_model import TIE_SHARE
 from ckstore.errors import CorruptError
 from ckstore.format.wire import new_xxh3
 from ckstore.hashing import ChunkId, new_hasher
 from ckstore.io.buffers import BufferPool, map_block
 from ckstore.io.syscalls import PAGE_NBYTES
+from ckstore.store.memory_budget import WRITE_BLOCK_NBYTES, WRITE_BLOCKS
 from ckstore.store.repository import Repository
 
 _PIECE_NBYTES = 512 << 10
@@ -63,11 +64,6 @@ class ByteSource(Protocol):
     def read(self, begin: int, end: int) -> memoryview:
         """Return bytes ``[begin, end)``, without a copy if the memory allows it."""
         ...
-
-
-def worker_nbytes(chunk_nbytes_max: int) -> int:
-    """Return the memory that one worker may use, in bytes."""
-    return chunk_codec.scratch_nbytes(chunk_nbytes_max) + 4 * chunk_nbytes_max
 
 
 class ChunkWorker:
@@ -225,21 +221,6 @@ class CodingThread:
         return cls(worker, ChainReader(repository, decoder))
 
 
-def thread_nbytes(limits: Limits, *, has_bases: bool) -> int:
-    """Return the memory that one thread of a commit may use, in bytes."""
-    return worker_nbytes(limits.chunk_nbytes_max) + (chain_reader_nbytes(limits) if has_bases else 0)
-
-
-WRITE_BLOCK_NBYTES = 8 * MIB
-"""Larger blocks were not faster; smaller ones cost more system calls."""
-
-WRITE_BLOCKS = 12
-"""Eight that are being written and some that are being filled; more were not faster."""
-
-WRITE_BLOCKS_MIN = 3
-"""A frame may span two blocks while a third one is written."""
-
-
 class WriteBlocks:
     """Lends write blocks to one commit at a time.
 
@@ -292,24 +273,3 @@ class WriteBlocks:
     def release(self) -> None:
         """Free the kept blocks."""
         self._free = []
-
-
-def threads_and_blocks(
-    policy: Policy, limits: Limits, *, spare_threads: int = 0, nbytes_a_thread: int | None = None
-) -> tuple[int, int]:
-    """Return how many threads and write blocks fit into the memory that the policy allows.
-
-    Args:
-        policy: How the state is stored.
-        limits: Bounds of the store.
-        spare_threads: Additional threads that mostly wait for the disk.
-        nbytes_a_thread: Memory that one thread may use; None for a thread that reads no bases.
-    """
-    return fit_memory(
-        policy.thread_count + spare_threads,
-        thread_nbytes(limits, has_bases=False) if nbytes_a_thread is None else nbytes_a_thread,
-        WRITE_BLOCK_NBYTES,
-        buffers_wanted=WRITE_BLOCKS,
-        buffers_min=WRITE_BLOCKS_MIN,
-        memory_nbytes_max=policy.memory_nbytes_max,
-    )

@@ -13,7 +13,6 @@ from types import TracebackType
 
 from ckstore.codec import chunk_codec
 from ckstore.codec.frame_decoder import Check, Expected, FrameDecoder, check_header
-from ckstore.config import Limits
 from ckstore.errors import ChecksumError, CkstoreError, CorruptError, MalformedError, UnsupportedError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, check_payload, decode_frame_header
 from ckstore.format.manifest import FrameRef, PackRef
@@ -21,16 +20,12 @@ from ckstore.hashing import NO_BASE, ChunkId, PackId
 from ckstore.io.backend import ReadFile, ReadResult
 from ckstore.io.buffers import BufferPool, map_zeros
 from ckstore.store.damage import checkpoints_with, shortened
-from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame
+from ckstore.store.memory_budget import read_buffer_nbytes
+from ckstore.store.pack_reader import open_pack, read_frame
 from ckstore.store.repository import Repository
 
 Chain = Sequence[tuple[PackRef, FrameRef]]
 """A frame and all its bases, each with its pack; the deepest base comes first."""
-
-
-def chain_reader_nbytes(limits: Limits, *, has_pool: bool = False) -> int:
-    """Return the memory that one reader may use in addition to its decoder's, in bytes."""
-    return limits.chunk_nbytes_max + (0 if has_pool else read_buffer_nbytes(limits))
 
 
 class ChainReader:

@@ -56,10 +56,11 @@ from ckstore.ops.stored_checkpoint import (
     unlink_packs,
 )
 from ckstore.quant.warnings import diverged_warnings, named_nothing, tensor_words
-from ckstore.quant.writer import ResidualCommit, lossy_thread_nbytes
+from ckstore.quant.writer import ResidualCommit
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import LOST_TIER, ChunkIndex, locate
 from ckstore.store.manifests import DroppedError, EmptyRunError
+from ckstore.store.memory_budget import QUANTIZE
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
 from ckstore.store.repository import Repository, finish_interrupted_replacements, finish_replacement
 
@@ -354,7 +355,7 @@ class _Demoter:
         self._policy = rewrite_policy(
             policy,
             repository.limits,
-            lossy_thread_nbytes(repository.limits, is_private=False),
+            QUANTIZE,
             compression=demote_policy.compression,
             fidelity=demote_policy.fidelity,
             base_cache="none",

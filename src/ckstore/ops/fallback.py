@@ -11,7 +11,7 @@ import errno
 import logging
 from collections.abc import Iterator
 
-from ckstore.codec.frame_decoder import FrameDecoder, decoder_nbytes
+from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.config import Policy
 from ckstore.errors import BackendError, CkstoreError, CorruptError, UsageError
 from ckstore.format.manifest import Manifest
@@ -113,7 +113,6 @@ def newest_readable(
                 "decode",
                 [(repository.run, name)],
                 make_check=lambda: FrameDecoder(chunk_nbytes_max).check_frame,
-                check_nbytes=decoder_nbytes(chunk_nbytes_max),
                 policy=policy,
                 is_remote=True,
             )

@@ -35,7 +35,8 @@ from ckstore.io.backend import Backend, ReadFile, ReadRequest
 from ckstore.io.buffers import BufferPool
 from ckstore.store.damage import FramePosition
 from ckstore.store.manifests import quarantine_manifest, quarantine_pack
-from ckstore.store.pack_reader import read_buffer_nbytes, read_frame
+from ckstore.store.memory_budget import read_buffer_nbytes
+from ckstore.store.pack_reader import read_frame
 from ckstore.store.repository import Repository
 
 READ_BUFFERS = 6

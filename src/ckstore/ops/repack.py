@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from ckstore.commit.base_selection import StoragePlan
 from ckstore.commit.chunk_writer import ChunkWriter, WriteResult
-from ckstore.commit.pipeline import thread_nbytes
 from ckstore.concurrency import run_uninterrupted
 from ckstore.config import Policy, RepackPolicy
 from ckstore.delta.base_cache import BaseCache
@@ -28,6 +27,7 @@ from ckstore.ops.repack_plan import Action, Member, PlannedIndex, RepackPlan, Re
 from ckstore.ops.stored_checkpoint import IsolatedRepository, plan_of, remove_unpublished, rewrite_policy, stored_state
 from ckstore.store.chunk_index import locate
 from ckstore.store.manifests import DroppedError
+from ckstore.store.memory_budget import ENCODE_DELTA
 from ckstore.store.refs import load_whole
 from ckstore.store.repository import Repository, finish_interrupted_replacements, finish_replacement
 
@@ -171,8 +171,7 @@ class _Repacker:
         self._plan = plan
         self._index = PlannedIndex()
         self._isolated = IsolatedRepository(repository, self._index)
-        coding_nbytes = thread_nbytes(repository.limits, has_bases=True)
-        self._policy = rewrite_policy(policy, repository.limits, coding_nbytes, compression=repack_policy.compression)
+        self._policy = rewrite_policy(policy, repository.limits, ENCODE_DELTA, compression=repack_policy.compression)
 
     def run(self, on_progress: Callable[[int, int], None]) -> dict[int, _Rewritten]:
         """Rewrite checkpoints, and return the result for each rewritten seq."""

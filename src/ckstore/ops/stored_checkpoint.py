@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from ckstore.codec.frame_decoder import FrameDecoder, decoder_nbytes
+from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.commit.chunking import ChunkPlan, CommitPlan, Source
-from ckstore.config import MIB, Limits, Policy
-from ckstore.delta.chain_reader import ChainReader, chain_reader_nbytes
+from ckstore.config import MEMORY_NBYTES_MIN, Limits, Policy
+from ckstore.delta.chain_reader import ChainReader
 from ckstore.errors import CkstoreError, UnsupportedError
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.format.paths import ManifestName
@@ -29,17 +29,13 @@ from ckstore.hashing import ChunkId
 from ckstore.io.buffers import map_zeros
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import ChunkIndex
+from ckstore.store.memory_budget import REREAD, MemoryBudget
 from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
 
 HELD_COUNT = 2
 """Chunks held per thread: the chunk being coded, and the fp32 master that it may be a rounding of."""
-
-
-def reader_nbytes(limits: Limits) -> int:
-    """Return the memory that one reading thread may use, in bytes."""
-    return decoder_nbytes(limits.chunk_nbytes_max) + chain_reader_nbytes(limits) + HELD_COUNT * limits.chunk_nbytes_max
 
 
 class StoredState:
@@ -172,26 +168,22 @@ class IsolatedRepository(Repository):
         return min(nbytes, self.nbytes_planned)
 
 
-_MEMORY_NBYTES_MIN = 56 * MIB
-"""The smallest ``memory_nbytes_max`` that a policy accepts."""
-
-
-def rewrite_policy(policy: Policy, limits: Limits, coding_nbytes: int, **changes: Any) -> Policy:
+def rewrite_policy(policy: Policy, limits: Limits, coding: MemoryBudget, **changes: Any) -> Policy:
     """Return the policy for coding stored chunks again, with memory reserved for reading.
 
     Args:
         policy: Threads and memory, as the caller has set them.
         limits: Size limits of the store.
-        coding_nbytes: Bytes that one thread needs to code a chunk.
+        coding: Memory that one thread needs to code a chunk.
         changes: Other settings to replace.
     """
-    memory_nbytes = policy.memory_nbytes_max
+    memory_nbytes, reading_nbytes = policy.memory_nbytes_max, REREAD.nbytes(limits)
     # Each thread reads a chunk and its bases before it codes the chunk.
-    threads = max(1, min(policy.thread_count, memory_nbytes // (reader_nbytes(limits) + coding_nbytes)))
+    threads = max(1, min(policy.thread_count, memory_nbytes // (reading_nbytes + coding.nbytes(limits))))
     return replace(
         policy,
         threads=threads,
-        memory_nbytes_max=max(_MEMORY_NBYTES_MIN, memory_nbytes - threads * reader_nbytes(limits)),
+        memory_nbytes_max=max(MEMORY_NBYTES_MIN, memory_nbytes - threads * reading_nbytes),
         verify_encoded=True,
         **changes,
     )

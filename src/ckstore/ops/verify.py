@@ -55,7 +55,6 @@ def verify(
     names: Iterable[tuple[str, ManifestName]] | None,
     *,
     make_check: Callable[[], FrameCheck],
-    check_nbytes: int,
     policy: Policy,
     is_remote: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -67,7 +66,6 @@ def verify(
         level: One of LEVELS.
         names: Run and name of each manifest; None: all runs.
         make_check: Makes, for each thread, a function that decodes a frame.
-        check_nbytes: Memory that each such function may use.
         policy: Number of threads, and memory for them and for read buffers.
         is_remote: Also read packs in other tiers.
         on_progress: Called after each read and each pack, with bytes done and the total.
@@ -89,7 +87,7 @@ def verify(
         if on_progress is not None:
             on_progress(report.bytes_read, total)
 
-    audit = Audit(repository, uses, report, make_check, check_nbytes, policy, tell, is_partial, is_remote)
+    audit = Audit(repository, uses, report, make_check, policy, tell, is_partial, is_remote)
 
     def audit_all() -> None:
         for pack_id in sorted(uses.packs):

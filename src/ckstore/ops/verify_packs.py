@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ckstore.config import READ_BUFFERS, READ_BUFFERS_MIN, Policy, fit_memory
+from ckstore.config import Policy
 from ckstore.errors import (
     BackendError,
     ChecksumError,
@@ -49,7 +49,8 @@ from ckstore.io.block_writer import copy_plain
 from ckstore.io.buffers import BufferPool, map_zeros
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.damage import AffectedTensors, Damage, FramePosition, PackUses, Report, Uses, label_of
-from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame, read_ranges, readable_from
+from ckstore.store.memory_budget import CHECKSUM, DECODE, REREAD, read_buffer_nbytes
+from ckstore.store.pack_reader import open_pack, read_frame, read_ranges, readable_from
 from ckstore.store.repository import Repository
 
 
@@ -81,7 +82,6 @@ class Audit:
         uses: What the manifests need.
         report: Receives the damage found.
         make_check: Makes, for each thread, a function that decodes a frame.
-        check_nbytes: Memory that each such function may use.
         policy: Number of threads, and memory for them and for read buffers.
         tell: Called after each read and each pack.
         is_partial: Only some checkpoints are checked. Damage that affects none of them is not reported.
@@ -92,7 +92,6 @@ class Audit:
     uses: Uses
     report: Report
     make_check: Callable[[], FrameCheck]
-    check_nbytes: int
     policy: Policy
     tell: Callable[[], None]
     is_partial: bool
@@ -104,17 +103,6 @@ class Audit:
 
     def __post_init__(self) -> None:
         self._affected = AffectedTensors(self.repository)
-
-    def fit(self, buffer_nbytes: int, *, check_nbytes: int | None = None) -> tuple[int, int]:
-        """Return the number of threads and buffers that fit into the policy's memory."""
-        return fit_memory(
-            self.policy.thread_count,
-            self.check_nbytes if check_nbytes is None else check_nbytes,
-            buffer_nbytes,
-            buffers_wanted=READ_BUFFERS,
-            buffers_min=READ_BUFFERS_MIN,
-            memory_nbytes_max=self.policy.memory_nbytes_max,
-        )
 
     def add(
         self,
@@ -268,7 +256,10 @@ class PackAudit:
         spans = list(self._spans(tail, directory))
         nbytes = max((span.nbytes for span in spans), default=0) + 2 * BLOCK_NBYTES
         nbytes = -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
-        thread_count, buffer_count = self._audit.fit(nbytes, check_nbytes=None if self._decodes else 1)
+        budget = DECODE if self._decodes else CHECKSUM
+        thread_count, buffer_count = budget.fit_reading(
+            self._audit.policy, self._repository.limits, buffer_nbytes=nbytes
+        )
         inbox: queue.SimpleQueue[ReadResult | None] = queue.SimpleQueue()
         threads = [
             threading.Thread(target=self._work, args=(inbox, spans), name="ckstore-verify", daemon=True)
@@ -399,9 +390,7 @@ class ChainAudit:
 
     def run(self, audit: Audit) -> None:
         """Decode every frame of every tree, and report damage."""
-        limits = audit.repository.limits
-        walk_nbytes = audit.check_nbytes + (COPIES_MAX + 1) * limits.chunk_nbytes_max + read_buffer_nbytes(limits)
-        thread_count, _ = audit.fit(read_buffer_nbytes(limits), check_nbytes=walk_nbytes)
+        thread_count = REREAD.fit_threads(audit.policy, audit.repository.limits)
         inbox: queue.SimpleQueue[Node | None] = queue.SimpleQueue()
         for root in self.roots:
             inbox.put(root)

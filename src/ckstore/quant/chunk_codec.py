@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from ckstore.codec import kernels
 from ckstore.codec.base import CodecStep, Encoded
-from ckstore.codec.byte_codecs import Scratch, quantizing_nbytes
+from ckstore.codec.byte_codecs import Scratch
 from ckstore.codec.chunk_codec import QUANTIZED_STEPS
 from ckstore.codec.chunk_codec import encode as encode_exact
 from ckstore.config import FirstMomentSettings, LowRank, SecondMomentSettings, WeightSettings
@@ -59,7 +59,6 @@ __all__ = [
     "encode_first_moment",
     "encode_second_moment",
     "encode_weights",
-    "quantizing_nbytes",
 ]
 
 GRID, MOMENT2, MOMENT1, CODEBOOK = GRID_STEPS = (7, 8, 9, 10)

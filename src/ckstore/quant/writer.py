@@ -22,39 +22,24 @@ import numpy as np
 from ckstore.commit.base_selection import WHOLE, LossyChunks
 from ckstore.commit.chunk_writer import ChunkWriter, EncodedChunk, PendingFrame, WriteResult, depth_of
 from ckstore.commit.chunking import ChunkPlan
-from ckstore.commit.pipeline import BufferPurpose, CodingThread, thread_nbytes
+from ckstore.commit.pipeline import BufferPurpose, CodingThread
 from ckstore.concurrency import Turns
-from ckstore.config import Limits, Residual
+from ckstore.config import Residual
 from ckstore.format.manifest import Loss, Manifest
 from ckstore.hashing import ChunkId, chunk_id_of
 from ckstore.quant.bitrate import sample_of, scaled, seek
 from ckstore.quant.bounds import TensorOutcome, apply_bounds
-from ckstore.quant.chunk_codec import Errors, quantizing_nbytes
+from ckstore.quant.chunk_codec import Errors
 from ckstore.quant.error_stats import Distance
 from ckstore.quant.planning import Candidates, LossyPlan, LossyTensor, Task
 from ckstore.quant.quantize_task import ChunkDraft, TaskCoder
 from ckstore.quant.warnings import diverged_warnings, rules_warnings, vain_warnings
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import LocatedFrame
-
-_BUFFERS = 2
-"""Additional chunks in memory per thread: the reconstructions of a task."""
-
+from ckstore.store.memory_budget import QUANTIZE, MemoryBudget
 
 _NAMED_COUNT = 8
 """Tensors that warnings name one by one."""
-
-
-def lossy_thread_nbytes(limits: Limits, *, is_private: bool) -> int:
-    """Return the memory that one thread of a lossy commit may use, in bytes.
-
-    Args:
-        limits: Bounds of the store.
-        is_private: Chunks are copied before they are coded.
-    """
-    buffers = _BUFFERS * (2 if is_private else 1)
-    extra = buffers * limits.chunk_nbytes_max + quantizing_nbytes(limits.chunk_nbytes_max)
-    return thread_nbytes(limits, has_bases=True) + extra
 
 
 @dataclass(slots=True, eq=False)
@@ -85,8 +70,8 @@ class LossyChunkWriter(ChunkWriter):
                 self._pairs[first] = second
         self._groups = {one: weight for one, weight in self.lossy.weight_of.items() if weight in self._outcomes}
 
-    def _thread_nbytes(self, *, has_bases: bool) -> int:
-        return lossy_thread_nbytes(self.repository.limits, is_private=not self.policy.verify_encoded)
+    def _thread_budget(self, *, has_bases: bool) -> MemoryBudget:
+        return QUANTIZE
 
     def _store(self, indices: Sequence[int]) -> None:
         chunks = self.lossy.chunks

@@ -18,16 +18,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ckstore.codec.frame_decoder import FrameDecoder, decoder_nbytes
+from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.concurrency import Latch, log_safely, run_uninterrupted
-from ckstore.config import READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_memory
-from ckstore.delta.chain_reader import ChainReader, chain_reader_nbytes
+from ckstore.config import Policy
+from ckstore.delta.chain_reader import ChainReader
 from ckstore.errors import BackendError
 from ckstore.format.manifest import PackRef
 from ckstore.io.backend import Backend, Fetching, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
 from ckstore.restore.plan import BufferedRead, FrameGroup, FrameRead, RestorePlan
-from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_in_halves, read_ranges
+from ckstore.store.memory_budget import DECODE_CHAIN, read_buffer_nbytes
+from ckstore.store.pack_reader import open_pack, read_in_halves, read_ranges
 from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
@@ -51,33 +52,6 @@ class DestinationFiller(Protocol):
     def fill_buffered(self, read: BufferedRead, tools: DecodeTools) -> None:
         """Read a chunk with its chain, and copy it to its targets."""
         ...
-
-
-def reader_nbytes(limits: Limits) -> int:
-    """Return the bytes of memory that one thread may use, without read buffers."""
-    return decoder_nbytes(limits.chunk_nbytes_max) + chain_reader_nbytes(limits, has_pool=True)
-
-
-def fit_reading(policy: Policy, limits: Limits) -> tuple[int, int]:
-    """Return the numbers of threads and read buffers that fit into the memory of a policy.
-
-    Each thread needs one buffer in addition to those that are being filled; more threads would only wait.
-    """
-    buffer_nbytes = read_buffer_nbytes(limits)
-    thread_count, buffer_count = fit_memory(
-        policy.thread_count,
-        reader_nbytes(limits) + buffer_nbytes,
-        buffer_nbytes,
-        buffers_wanted=READ_BUFFERS,
-        buffers_min=READ_BUFFERS_MIN,
-        memory_nbytes_max=policy.memory_nbytes_max,
-    )
-    return thread_count, min(max(READ_BUFFERS, thread_count + READ_BUFFERS_MIN), thread_count + buffer_count)
-
-
-def group_nbytes_max(limits: Limits) -> int:
-    """Return the longest range of one read; direct I/O adds a page at both ends."""
-    return read_buffer_nbytes(limits) - 2 * 4096
 
 
 @contextmanager
@@ -176,7 +150,7 @@ def _decode_all(
     failure: _Failure,
 ) -> None:
     limits = repository.limits
-    thread_count, buffer_count = fit_reading(policy, limits)
+    thread_count, buffer_count = DECODE_CHAIN.fit_reading(policy, limits)
     job_count = len(plan.groups) + len(plan.buffered_reads)
     with (
         open_packs(repository, packs, needed) as files,

@@ -28,13 +28,15 @@ from ckstore.errors import (
 )
 from ckstore.format.manifest import Manifest, tensor_paths
 from ckstore.hashing import ChunkId
+from ckstore.io.syscalls import PAGE_NBYTES
 from ckstore.restore.plan import BufferedRead, FrameRead, Target, base_id_of, chain_of, narrowed, packs_of, plan_restore
-from ckstore.restore.reader import DecodeTools, decode_all, group_nbytes_max
+from ckstore.restore.reader import DecodeTools, decode_all
 from ckstore.results import require_exact
 from ckstore.state.capture import loaded_adapters
 from ckstore.state.placement import RestoreTargets, libraries_needed, prepare_restore
 from ckstore.state.tensors import LeafAdapter
 from ckstore.store.damage import require_complete
+from ckstore.store.memory_budget import read_buffer_nbytes
 from ckstore.store.pack_reader import distant_packs
 from ckstore.store.refs import Reference, load_whole, newest_whole, resolve
 from ckstore.store.repository import Repository
@@ -176,7 +178,8 @@ def restore(
     plan = plan_restore(
         manifest,
         placement.storages,
-        group_nbytes_max=group_nbytes_max(repository.limits),
+        # Direct I/O adds a page at both ends.
+        group_nbytes_max=read_buffer_nbytes(repository.limits) - 2 * PAGE_NBYTES,
         wave_nbytes=None if placement.keeps_all else WAVE_NBYTES,
         distant=distant_packs(repository, manifest.packs),
     )

@@ -21,6 +21,8 @@ Start with ``Repository`` (``repository.py``). A commit calls, in this order::
 Only ``ops/gc`` and ``tiers/gc`` delete packs. They follow ``reachability.py``, ``trash.py`` and ``pending_deletes.py``.
 A checkpoint is dropped by ``history.py`` only: intent, tags read again, drop mark, trash.
 
+How much memory the threads of an operation may use is in ``memory_budget.py``.
+
 Encoding, choosing bases, and the verbs of the command line do not belong here.
 """
 

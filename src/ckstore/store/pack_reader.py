@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import chain, groupby
 from typing import TypeGuard
 
-from ckstore.config import KIB, Limits
 from ckstore.errors import BackendError, ChecksumError, MissingChunkError
 from ckstore.format import paths
 from ckstore.format.manifest import PackRef
@@ -80,15 +79,7 @@ def _unwrapped(file: ReadFile) -> ReadFile:
     return file.file
 
 
-READ_SLACK_NBYTES = 64 * KIB
-"""Space in a read buffer beyond one chunk: frame header, codec tables, alignment at both ends."""
-
 _PAGE_NBYTES = 4096
-
-
-def read_buffer_nbytes(limits: Limits) -> int:
-    """Return the size of a read buffer, in bytes, that holds any frame."""
-    return limits.chunk_nbytes_max + READ_SLACK_NBYTES
 
 
 def open_pack(repository: Repository, pack: PackRef, *, keeps_ranges: bool = True) -> ReadFile:

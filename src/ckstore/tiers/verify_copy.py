@@ -60,7 +60,7 @@ class IncomingPackCheck:
         """
         repository, report = self._repository, Report("read")
         uses = self._uses_there if is_new else self._uses_here
-        audit = Audit(repository, uses, report, _decode_nothing, 1, _POLICY, lambda: None, is_partial=False)
+        audit = Audit(repository, uses, report, _decode_nothing, _POLICY, lambda: None, is_partial=False)
         name = paths.pack_name(pack.pack_id)
         source = audit.home_of(pack.pack_id).location_of(name)
         where = source if self._copy is None or is_new else self._copy.location_of(name)

@@ -12,9 +12,9 @@ import pytest
 import ckstore
 from ckstore._testing import background_of, saver_of
 from ckstore.background import protocol
-from ckstore.commit.pipeline import WRITE_BLOCK_NBYTES
 from ckstore.config import MIB, Policy
 from ckstore.errors import SaverError
+from ckstore.store.memory_budget import WRITE_BLOCK_NBYTES
 from support.interrupts import Interrupt
 from support.saver_desk import SECONDS_MAX, Desk, noise, until
 

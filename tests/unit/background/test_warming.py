@@ -18,10 +18,10 @@ from ckstore.background import protocol
 from ckstore.background.arena import UNIT_NBYTES, Arena
 from ckstore.background.client import Questions
 from ckstore.commit import pipeline
-from ckstore.commit.pipeline import WRITE_BLOCK_NBYTES, threads_and_blocks
 from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import CapacityError, MalformedError, SaverError
 from ckstore.io.local import LocalBackend
+from ckstore.store.memory_budget import ENCODE, WRITE_BLOCK_NBYTES
 from support.saver_desk import SECONDS_MAX, noise, packs_nbytes, until
 
 UNITS = 6
@@ -52,7 +52,7 @@ def memory_for(block_count):
     """Return a bound on memory within which a commit on one thread has so many blocks."""
     limits = Limits()
     for nbytes in range(56 * MIB, 256 * MIB, MIB):
-        if threads_and_blocks(Policy(threads=1, memory_nbytes_max=nbytes), limits) == (1, block_count):
+        if ENCODE.fit_writing(Policy(threads=1, memory_nbytes_max=nbytes), limits) == (1, block_count):
             return nbytes
     raise AssertionError("there is none")
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckstore.codec import chunk_codec, kernels
-from ckstore.codec.byte_codecs import CONTEXTS_NBYTES
 from ckstore.codec.kernels import reference
-from ckstore.config import Compression
+from ckstore.config import Compression, Limits
 from ckstore.errors import CorruptError, MalformedError, UnsupportedError, UsageError
+from ckstore.store.memory_budget import ENCODE
 from support.chunk_pairs import (
     COUNT,
     PAIRS,
@@ -302,7 +302,9 @@ def test_forms_keep_within_the_bound_of_their_scratch() -> None:
     finally:
         tracemalloc.stop()
     assert onto == plain
-    assert peak <= chunk_codec.scratch_nbytes(plain.nbytes) - CONTEXTS_NBYTES + payload.nbytes
+    # A worker holds four more chunks. What zstd takes for its contexts is not traced.
+    most = ENCODE.nbytes(Limits(plain.nbytes)) - 4 * plain.nbytes - 8 * MIB
+    assert peak <= most + payload.nbytes
 
 
 def test_the_same_chunk_and_base_are_always_coded_in_the_same_way() -> None:

@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 
 from ckstore.commit import pipeline
-from ckstore.commit.pipeline import (
-    WRITE_BLOCK_NBYTES,
-    WRITE_BLOCKS,
-    WRITE_BLOCKS_MIN,
-    WriteBlocks,
-    threads_and_blocks,
-)
+from ckstore.commit.pipeline import WriteBlocks
 from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import CapacityError, UsageError
 from ckstore.io.buffers import map_block
+from ckstore.store.memory_budget import ENCODE, WRITE_BLOCK_NBYTES, WRITE_BLOCKS, WRITE_BLOCKS_MIN, MemoryBudget
 
 COUNT = 4
 NBYTES = COUNT * WRITE_BLOCK_NBYTES
@@ -202,11 +197,10 @@ def test_a_block_has_no_memory_before_it_is_used():
     assert has_memory(address_of(block)) is False
 
 
-def test_threads_and_blocks_fit_the_memory_of_the_policy():
+def test_threads_and_write_blocks_fit_the_memory_of_the_policy():
     limits = Limits()
-    assert threads_and_blocks(Policy(threads=1), limits) == (1, WRITE_BLOCKS)
+    assert ENCODE.fit_writing(Policy(threads=1), limits) == (1, WRITE_BLOCKS)
     least = Policy(threads=64, memory_nbytes_max=56 * MIB)
-    threads, blocks = threads_and_blocks(least, limits)
+    threads, blocks = ENCODE.fit_writing(least, limits)
     assert (threads, blocks >= WRITE_BLOCKS_MIN) == (1, True)
-    many = 100 * MIB
-    assert threads_and_blocks(Policy(threads=2), limits, spare_threads=1, nbytes_a_thread=many) == (1, 11)
+    assert MemoryBudget(0, 100).fit_writing(Policy(threads=2), limits, spare_threads=1) == (1, 11)

@@ -14,7 +14,7 @@ from ckstore.codec import chunk_codec, differences
 from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.config import KIB, Limits
 from ckstore.delta import chain_reader
-from ckstore.delta.chain_reader import ChainReader, chain_reader_nbytes
+from ckstore.delta.chain_reader import ChainReader
 from ckstore.errors import BackendError, ChecksumError, CorruptError, MissingChunkError
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.paths import pack_name, trash_packs_folder
@@ -22,7 +22,7 @@ from ckstore.hashing import new_token
 from ckstore.io.buffers import BufferPool
 from ckstore.io.memory import MemoryBackend
 from ckstore.restore.plan import chain_of
-from ckstore.store.pack_reader import read_buffer_nbytes
+from ckstore.store.memory_budget import DECODE, DECODE_CHAIN, read_buffer_nbytes
 from ckstore.store.store_config import create_store
 from support import memory_files
 from support.chains import ChainWriter
@@ -257,5 +257,5 @@ def test_memory_is_what_is_said(store, monkeypatch):
     monkeypatch.setattr(chain_reader, "BufferPool", Pool)
     with ChainReader(repository_of(store), FrameDecoder(CHUNK_NBYTES)) as reader:
         read(reader, chain_at(store, DEPTH))
-    assert 0 < sum(pools) <= chain_reader_nbytes(limits) <= 2 * CHUNK_NBYTES + 64 * KIB
-    assert chain_reader_nbytes(limits, has_pool=True) == CHUNK_NBYTES
+    assert 0 < sum(pools) <= read_buffer_nbytes(limits)
+    assert DECODE_CHAIN.nbytes(limits) - DECODE.nbytes(limits) == CHUNK_NBYTES

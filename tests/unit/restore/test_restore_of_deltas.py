@@ -24,6 +24,7 @@ from ckstore.io.buffers import BufferPool
 from ckstore.io.local import LocalBackend
 from ckstore.io.memory import MemoryBackend
 from ckstore.restore import reader, restore
+from ckstore.store import memory_budget
 from ckstore.store.store_config import create_store
 from support import memory_files
 from support.chains import ChainWriter
@@ -326,7 +327,7 @@ def test_base_of_which_a_pack_is_missing_is_a_missing_chunk(small_store, backend
 @pytest.mark.parametrize("at", [20, FRAME_HEADER_NBYTES + 40])
 def test_failure_lets_go_of_frames_that_were_set_aside(no_threads_left, at, monkeypatch):
     """Also where every buffer is held by a frame that waits: finding out what is damaged must not need one."""
-    monkeypatch.setattr(reader, "READ_BUFFERS", 4)
+    monkeypatch.setattr(memory_budget, "READ_BUFFERS", 4)
     with open_small(Shuffled(), threads=4) as store:
         commit_chain(store, 3)
         manifest = manifest_of(store, 2)

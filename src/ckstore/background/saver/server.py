@@ -31,11 +31,11 @@ from ckstore.background.saver.committer import Committer
 from ckstore.background.saver.staged_state import DelayedBegin, Job, StagingMonitor, Ticket
 from ckstore.background.staged_head import decode_head
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.commit.pipeline import WRITE_BLOCKS, WRITE_BLOCKS_MIN
 from ckstore.concurrency import Latch, ThreadLimit
 from ckstore.errors import CapacityError, CkstoreError, MalformedError, SaverError
 from ckstore.processes import JOB_SIGNALS, proc_is_ours
 from ckstore.store.lease import HEARTBEAT_THREAD_NAME
+from ckstore.store.memory_budget import WRITE_BLOCKS, WRITE_BLOCKS_MIN
 
 _log = logging.getLogger("ckstore")
 

@@ -29,7 +29,8 @@ from ckstore.io.block_writer import copy_plain
 from ckstore.io.buffers import BufferPool
 from ckstore.ops.gc.plan import PackRewrite
 from ckstore.store.chunk_index import LOCAL_TIER
-from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame
+from ckstore.store.memory_budget import read_buffer_nbytes
+from ckstore.store.pack_reader import open_pack, read_frame
 from ckstore.store.pack_writer import PackWriter
 from ckstore.store.reachability import UNREADABLE, Marker
 from ckstore.store.repository import Repository, finish_replacement

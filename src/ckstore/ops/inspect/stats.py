@@ -19,15 +19,16 @@ import numpy as np
 from ckstore.codec import chunk_codec, differences, kernels
 from ckstore.codec.chunk_codec import CODECS, QUANTIZED_STEPS
 from ckstore.concurrency import Turns, run_in_turns
-from ckstore.config import Limits, Policy, fit_memory
+from ckstore.config import Limits, Policy
 from ckstore.format.decisions import StorageDecision
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
 from ckstore.format.manifest import ChunkSpec, FrameRef, Manifest
 from ckstore.format.tree import Path, TensorNode, format_path, leaves_of
 from ckstore.hashing import ChunkId, PackId
 from ckstore.io.backend import ReadFile
-from ckstore.ops.stored_checkpoint import StoredState, reader_nbytes, stored_state
+from ckstore.ops.stored_checkpoint import StoredState, stored_state
 from ckstore.results import Info
+from ckstore.store.memory_budget import MEASURE
 from ckstore.store.pack_reader import open_pack
 from ckstore.store.repository import Repository
 
@@ -356,14 +357,7 @@ class _Measurement:
         chunks, limits = self.manifest.chunks, self.repository.limits
         # Read in the order of packs and offsets.
         order = sorted(range(len(chunks)), key=lambda i: (self.codings[i].frame.pack, self.codings[i].frame.offset))
-        thread_count, _ = fit_memory(
-            policy.thread_count,
-            _thread_nbytes(limits),
-            1,
-            buffers_wanted=0,
-            buffers_min=0,
-            memory_nbytes_max=policy.memory_nbytes_max,
-        )
+        thread_count = MEASURE.fit_threads(policy, limits)
         probes: list[_Probe | None] = [None] * thread_count
         total, done, counting = sum(chunk.nbytes for chunk in chunks), [0], threading.Lock()
         with stored_state(self.repository, self.manifest) as state:
@@ -389,10 +383,6 @@ class _Measurement:
         if coding.kind != "delta":
             return _Bound(full)
         return _Bound(full, probe.delta_bits(plain, state.base(index), chunk))
-
-
-def _thread_nbytes(limits: Limits) -> int:
-    return reader_nbytes(limits) + limits.chunk_nbytes_max
 
 
 class _Probe:
