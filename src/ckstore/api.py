@@ -763,20 +763,13 @@ class Store:
             remote: Also read packs in other tiers.
             on_progress: Called with bytes read and bytes in total.
         """
-        from ckstore.codec.frame_decoder import FrameDecoder
         from ckstore.ops.verify import verify
 
         with self._lock:
             self._check_open()
             names = None if ref is None else [(self.run, resolve(self._repository, ref))]
             return verify(
-                self._repository,
-                level,
-                names,
-                make_check=lambda: FrameDecoder(self._repository.limits.chunk_nbytes_max).check_frame,
-                policy=self._policy,
-                is_remote=remote,
-                on_progress=on_progress,
+                self._repository, level, names, policy=self._policy, is_remote=remote, on_progress=on_progress
             )
 
     # Change the history
@@ -1124,23 +1117,15 @@ class Store:
             CapacityError: The disk is full. Each checkpoint is unchanged or repaired.
             UsageError: A source is another store.
         """
-        from ckstore.codec.frame_decoder import FrameDecoder
         from ckstore.ops.repair import open_copies, repair
 
-        limits = self._repository.limits
         with self._lock, open_copies(sources, self._repository.store_id) as backends:
             self._check_open()
             self._wait_for_background()
             if not dry_run:
                 self._reclaim_lease()
                 self._bases = None
-            return repair(
-                self._repository,
-                lambda: FrameDecoder(limits.chunk_nbytes_max).check_frame,
-                dry_run=dry_run,
-                sources=backends,
-                on_progress=on_progress,
-            )
+            return repair(self._repository, dry_run=dry_run, sources=backends, on_progress=on_progress)
 
     def quarantine(self, *, dry_run: bool = True) -> QuarantineReport:
         """Move unreadable manifests of all runs, and torn packs that no manifest names, to ``quarantine/``.

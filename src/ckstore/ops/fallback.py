@@ -11,7 +11,6 @@ import errno
 import logging
 from collections.abc import Iterator
 
-from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.config import Policy
 from ckstore.errors import BackendError, CkstoreError, CorruptError, UsageError
 from ckstore.format.manifest import Manifest
@@ -104,18 +103,10 @@ def newest_readable(
     repository: Repository, policy: Policy, damaged: int | None, error: CkstoreError
 ) -> ManifestName | None:
     """Return the newest other checkpoint that can be decoded completely; None if there is none."""
-    chunk_nbytes_max = repository.limits.chunk_nbytes_max
     for manifest in fallback_candidates(repository, damaged, error):
         name = manifest.header.name
         try:
-            report = verify(
-                repository,
-                "decode",
-                [(repository.run, name)],
-                make_check=lambda: FrameDecoder(chunk_nbytes_max).check_frame,
-                policy=policy,
-                is_remote=True,
-            )
+            report = verify(repository, "decode", [(repository.run, name)], policy=policy, is_remote=True)
         except CkstoreError as problem:
             _log.warning("seq %d (step %d) cannot be read either: %s", name.seq, name.step, problem)
             continue

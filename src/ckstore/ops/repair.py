@@ -43,7 +43,6 @@ from ckstore.io.buffers import BufferPool
 from ckstore.io.url import backend_for
 from ckstore.ops.pack_copies import PackCopy
 from ckstore.ops.repair_plan import Mend, Pick, RepairPlan, plan_repair
-from ckstore.ops.verify_packs import FrameCheck
 from ckstore.store.chunk_index import LocatedFrame, locate
 from ckstore.store.damage import lost_frames
 from ckstore.store.manifests import DroppedError, quarantine_manifest, quarantine_pack, quarantined_names
@@ -124,7 +123,6 @@ class RepairReport:
 
 def repair(
     repository: Repository,
-    make_check: Callable[[], FrameCheck],
     *,
     dry_run: bool,
     sources: Sequence[Backend] = (),
@@ -134,7 +132,6 @@ def repair(
 
     Args:
         repository: The store.
-        make_check: Makes a function that decodes a frame.
         dry_run: Only plan.
         sources: Copies of the store.
         on_progress: Called with the number of packs checked and the total.
@@ -143,7 +140,7 @@ def repair(
         ConflictError: Another live process writes a damaged run, or has replaced a checkpoint meanwhile.
         CapacityError: The disk is full. Each checkpoint is as before, or repaired.
     """
-    plan = plan_repair(repository, make_check, sources=sources, on_progress=on_progress)
+    plan = plan_repair(repository, sources=sources, on_progress=on_progress)
     copies = Copies(repository, plan)
     if not dry_run:
         _act(repository, plan, copies)
@@ -151,7 +148,7 @@ def repair(
     if not any(entry.is_done and entry.action in ("revive", "bring back") for entry in report.entries):
         return report
     # The packs of these manifests were not checked yet.
-    again = repair(repository, make_check, dry_run=False, sources=sources, on_progress=on_progress)
+    again = repair(repository, dry_run=False, sources=sources, on_progress=on_progress)
     return replace(
         again,
         entries=(*report.entries, *again.entries),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.errors import BackendError, CkstoreError, CorruptError, UnsupportedError
 from ckstore.format import paths
 from ckstore.format.frame import FrameHeader
@@ -25,7 +26,6 @@ from ckstore.format.paths import ManifestName
 from ckstore.hashing import NO_BASE, ChunkId, PackId
 from ckstore.io.backend import Backend
 from ckstore.ops.pack_copies import FoundFrame, PackContents, PackCopies, PackCopy
-from ckstore.ops.verify_packs import FrameCheck
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.damage import FramePosition, Uses, lost_chunks
 from ckstore.store.manifests import quarantined_names
@@ -110,7 +110,6 @@ class RepairPlan:
 
 def plan_repair(
     repository: Repository,
-    make_check: Callable[[], FrameCheck],
     *,
     sources: Sequence[Backend] = (),
     on_progress: Callable[[int, int], None] | None = None,
@@ -119,11 +118,10 @@ def plan_repair(
 
     Args:
         repository: The store.
-        make_check: Makes a function that decodes a frame.
         sources: Copies of the store.
         on_progress: Called with the number of packs checked and the total.
     """
-    plan = RepairPlan(Search(repository, make_check, sources, on_progress))
+    plan = RepairPlan(Search(repository, sources, on_progress))
     readable: list[ManifestName] = []
     for run in repository.runs():
         readable += _check_run(repository, run, plan, sources)
@@ -307,7 +305,6 @@ class Search:
 
     Args:
         repository: The store.
-        make_check: Makes a function that decodes a frame and checks its identity.
         sources: Copies of the store.
         on_progress: Called with the number of packs checked and the total.
     """
@@ -315,13 +312,12 @@ class Search:
     def __init__(
         self,
         repository: Repository,
-        make_check: Callable[[], FrameCheck],
         sources: Sequence[Backend] = (),
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._repository = repository
         self.pack_copies = PackCopies(repository, sources)
-        self._check = make_check()
+        self._decoder = FrameDecoder(repository.limits.chunk_nbytes_max)
         self._tell = on_progress or (lambda done, total: None)
         self.states: dict[PackId, PackState] = {}
         self.found: dict[ChunkId, FoundFrame] = {}
@@ -481,6 +477,6 @@ class Search:
         for each in reversed(chain):
             base = None if plain is None else memoryview(bytearray(plain))
             stored = payload if each is frame else self._payload_of(each)
-            plain = bytes(self._check(each.header, memoryview(stored), base))
+            plain = bytes(self._decoder.check_frame(each.header, memoryview(stored), base))
         assert plain is not None, "a chain has a frame"
         return plain

@@ -25,13 +25,13 @@ from ckstore.format.paths import ManifestName
 from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, FileRecord, HomeRecord, OwnerRecord, decode_record
 from ckstore.io.backend import Ageing
 from ckstore.io.remote import is_bucket_address
-from ckstore.ops.verify_packs import Audit, ChainAudit, FrameCheck, PackAudit
+from ckstore.ops.verify_packs import Audit, ChainAudit, PackAudit
 from ckstore.store.damage import Damage, Report, Uses, label_of
 from ckstore.store.manifests import Manifests, missing_sentence
 from ckstore.store.repository import Repository
 from ckstore.store.tags import Tags
 
-__all__ = ["LEVELS", "Damage", "FrameCheck", "Report", "verify"]
+__all__ = ["LEVELS", "Damage", "Report", "verify"]
 
 
 LEVELS = ("quick", "read", "decode")
@@ -54,7 +54,6 @@ def verify(
     level: str,
     names: Iterable[tuple[str, ManifestName]] | None,
     *,
-    make_check: Callable[[], FrameCheck],
     policy: Policy,
     is_remote: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -65,7 +64,6 @@ def verify(
         repository: The store.
         level: One of LEVELS.
         names: Run and name of each manifest; None: all runs.
-        make_check: Makes, for each thread, a function that decodes a frame.
         policy: Number of threads, and memory for them and for read buffers.
         is_remote: Also read packs in other tiers.
         on_progress: Called after each read and each pack, with bytes done and the total.
@@ -87,7 +85,7 @@ def verify(
         if on_progress is not None:
             on_progress(report.bytes_read, total)
 
-    audit = Audit(repository, uses, report, make_check, policy, tell, is_partial, is_remote)
+    audit = Audit(repository, uses, report, policy, tell, is_partial, is_remote)
 
     def audit_all() -> None:
         for pack_id in sorted(uses.packs):

@@ -17,8 +17,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.config import Policy
 from ckstore.errors import (
     BackendError,
@@ -54,14 +54,6 @@ from ckstore.store.pack_reader import open_pack, read_frame, read_ranges, readab
 from ckstore.store.repository import Repository
 
 
-class FrameCheck(Protocol):
-    """Decodes a payload and compares its chunk id; raises CorruptError."""
-
-    def __call__(self, header: FrameHeader, payload: memoryview, base: memoryview | None = None, /) -> memoryview:
-        """Return the plain bytes, valid until the next call. They replace ``base`` in memory if it is as long."""
-        ...
-
-
 @dataclass(slots=True)
 class Stop:
     """Ends an audit early. ``error`` is the first failure of the checking itself."""
@@ -81,7 +73,6 @@ class Audit:
         repository: The store.
         uses: What the manifests need.
         report: Receives the damage found.
-        make_check: Makes, for each thread, a function that decodes a frame.
         policy: Number of threads, and memory for them and for read buffers.
         tell: Called after each read and each pack.
         is_partial: Only some checkpoints are checked. Damage that affects none of them is not reported.
@@ -91,7 +82,6 @@ class Audit:
     repository: Repository
     uses: Uses
     report: Report
-    make_check: Callable[[], FrameCheck]
     policy: Policy
     tell: Callable[[], None]
     is_partial: bool
@@ -306,18 +296,18 @@ class PackAudit:
             yield _Span(group[0].offset, tail.directory_offset - group[0].offset, tuple(group))
 
     def _work(self, inbox: queue.SimpleQueue[ReadResult | None], spans: Sequence[_Span]) -> None:
-        check = self._audit.make_check() if self._decodes else None
+        decoder = FrameDecoder(self._repository.limits.chunk_nbytes_max) if self._decodes else None
         while (result := inbox.get()) is not None:
             try:
                 # After a failure, only release the buffers, so that the reader does not wait for them.
                 if self._audit.stop.error is None:
-                    self._check_span(spans[result.tag], result.view, check)
+                    self._check_span(spans[result.tag], result.view, decoder)
             except BaseException as error:
                 self._audit.stop.note(error)
             finally:
                 result.release()
 
-    def _check_span(self, span: _Span, view: memoryview, check: FrameCheck | None) -> None:
+    def _check_span(self, span: _Span, view: memoryview, decoder: FrameDecoder | None) -> None:
         if len(view) != span.nbytes:
             self._add("the pack ends early", span.offset + len(view))
             return
@@ -333,8 +323,8 @@ class PackAudit:
                 if not is_zero(view[entry.end - span.offset : end - span.offset]):
                     raise MalformedError("the padding after a frame is not zero")
                 # Frames that need a base are decoded after all packs were read.
-                if check is not None and not header.has_base:
-                    check(header, payload)
+                if decoder is not None and not header.has_base:
+                    decoder.check_frame(header, payload)
             except (CorruptError, UnsupportedError) as error:
                 self._add(error.what, entry.offset, _place_of(entry))
             with self._audit.lock:
@@ -445,8 +435,8 @@ class _Walk:
         self._chains = chains
         self._audit = audit
         self._pool = pool
-        self._check = audit.make_check()
         self._chunk_nbytes_max = audit.repository.limits.chunk_nbytes_max
+        self._decoder = FrameDecoder(self._chunk_nbytes_max)
         self._room = self._new_room()
         self._copies: list[memoryview] | None = None
         self._files: dict[PackId, ReadFile] = {}
@@ -527,7 +517,7 @@ class _Walk:
         try:
             header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=repository.limits)
             self._check_ids(header, node)
-            plain = self._check(header, result.view[FRAME_HEADER_NBYTES:], base)
+            plain = self._decoder.check_frame(header, result.view[FRAME_HEADER_NBYTES:], base)
         finally:
             result.release()
         with self._audit.lock:

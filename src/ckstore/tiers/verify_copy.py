@@ -18,7 +18,7 @@ from ckstore.format import paths
 from ckstore.format.manifest import Manifest, PackRef
 from ckstore.format.paths import ManifestName
 from ckstore.io.backend import Backend, ReadFile
-from ckstore.ops.verify_packs import Audit, FrameCheck, PackAudit
+from ckstore.ops.verify_packs import Audit, PackAudit
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.damage import Report, Uses
 from ckstore.store.repository import Repository
@@ -60,7 +60,7 @@ class IncomingPackCheck:
         """
         repository, report = self._repository, Report("read")
         uses = self._uses_there if is_new else self._uses_here
-        audit = Audit(repository, uses, report, _decode_nothing, _POLICY, lambda: None, is_partial=False)
+        audit = Audit(repository, uses, report, _POLICY, lambda: None, is_partial=False)
         name = paths.pack_name(pack.pack_id)
         source = audit.home_of(pack.pack_id).location_of(name)
         where = source if self._copy is None or is_new else self._copy.location_of(name)
@@ -89,10 +89,6 @@ class IncomingPackCheck:
             what = f"an existing pack here is damaged: {what}"
             todo = "run `ckstore gc`, which deletes it if the tier has it, then pull again"
         return CorruptError(what, where=where, todo=todo, pack_id=pack.pack_id.hex(), tensors=tensors)
-
-
-def _decode_nothing() -> FrameCheck:
-    raise AssertionError("the read level does not decode frames")
 
 
 _NAMED_MAX = 10
