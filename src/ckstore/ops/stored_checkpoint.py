@@ -35,7 +35,7 @@ from ckstore.store.repository import Repository
 _log = logging.getLogger("ckstore")
 
 HELD_COUNT = 2
-"""Chunks held per thread: the chunk being coded, and the fp32 master that it may be a rounding of."""
+"""Chunks per thread, which ``REREAD`` counts: the one being coded, and the fp32 master that it may be a rounding of."""
 
 
 class StoredState:

@@ -343,7 +343,7 @@ def _place_of(entry: DirectoryEntry) -> FramePosition:
 
 
 COPIES_MAX = 2
-"""Copies of bases per thread, in addition to the frame being decoded."""
+"""Copies of bases per thread, in addition to the frame being decoded. ``REREAD`` counts them."""
 
 NESTED_MAX = 64
 """Depth to which one walk recurses with copies kept on the way."""

@@ -1,7 +1,7 @@
 """How much memory one thread of each operation may use, and how many threads and buffers fit into a policy's memory.
 
-Every bound on the memory that ``Policy.memory_nbytes_max`` limits is here. Each budget is at least what a thread of the
-operation allocates: tests count it for the coders, the readers of chains, restore and verify.
+Every bound on the memory that ``Policy.memory_nbytes_max`` limits is here. A budget is at least what one thread of the
+operation allocates: tests/integration/test_memory_bounds.py measures commits, restores and verify.
 """
 
 from __future__ import annotations
