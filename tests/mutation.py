@@ -45,8 +45,13 @@ MODULES: dict[str, list[str]] = {
     "store/lease.py": ["unit/store", "unit/background/test_lent_lease.py"],
     "store/history.py": ["unit/ops/gc", "unit/store", "integration/test_history.py", "durability/test_collection.py"],
     "ops/gc/collect.py": ["unit/ops/gc", "durability/test_gc_races.py", "durability/test_collection.py"],
-    "commit.py": ["unit/commit", "integration/test_promises.py", "durability/test_failing_calls.py"],
-    "chunks.py": ["unit/commit", "unit/restore", "integration/test_promises.py", "durability/test_failing_calls.py"],
+    "commit/commit.py": ["unit/commit", "integration/test_promises.py", "durability/test_failing_calls.py"],
+    "commit/chunk_writer.py": [
+        "unit/commit",
+        "unit/restore",
+        "integration/test_promises.py",
+        "durability/test_failing_calls.py",
+    ],
     "background/arena.py": ["unit/background", "integration/background"],
     "background/saver/server.py": ["unit/background", "integration/background"],
 }
@@ -62,7 +67,7 @@ PAIRS: list[tuple[type, type]] = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq,
 PAIRS += [(ast.Is, ast.IsNot), (ast.Add, ast.Sub), (ast.And, ast.Or)]
 SWAPPED: dict[type, type] = {ast.Mult: ast.FloorDiv, **dict(PAIRS), **{second: first for first, second in PAIRS}}
 
-LOGGING = ("_log.", "tell(", "warnings.")
+LOGGING = ("_log.", "log_safely(", "warnings.")
 """Statements that begin like this only report."""
 
 

@@ -1,7 +1,7 @@
 """ckstore: a compressed, incremental, content-addressed checkpoint store for PyTorch training.
 
 Start with ``ckstore.open(path)``, which returns a ``Store``. Its ``commit``, ``commit_async`` and ``restore`` are in
-``api.py`` and ``verbs/``; ``Policy`` in ``config.py`` has every setting.
+``api.py``; ``Policy`` in ``config.py`` has every setting.
 
 Names are imported on first use, so that ``ckstore ls`` loads neither numpy nor torch.
 """
@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckstore.api import Store, open
+    from ckstore.api import Store, open, repair_store
     from ckstore.background.pending import Pending
     from ckstore.config import (
         DemotePolicy,

@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckstore")
 
 Progress = Callable[[int, int], None]
-"""Called now and then with work done and work in total, possibly from another thread."""
+"""Called repeatedly with work done and work in total, possibly from another thread."""
 
 
 def open(
@@ -385,8 +385,8 @@ class Store:
         What an optimizer with ``capturable`` owns is copied before ``commit_async`` returns, because replaying a CUDA
         graph calls no hooks. Call ``Pending.wait_staged`` before you capture a graph.
 
-        The wait comes before the step's closure and its other hooks. A ``commit_async`` inside a closure, or inside a
-        hook that runs before the step, copies everything before it returns.
+        The optimizer waits before it runs the step's closure and other hooks. A ``commit_async`` inside a closure, or
+        inside a hook that runs before the step, copies everything before it returns.
 
         Raises:
             UsageError: It is not a torch optimizer, or it cannot report its steps.
@@ -890,7 +890,7 @@ class Store:
         trash_seconds = self._trash_seconds_or(trash_for)
         limits = GcLimits(seconds_of(min_age), trash_seconds, is_now=now, clears_intents=clear_intents, **given)
         if max_delete is not None and max_delete < 0:
-            raise UsageError("max_delete is not negative", where=f"max_delete={max_delete!r}")
+            raise UsageError("max_delete must not be negative", where=f"max_delete={max_delete!r}")
         with self._lock:
             self._check_open()
             self._wait_for_background()
@@ -1278,7 +1278,7 @@ class Store:
         dry_run: bool = False,
         clear_lists: bool = False,
     ) -> TierGc:
-        """Delete from a tier what was deleted here and has left the trash here, and unreferenced packs.
+        """Delete from a tier what was deleted from this store and has left its trash, and unreferenced packs.
 
         Partly needed packs in the tier are rewritten: the needed bytes are read and written again, and a later
         collection deletes the old pack once the trash here no longer names it. Only the store that owns the tier may do
@@ -1441,8 +1441,8 @@ class Store:
                 self._is_closed = True
                 after, self._after_commit = self._after_commit, []
                 listening, self._last_commits = self._last_commits, []
-                # The stack calls the last one pushed first. Signal listeners are closed at the end: a signal that
-                # came meanwhile ends the process there; the newest first, as it was installed over the older ones.
+                # The stack runs in reverse order: release the store, stop child work, then remove signal handlers,
+                # the newest first. A signal that arrived meanwhile ends the process at that last step.
                 with contextlib.ExitStack() as stack:
                     for last in filter(None, (each() for each in listening)):
                         stack.callback(last.close)
@@ -1487,7 +1487,7 @@ class Store:
             raise NotFoundError(
                 f"seq {name.seq} was dropped or replaced while it was read",
                 where=self._repository.backend.root,
-                todo="look again",
+                todo="list the checkpoints (`ckstore ls`), and repeat the call",
             ) from None
 
     def _tag_or_warning(self, name: str, seq: int) -> str:

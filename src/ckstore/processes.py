@@ -122,7 +122,6 @@ def start_python(arguments: Sequence[str], *, fds: Sequence[int] = (), **options
         OSError: The process cannot be started.
     """
     # A child inherits the blocked signals, also through exec. So a signal cannot end it at any moment.
-    # A child inherits what is blocked, through exec as well: there is no moment at which a signal could end it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     lifted: list[int] = []
     try:

@@ -66,7 +66,7 @@ Number *numbers_of(const Bytes &buffer) {
 }
 
 ckstore::Matrix checked_matrix(std::size_t count, std::size_t row, std::size_t phase) {
-    require(row >= ckstore::kRowMin && row <= ckstore::kRowMax && phase < row, "row or phase is no length of a row");
+    require(row >= ckstore::kRowMin && row <= ckstore::kRowMax && phase < row, "row is out of range, or phase is not below row");
     return {count, row, phase};
 }
 
@@ -123,7 +123,7 @@ void quantize_values(nb::handle values, nb::handle inverses, nb::handle out, std
     const ckstore::Matrix matrix = checked_matrix(checked_count(from.nbytes(), 4), row, phase);
     require_equal(to.nbytes(), matrix.count);
     require_equal(scales.nbytes(), matrix.row_count() * sizeof(float));
-    require(level_max >= 1 && level_max <= 127 && bias > -128 && bias < 1, "level_max or bias is no number of levels");
+    require(level_max >= 1 && level_max <= 127 && bias > -128 && bias < 1, "level_max must be 1 to 127, and bias between -128 and 1");
     const float *x = numbers_of<float>(from), *steps = numbers_of<float>(scales);
     InLoop loop;
     ckstore::quantize_values(x, steps, to.data(), matrix, static_cast<float>(bias), level_max);
@@ -141,7 +141,7 @@ void bin_values(nb::handle values, nb::handle rows, nb::handle cols, nb::handle 
     for (std::size_t i = 1; is_ascending && i < bound_count; ++i) {
         is_ascending = !(limits[i] < limits[i - 1]);
     }
-    require(is_ascending, "bounds are no ascending numbers");
+    require(is_ascending, "bounds must be at most 255 ascending numbers");
     const ckstore::Scales scales{numbers_of<float>(above), numbers_of<float>(beside)};
     InLoop loop;
     ckstore::bin_values(x, scales, limits, bound_count, to.data(), matrix);
@@ -170,7 +170,7 @@ void finish_values(nb::handle symbols, nb::handle rows, nb::handle cols, nb::han
     require_equal(table.nbytes(), ckstore::kCodes * sizeof(float));
     require(rule >= ckstore::kFinishAdd && rule <= ckstore::kFinishPlain, "rule must be a number from 0 to 3");
     const bool has_base = rule == ckstore::kFinishAdd || rule == ckstore::kFinishRoot;
-    require(other.nbytes() == (has_base ? to.nbytes() : 0), "length of the base is another one");
+    require(other.nbytes() == (has_base ? to.nbytes() : 0), "the base has the wrong length");
     require_edges(matrix, above, beside, sizeof(float));
     const ckstore::Scales scales{numbers_of<float>(above), numbers_of<float>(beside)};
     const float *entries = numbers_of<float>(table);
@@ -262,7 +262,7 @@ void check_packing(std::size_t count, std::size_t packed, unsigned lowest, unsig
         most *= alphabet;
         is_base = most <= 256;
     }
-    require(is_base && lowest <= 256 - alphabet, "no number of symbols that a byte holds");
+    require(is_base && lowest <= 256 - alphabet, "per_byte symbols do not fit into a byte");
     require_equal(packed, (count + per_byte - 1) / per_byte);
 }
 

@@ -4,7 +4,7 @@ Layout: a header (magic, number of slots, and for each slot ticket, state and ca
 slots. A slot is one mark (a byte) for each of its units, and its bytes from ``DATA_OFFSET`` on.
 
 Invariants:
-- The arena belongs to no file system. Its memory is freed when the last process that holds it has ended.
+- The arena is anonymous memory (memfd) without a file name. It is freed when the last process that holds it ends.
 - Its length never shrinks, and every page is populated before it is first written. So a lack of memory raises an error,
   and never SIGBUS. The memory of an unused slot can be returned to the system; its address range remains.
 - Each slot has its own range of a sparse file, so one slot can grow while another is read.

@@ -81,8 +81,8 @@ def runs_of(section: Section) -> tuple[Run, ...]:
     """Return the copies of a section in launch order.
 
     Copying a small tensor takes less time than launching its copy, so the device would be idle. Therefore some large
-    storages are launched first, although they lie last, and small ones are launched during their copy. The others
-    follow, because the saver begins with the small ones.
+    storages are launched first, although they are last in the slot, and small ones are launched during their copy.
+    The others follow, because the saver begins with the small ones.
     """
     joined = list(_joined(section))
     # Small storages are placed first.

@@ -1,4 +1,4 @@
-"""The trainer's client of a saver process: start it, send it tickets, receive what became of them, end it.
+"""The trainer's client of a saver process: start it, send tickets, receive their results, stop it.
 
 A ticket is the number of one background commit. ``Tickets`` and ``Questions`` match the saver's messages to callers.
 
@@ -155,8 +155,8 @@ class Tickets:
 class Questions:
     """Questions to the saver, which answers in the order of asking. Thread-safe.
 
-    Questions are numbered. An answer also answers all earlier questions. So a caller that is interrupted before its
-    question is sent, or before its answer arrives, cannot leave an answer that a later caller takes for its own.
+    Questions are numbered. An answer also answers all earlier questions. So the answer to a caller that was
+    interrupted is never taken for the answer to a later one.
     """
 
     def __init__(self) -> None:

@@ -124,7 +124,7 @@ class InFlightCommit:
             self.saver.lease = lease.transfer_to(self.saver.pid, self.pending.step)
 
     def finish_copying(self, is_receipt_wanted: bool) -> None:
-        """Wait until all bytes are copied: as soon as possible, or a little later if the receipt comes sooner then.
+        """Wait until all bytes are copied. If the caller waits for the receipt, leave half of the copy threads idle.
 
         If the copy threads use every processor, the saver cannot start until all is copied, and the disk is idle. Half
         of the threads leave some processors free, so the saver can start immediately.

@@ -6,8 +6,8 @@ compares the sources before training continues, the copy, and the sources when t
 Invariants:
 - A unit is marked after its bytes were copied.
 - A copying thread does not need the interpreter between two units, so a trainer that runs Python is not delayed.
-- Only pool threads copy and end a section. Ctrl-C reaches only the thread that waits. What it interrupts there is
-  repeated by the next thread that waits.
+- Only pool threads copy and end a section. Ctrl-C reaches only the thread that waits. The next wait
+  repeats the interrupted step.
 - Once ``is_over`` is set, no thread accesses the section.
 - Changes are checked before any guard lets its sources change.
 """
@@ -119,7 +119,7 @@ class CopyPool:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._changing = threading.RLock()
-        """Held while these two are exchanged or threads are started: each thread serves the queue of its time."""
+        """Held while both are replaced or threads start, so that every thread belongs to the current queue."""
         self.count = count
         self._device_thread: CopyPool | None = None
         self._caller_cpu_pool: CopyPool | None = None
@@ -360,7 +360,7 @@ class HostCopy:
         self.is_over.wait()
 
     def stop(self, error: BaseException) -> None:
-        """Stop copying. The section is over when the last thread that works on it, or is about to, has left it."""
+        """Stop copying. The section ends when every thread inside ``work`` has returned."""
         with self._lock:
             self._error = self._error or error
             self._is_cancelled = True

@@ -1,12 +1,12 @@
 """Copy a state into a slot of the arena: one part before training continues, the guarded part behind a guard.
 
-``StagingArea`` owns the arena, the copy threads and the known layouts of one handle. ``Staging`` copies one state:
-``copy_now`` before ``commit_async`` returns, ``guard`` before the optimizer steps, ``finish`` when somebody waits.
+``StagingArea`` owns the arena, the copy threads and the cached layouts of one handle. ``Staging`` copies one state:
+``copy_now`` before ``commit_async`` returns, ``guard`` before the optimizer steps, ``finish`` when a caller waits.
 
 Invariants:
 - The slot becomes STAGED after all its units were marked. With ``debug_guard``, checksums were compared before, too.
-- No change of guarded memory was detected before all of it was copied. Changes are detected by the version counters of
-  its library, and by comparing some words of each row.
+- If a change of guarded memory is detected before all of it is copied, staging fails and the slot never becomes
+  STAGED. Changes are detected by the version counters of its library, and by comparing some words of each row.
 - Sources are kept alive until they were copied or given up, and no longer.
 - Once ``is_over`` is set, no thread accesses the slot.
 - Staging ends on a copy thread, which Ctrl-C cannot interrupt. If Ctrl-C interrupts ``copy_now``, the next wait gives
@@ -225,7 +225,7 @@ class Staging:
         self.is_over.wait()
 
     def leave(self) -> None:
-        """Compare checksums as soon as all bytes are copied, since nobody will wait for this staging. Takes no lock."""
+        """Compare checksums once all bytes are copied, since no caller will wait for this staging. Takes no lock."""
         # Set before reading ``_left``: either this call or the thread that copies the last unit sees both.
         self._is_left = True
         if self._left == 0 and self._is_checked:
@@ -403,7 +403,7 @@ class _Shapes:
 
 
 class StagingArea:
-    """The arena, the copy threads and the known layouts of one handle. Arena and threads are created when needed."""
+    """The arena, the copy threads and the cached layouts of one handle. Arena and threads are created when needed."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

@@ -104,11 +104,11 @@ class TrainerSide:
         self._guarded.attach(optimizer)
 
     def open_guard(self) -> None:
-        """Copy everything before ``commit_async`` returns, until ``close_guard`` is called as often."""
+        """Until the matching ``close_guard``, copy everything before ``commit_async`` returns. Calls nest."""
         self._open_guards += 1
 
     def close_guard(self) -> None:
-        """End what ``open_guard`` began."""
+        """End the effect of one ``open_guard``."""
         self._open_guards -= 1
 
     def wait_until_copied(self) -> None:
@@ -127,7 +127,7 @@ class TrainerSide:
             self._commits.release()
 
     def raise_unreported(self, *, call_did_nothing: bool) -> None:
-        """Raise the error of a background commit whose result nobody has asked for; see ``BackgroundCommits``."""
+        """Raise the error of a background commit whose result was never requested; see ``BackgroundCommits``."""
         if self._commits is not None:
             self._commits.raise_unreported(call_did_nothing=call_did_nothing)
 

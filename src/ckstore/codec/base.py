@@ -86,7 +86,7 @@ class Codec(Protocol):
         """Write exactly ``destination``.
 
         Raises:
-            CorruptError: No encoder makes this payload for so many bytes.
+            CorruptError: No encoder makes this payload for the expected number of bytes.
             UnsupportedError: This version does not know the config.
         """
         ...
@@ -103,7 +103,7 @@ def require_no_config(config: bytes, name: str) -> None:
 
 
 def require_elements(nbytes: int, width: int) -> int:
-    """Return how many elements so many bytes hold, at least one.
+    """Return the number of elements in ``nbytes`` bytes, at least 1.
 
     Raises:
         MalformedError: The width is not 1, 2, 4 or 8, or the bytes are not one or more whole elements.

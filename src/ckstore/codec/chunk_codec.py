@@ -240,8 +240,8 @@ def decode(
             chunk may be the memory of ``destination`` itself; any other base must not overlap it.
 
     Raises:
-        CorruptError: The payload does not decode to so many bytes, or the base is missing, superfluous or of another
-            length.
+        CorruptError: The payload does not decode to the expected number of bytes, or the base is missing, superfluous
+            or of another length.
         UnsupportedError: A newer version made the frame.
         UsageError: The destination is larger than the scratch.
     """

@@ -19,10 +19,10 @@ from ckstore.hashing import NO_BASE, ChunkId, Hasher, new_hasher
 from ckstore.io.buffers import map_zeros
 
 Check = Literal["blake3", "xxh3", "none"]
-"""What proves a decoded frame.
+"""What verifies a decoded frame.
 
 ``blake3``: the chunk id of the decoded bytes, or their checksum if ``Expected`` has it. ``xxh3``: the checksum of the
-stored bytes. ``none``: nothing here; a frame that is decoded on top of this one is proved instead."""
+stored bytes. ``none``: not verified; the frame that uses this one as its base is verified."""
 
 _PIECE_NBYTES = 256 * KIB
 """Copied and then hashed: fits into a second-level cache, and is long enough for releasing the GIL."""

@@ -260,7 +260,7 @@ def decode_section(mode: int, stored: memoryview, destination: memoryview, scrat
     """Write exactly the bytes of a section. Allocates at most as many bytes as the destination has.
 
     Raises:
-        MalformedError: The section does not decode to so many bytes.
+        MalformedError: The section does not decode to the expected number of bytes.
     """
     count = destination.nbytes
     if mode == RAW and stored.nbytes == count:

@@ -103,7 +103,7 @@ class LossyCandidates(Protocol):
 
 
 SAMPLED_CHUNKS_MAX = 8
-"""At most so many chunks of a storage are sampled, evenly spread. More change the estimate very little."""
+"""Maximum number of sampled chunks per storage, evenly spread. More change the estimate very little."""
 
 
 UNKNOWN_SHARE = 0.9
@@ -262,7 +262,7 @@ class UnitSampler:
         return None if path is None else self._bases.decision_at(path)
 
     def _guess(self, unit: Unit, kind: BaseKind, full_bits: float) -> float:
-        """Return the bits that were estimated last time, or a value at which both ways are tried chunk by chunk."""
+        """Return the last estimate of bits, or a value that makes the writer try both forms for each chunk."""
         last = self._last(unit)
         bits = None if last is None else last.previous_bits if kind == "previous" else last.keyframe_bits
         return full_bits * UNKNOWN_SHARE if bits is None else bits

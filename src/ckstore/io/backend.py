@@ -289,7 +289,7 @@ class Distant(Protocol):
     """A backend with high latency that serves many requests concurrently, such as a bucket."""
 
     @property
-    def requests_at_once(self) -> int:
+    def request_concurrency(self) -> int:
         """How many small requests to run concurrently."""
         ...
 
@@ -330,7 +330,7 @@ def map_concurrent(backend: Backend, call: Callable[[T], R], items: Iterable[T])
     The first exception ends the iteration. Closing the iterator early waits for calls in flight and starts no others.
     """
     if isinstance(backend, Distant):
-        return map_in_threads(call, items, count_max=backend.requests_at_once, name="ckstore-remote")
+        return map_in_threads(call, items, count_max=backend.request_concurrency, name="ckstore-remote")
     return map(call, items)
 
 

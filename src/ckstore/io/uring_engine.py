@@ -287,7 +287,7 @@ class UringQueue:
         poll.register(self._ring.ring_fd, select.POLLIN)
         while self._in_flight and poll.poll(LOST_WAIT_MS):
             self._reap()
-        # These completions will never come, and the kernel may still use the buffers. EBADR says so to the caller.
+        # These completions are lost, and the kernel may still use the buffers. EBADR makes the caller discard them.
         lost = OSError(errno.EBADR, os.strerror(errno.EBADR))
         for flight in self._in_flight.values():
             _ABANDONED.append(flight)

@@ -67,7 +67,7 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The plan for one checkpoint. Numbers for afterwards are estimates.
+    """The plan for one checkpoint. Values ending in ``_after`` are estimates.
 
     Args:
         name: Its manifest.
@@ -386,7 +386,7 @@ class PlannedIndex(ChunkIndex):
                 self._added.append(known.frame.chunk_id)
 
     def mark(self) -> int:
-        """Return a mark for ``back_to``."""
+        """Return a position for ``back_to``."""
         return len(self._added)
 
     def back_to(self, mark: int) -> None:

@@ -285,7 +285,7 @@ class PackState:
     """A pack that manifests name, as it was found.
 
     Attributes:
-        copy: The best copy; None: there is none.
+        copy: The best copy; None if no copy was found.
         problem: What is wrong with it; empty if it is sound.
         frames: Headers of the sound frames among those that manifests name.
     """

@@ -136,7 +136,7 @@ def named_nothing(residual: Residual, paths: Sequence[str]) -> list[str]:
     return warnings
 
 
-def vain_warnings(residual: Residual, captured: Captured) -> list[str]:
+def no_effect_warnings(residual: Residual, captured: Captured) -> list[str]:
     """Return a warning if a lossy policy finds nothing to quantize, unless a rule of it excludes the tensors."""
     if Candidates(captured, replace(residual, rules=(), tensors=TensorSettings())).tensors:
         return []

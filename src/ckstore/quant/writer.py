@@ -33,7 +33,7 @@ from ckstore.quant.chunk_codec import Errors
 from ckstore.quant.error_stats import Distance
 from ckstore.quant.planning import Candidates, LossyPlan, LossyTensor, Task
 from ckstore.quant.quantize_task import ChunkDraft, TaskCoder
-from ckstore.quant.warnings import diverged_warnings, rules_warnings, vain_warnings
+from ckstore.quant.warnings import diverged_warnings, no_effect_warnings, rules_warnings
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import LocatedFrame
 from ckstore.store.memory_budget import QUANTIZE, MemoryBudget
@@ -291,5 +291,5 @@ class ResidualCommit:
         # Roundings are not checked for NaN and infinity when they are quantized.
         checked = {loss.storage for loss in manifest.losses if loss.role != "rounded"}
         rules = rules_warnings(self.residual, captured.tree)
-        vain = [] if manifest.losses else vain_warnings(self.residual, captured)
+        vain = [] if manifest.losses else no_effect_warnings(self.residual, captured)
         return [*rules, *vain, *diverged_warnings(captured, checked, stored.warnings)]

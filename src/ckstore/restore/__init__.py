@@ -2,14 +2,15 @@
 
 Order of a restore (``Store.restore`` in ``api``):
 
-    manifest = resolve(reference)                  # store.refs, store.manifests: which checkpoint
-    targets = prepare_restore(manifest, into)      # state.placement: all checks, a destination for each storage
-    restore(repository, manifest, targets, policy) # restore.py, which does:
-        plan = plan_restore(manifest, storages)    #   plan.py: frames, order, destinations; pure
-        decode_all(plan)                           #   reader.py: open packs, fetch groups, decode on threads
-        return targets.finish()                    #   state.placement: build objects, call load_state_dict
+    restore_reference(ref, request)                # restore.py, which does:
+        manifest = resolve(ref)                    #   store.refs, store.manifests: which checkpoint
+        targets = prepare_restore(manifest, into)  #   state.placement: all checks, a destination for each storage
+        restore(manifest, targets)                 #   restore.py:
+            plan = plan_restore(manifest, targets) #     plan.py: frames, order, destinations; pure
+            decode_all(plan)                       #     reader.py: open packs, fetch groups, decode on threads
+            return targets.finish()                #     state.placement: build objects, call load_state_dict
 
-Start with ``restore.restore``, then ``plan.plan_restore``, then ``reader.decode_all``.
+Start with ``restore.restore_reference``, then ``plan.plan_restore``, then ``reader.decode_all``.
 
 The way of one tensor, downwards only: api, store.refs, store.manifests, format.manifest, state.placement,
 restore.restore, restore.plan, restore.reader, store.pack_reader, io.local_packs, codec.frame_decoder,

@@ -42,7 +42,7 @@ FramePosition = tuple[ChunkId, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is not as it was written.
+    """One damaged file, frame or record.
 
     Attributes:
         what: What is wrong.

@@ -265,7 +265,7 @@ class Lease:
                     return holder.token
                 if holder is not None and self._is_known_alive(holder) is not False:
                     return ""
-                # An unreadable lease protects nobody.
+                # An unreadable lease does not count: the run is treated as free.
                 self._remove_stale(holder)
         finally:
             if not is_moved:

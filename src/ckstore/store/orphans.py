@@ -67,7 +67,7 @@ def read_lease(backend: Backend, run: str, path: str | None = None) -> LeaseReco
     except FileNotFoundError:
         return None
     except CorruptError as error:
-        # A lease torn by a power cut, for example, protects nobody.
+        # For example torn by a power cut. It does not count: the run is treated as free.
         _log.warning("the lease of run %r is unreadable and will be replaced: %s", run, error)
         return None
 

@@ -1,4 +1,4 @@
-"""Open packs for reading, wherever they are, and read what a failing medium still returns.
+"""Open packs for reading, wherever they are, and recover readable bytes from a failing disk.
 
 A pack is in place, in the trash, or in a tier. A store in a bucket may have a tier in a folder, whose files the
 bucket's backend cannot read: ``ForeignFile`` wraps those.

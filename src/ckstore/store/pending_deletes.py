@@ -108,7 +108,7 @@ def _remove(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> Remo
     # Use both clocks: one stops while the machine sleeps, the other may be set.
     begun, begun_ns = clock.monotonic(), clock.now_ns()
     removed, left = Removed(), sorted(packs)
-    concurrent = backend.requests_at_once if isinstance(backend, Distant) else 1
+    concurrent = backend.request_concurrency if isinstance(backend, Distant) else 1
 
     def remove(pack_id: PackId) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -74,7 +74,7 @@ _TOKENS = re.compile(r"[a-z]+[0-9]*|[0-9]+")
 
 
 def order_of(metric: str) -> Order | None:
-    """Return which value of a metric is the best; None if its name does not tell."""
+    """Return which value of a metric is the best; None if its name does not show it."""
     if metric.startswith("-"):
         return None
     text = _CROSS_ENTROPY.sub("ce", _CASES.sub(r"\1 \2", metric).lower())
@@ -287,7 +287,7 @@ def _best(repository: Repository, rest: str) -> ManifestName:
     chosen = order or order_of(metric)
     if not chosen:
         raise UsageError(
-            f"the name of the metric {metric!r} does not tell whether low or high values are better",
+            f"the name of the metric {metric!r} does not show whether low or high values are better",
             where=f"best:{metric}",
             todo=f"use best:{metric}:min or best:{metric}:max",
         )

@@ -242,7 +242,7 @@ def test_trash_is_kept_as_long_as_open_says_or_the_store_or_a_day(disk, clock):
         store.set_trash_for(0)
         assert store.trash_for == "0s"
     with ckstore.open(disk, clock=clock) as store:
-        assert store.gc().limits.frees_at_once
+        assert store.gc().limits.frees_immediately
 
 
 def test_other_rules_of_the_store_stay_when_the_time_of_the_trash_is_set(store):

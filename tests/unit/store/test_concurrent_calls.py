@@ -13,7 +13,7 @@ from ckstore.io.backend import for_each_concurrent, map_concurrent
 class Far:
     """As much of a backend as is asked for: it answers many at a time."""
 
-    requests_at_once = 4
+    request_concurrency = 4
 
     def list_deep(self, folder):
         return []
@@ -44,7 +44,7 @@ class StateDictCache:
 def test_answers_come_in_order_and_many_are_under_way():
     ask = StateDictCache()
     assert list(map_concurrent(Far(), ask, range(50))) == [-item for item in range(50)]
-    assert 1 < ask.most <= Far.requests_at_once
+    assert 1 < ask.most <= Far.request_concurrency
 
 
 def test_a_folder_is_asked_for_one_after_the_other_and_no_further_than_wanted():
@@ -61,7 +61,7 @@ def test_no_more_is_asked_than_fits_ahead_of_who_takes_it():
     time.sleep(0.1)
     answers.close()
     assert ask.now == 0
-    assert next(source) <= 2 * Far.requests_at_once + 1
+    assert next(source) <= 2 * Far.request_concurrency + 1
 
 
 def test_first_exception_ends_it_with_nothing_under_way():

@@ -150,12 +150,12 @@ def test_intents_that_could_not_all_be_made_leave_none(place, clock, monkeypatch
     assert place.list_names(layout.TMP_FOLDER) == []
 
 
-@pytest.mark.parametrize("requests_at_once", [1, 4])
+@pytest.mark.parametrize("request_concurrency", [1, 4])
 @pytest.mark.parametrize("fails_at", [0, 1, 4])
-def test_intents_in_a_bucket_that_could_not_all_be_made_leave_none(clock, monkeypatch, fails_at, requests_at_once):
+def test_intents_in_a_bucket_that_could_not_all_be_made_leave_none(clock, monkeypatch, fails_at, request_concurrency):
     place, count = MemoryBackend(clock=clock), itertools.count()
     place.make_folder(layout.claims_folder("main"))
-    for name, value in (("requests_at_once", requests_at_once), ("list_deep", lambda folder: [])):
+    for name, value in (("request_concurrency", request_concurrency), ("list_deep", lambda folder: [])):
         monkeypatch.setattr(place, name, value, raising=False)
     assert isinstance(place, Distant)
     create = place.create

@@ -38,7 +38,7 @@ class DelayedBegin:
 
 
 class StagingMonitor:
-    """Where the threads of a commit wait for staged bytes or for the trainer's death. Thread-safe."""
+    """A condition on which commit threads wait for staged bytes or for the trainer's death. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -55,10 +55,10 @@ class StagingMonitor:
             self.is_trainer_gone = True
             self._changed.notify_all()
 
-    def wait(self, has_come: Callable[[], bool]) -> None:
+    def wait(self, is_met: Callable[[], bool]) -> None:
         """Wait until a condition holds. Exceptions of the condition are raised."""
         with self._changed:
-            while not has_come():
+            while not is_met():
                 self._changed.wait(LOOK_SECONDS)
 
 
@@ -187,10 +187,10 @@ class Ticket:
         """Whether these bytes of the slot are staged."""
         return self._is_known_whole or self._slot.is_staged(place, place + nbytes)
 
-    def _wait(self, has_come: Callable[[], bool]) -> None:
+    def _wait(self, is_met: Callable[[], bool]) -> None:
         def look() -> bool:
             self.check()
-            return has_come()
+            return is_met()
 
         self._monitor.wait(look)
 

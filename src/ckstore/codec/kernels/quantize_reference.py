@@ -71,12 +71,16 @@ def float_quotients(first: Buffer, second: Buffer, out: Buffer, kind: int, clip:
     Returns:
         True if all moments are finite and no second moment is negative.
     """
-    by_row, below, target = elements_of(first, kind), elements_of(second, kind), writable(out, np.float32)
-    require(by_row.size == below.size == target.size, "lengths differ")
-    require(clip > 0, "clip must be by_row 0")
+    first_moments, second_moments, target = (
+        elements_of(first, kind),
+        elements_of(second, kind),
+        writable(out, np.float32),
+    )
+    require(first_moments.size == second_moments.size == target.size, "lengths differ")
+    require(clip > 0, "clip must be above 0")
     limit, is_right = np.float32(clip), True
-    for part in parts(by_row.size):
-        m, v = widened(by_row[part], kind), widened(below[part], kind)
+    for part in parts(first_moments.size):
+        m, v = widened(first_moments[part], kind), widened(second_moments[part], kind)
         is_right &= bool((np.isfinite(m) & np.isfinite(v) & (v >= 0)).all())
         with np.errstate(all="ignore"):
             quotients = m / np.sqrt(np.abs(v))
@@ -111,12 +115,12 @@ def quantize_values(
 ) -> None:
     """Write 128 plus or minus the level of each value: ``|value| * inverse of its row + bias``, truncated.
 
-    A level by_row ``level_max`` becomes 0, the escape. A negative level becomes zero.
+    A level above ``level_max`` becomes 0, the escape. A negative level becomes zero.
     """
     x, scales, symbols = _floats(values), _floats(inverses), writable(out, np.uint8)
     require(symbols.size == x.size, "lengths differ")
     check_matrix(x.size, row, phase, scales.size, row)
-    require(1 <= level_max <= ZERO - 1 and -128 < bias < 1, "level_max or bias is no number of levels")
+    require(1 <= level_max <= ZERO - 1 and -128 < bias < 1, "level_max must be 1 to 127, and bias between -128 and 1")
     offset, limit = np.float32(bias), np.float32(level_max + 1)
     for part, at, _, shape in rectangles(x.size, row, phase):
         block = x[part].reshape(shape)
@@ -134,7 +138,7 @@ def bin_values(values: Buffer, rows: Buffer, cols: Buffer, bounds: Buffer, out: 
     by_row, by_col = _floats(rows), _floats(cols)
     require(symbols.size == x.size, "lengths differ")
     check_matrix(x.size, row, phase, by_row.size, by_col.size)
-    require(edges.size <= 255 and not (np.diff(edges) < 0).any(), "bounds are no ascending numbers")
+    require(edges.size <= 255 and not (np.diff(edges) < 0).any(), "bounds must be at most 255 ascending numbers")
     for part, ratios in _scaled(x, by_row, by_col, row, phase):
         symbols[part] = np.searchsorted(edges, ratios, side="right").astype(np.uint8)
 
@@ -184,7 +188,7 @@ def finish_values(
     by_row, by_col, other = _floats(rows), _floats(cols), elements_of(base, kind)
     require(codes.size == plain.size and table.size == 256, "lengths differ")
     require(rule in (ADD, FLOOR, ROOT, PLAIN), "rule must be a number from 0 to 3")
-    require(other.size == (plain.size if rule in (ADD, ROOT) else 0), "length of the base is another one")
+    require(other.size == (plain.size if rule in (ADD, ROOT) else 0), "the base has the wrong length")
     check_matrix(codes.size, row, phase, by_row.size, by_col.size)
     least = np.float32(floor)
     for part, at, left, shape in rectangles(codes.size, row, phase):
@@ -286,7 +290,7 @@ def _scaled(x: Floats, rows: Floats, cols: Floats, row: int, phase: int) -> Iter
 
 def check_matrix(count: int, row: int, phase: int, row_count: int, col_count: int) -> None:
     """Raise ValueError unless the geometry is valid and has this many rows and columns."""
-    require(ROW_MIN <= row <= ROW_MAX and 0 <= phase < row, "row or phase is no length of a row")
+    require(ROW_MIN <= row <= ROW_MAX and 0 <= phase < row, "row is out of range, or phase is not below row")
     require(row_count == (-(-(phase + count) // row) if count else 0) and col_count == row, "lengths differ")
 
 
@@ -437,5 +441,5 @@ def _checked_map(stream_of: Buffer) -> Bytes:
 
 def _check_packing(count: int, packed: int, lowest: int, alphabet: int, per_byte: int) -> None:
     is_base = 2 <= alphabet <= 256 and 1 <= per_byte <= 8 and alphabet**per_byte <= 256
-    require(is_base and 0 <= lowest <= 256 - alphabet, "no number of symbols that a byte holds")
+    require(is_base and 0 <= lowest <= 256 - alphabet, "per_byte symbols do not fit into a byte")
     require(packed == -(-count // per_byte), "lengths differ")

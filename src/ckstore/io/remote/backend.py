@@ -55,7 +55,7 @@ class RemoteBackend:
         return "obstore"
 
     @property
-    def requests_at_once(self) -> int:
+    def request_concurrency(self) -> int:
         """How many small requests to run concurrently."""
         return self.bucket.options.reads_at_once
 
@@ -219,7 +219,7 @@ class RemoteBackend:
 
     def read_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
         """Read ranges concurrently and yield results as they arrive, in any order."""
-        return read_remote_ranges(requests, pool, count_max=self.requests_at_once)
+        return read_remote_ranges(requests, pool, count_max=self.request_concurrency)
 
     def close(self) -> None:
         """Do nothing, because nothing is held between calls."""

@@ -249,7 +249,7 @@ class Collector:
         """
         if not self.done.stop:
             self._trash_packs(planned, is_proven=is_proven)
-        if self._limits.frees_at_once and not self.done.stop:
+        if self._limits.frees_immediately and not self.done.stop:
             self._purge(self._repository.trash.contents())
 
     def _trash_packs(self, planned: dict[PackId, int], *, is_proven: bool) -> None:
@@ -319,10 +319,10 @@ class _BucketCollector(Collector):
     """Carry out one plan in a bucket, where files cannot be renamed."""
 
     def _free(self, planned: dict[PackId, int], *, is_proven: bool = True) -> None:
-        if self._limits.frees_at_once and not self.done.stop:
+        if self._limits.frees_immediately and not self.done.stop:
             # Remove manifests before packs: a pack may go only when no manifest in the trash names it.
             self._purge(self._repository.trash.contents())
-        if not is_proven and not self._limits.frees_at_once:
+        if not is_proven and not self._limits.frees_immediately:
             # Manifests in the trash still name these packs.
             return
         if planned and not is_proven and not self.done.stop:

@@ -57,7 +57,7 @@ class GcLimits:
             raise UsageError("waste_max must be above 0 and at most 1", where=f"waste_max={self.waste_max!r}")
 
     @property
-    def frees_at_once(self) -> bool:
+    def frees_immediately(self) -> bool:
         """Whether this collection also frees what it moves to the trash."""
         return self.is_now or self.trash_seconds == 0
 
@@ -198,7 +198,7 @@ def make_plan(
         held = set[PackId]()
         moves, young_nbytes = _moves(found, marker, staying, limits)
         if is_final:
-            held = _packs_of_trashed_manifests(found, marker, waiting, () if limits.frees_at_once else leaving)
+            held = _packs_of_trashed_manifests(found, marker, waiting, () if limits.frees_immediately else leaving)
             held_nbytes = sum(move.nbytes for move in moves if move.pack_id in held)
             moves = tuple(move for move in moves if move.pack_id not in held)
         unproven = find_unproven(staying, [move.pack_id for move in moves])
@@ -240,7 +240,7 @@ def _is_leftover(draft: Draft, now_ns: int, limits: GcLimits) -> bool:
 def is_expired(folder: TrashFolder, now_ns: int, limits: GcLimits) -> bool:
     """Return whether the retention time of a trash folder is over. A folder of unknown age never expires by age."""
     age_ns = folder.age_ns(now_ns)
-    return limits.frees_at_once or (age_ns is not None and age_ns >= limits.trash_seconds * _NANOSECONDS)
+    return limits.frees_immediately or (age_ns is not None and age_ns >= limits.trash_seconds * _NANOSECONDS)
 
 
 def _trash(found: Survey, limits: GcLimits) -> tuple[tuple[TrashFolder, ...], tuple[TrashFolder, ...]]:
@@ -253,7 +253,7 @@ def _trash(found: Survey, limits: GcLimits) -> tuple[tuple[TrashFolder, ...], tu
 
 def _free_ns(found: Survey, waiting: Iterable[TrashFolder], limits: GcLimits, *, has_moves: bool) -> int | None:
     times = [folder.made_ns for folder in waiting if folder.made_ns is not None and folder.nbytes]
-    if has_moves and not limits.frees_at_once:
+    if has_moves and not limits.frees_immediately:
         times.append(found.now_ns)
     return max(times) + int(limits.trash_seconds * _NANOSECONDS) if times else None
 

@@ -116,7 +116,7 @@ class GcReport:
         """Bytes that were, or would be, freed by this collection."""
         if self.done is not None:
             return self.done.freed_nbytes
-        if self.limits.frees_at_once:
+        if self.limits.frees_immediately:
             return self.plan.purged_nbytes + self.plan.moved_nbytes + self.plan.rewritten_nbytes
         # In a bucket, a rewritten pack stays until no manifest in the trash names it.
         return self.plan.purged_nbytes + (self.plan.moved_nbytes if self.plan.is_final else 0)
@@ -124,7 +124,7 @@ class GcReport:
     @property
     def later_nbytes(self) -> int:
         """Bytes in the trash that a later collection frees."""
-        if self.limits.frees_at_once:
+        if self.limits.frees_immediately:
             return 0
         if self.plan.is_final:
             return self.plan.waiting_nbytes + self.plan.held_nbytes + self._rewritten_nbytes()

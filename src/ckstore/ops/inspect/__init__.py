@@ -2,7 +2,7 @@
 
 Each module answers one question and returns plain data, which ``api.py`` returns and ``cli/`` prints:
 - ``contents.py``: which tensors, groups and packs does a checkpoint consist of (``ckstore show``)?
-- ``stats.py``: how is each tensor coded, and how far is that from its entropy (``ckstore show --coding``, ``stats``)?
+- ``stats.py``: how is each tensor coded, and how far is that from its entropy (``ckstore show --codec``, ``stats``)?
 - ``diff.py``: how do two checkpoints differ (``ckstore diff``)?
 - ``doctor.py``: is this machine, and this store, set up well (``ckstore doctor``)?
 - ``report.py`` with ``page.html``, ``page.css``, ``page.js``: one HTML page about a store (``ckstore report``).

@@ -1,4 +1,4 @@
-"""The state of a foreign checkpoint as `Captured` data: captured from objects, backed by files, join_parts from parts.
+"""The state of a foreign checkpoint as `Captured` data: captured from objects, backed by files, or joined from shards.
 
 Invariants:
 - A leaf is left out only if a glob of ``--skip-leaf`` matches it. Everything else is captured, or an error names it.
