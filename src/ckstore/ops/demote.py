@@ -575,8 +575,8 @@ class _Demoter:
             if repository.lease.is_held:
                 repository.lease.check()
             replacement = _replacement(manifest, new_form, self._demote_policy)
-        except BaseException:
-            remove_unpublished(repository, manifest, new_form.stored.pack_names)
+        except BaseException as error:
+            remove_unpublished(repository, manifest, new_form.stored.pack_names, error)
             raise
         try:
             name = repository.manifests.publish(replacement)
@@ -584,8 +584,8 @@ class _Demoter:
             # The manifest name has, or had, other bytes, so no manifest names these packs.
             unlink_packs(repository, new_form.stored.pack_names)
             raise _OutrunError("another process has replaced it meanwhile") from error
-        except BaseException:
-            remove_unpublished(repository, manifest, new_form.stored.pack_names)
+        except BaseException as error:
+            remove_unpublished(repository, manifest, new_form.stored.pack_names, error)
             raise
         try:
             finish_replacement(repository, replacement, name, intent=intent)

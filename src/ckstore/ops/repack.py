@@ -218,8 +218,8 @@ class _Repacker:
             self._repository.lease.check()
             replacement = _replacement(manifest, rewrite, stored)
             return replacement, self._repository.manifests.publish(replacement)
-        except BaseException:
-            remove_unpublished(self._repository, manifest, stored.pack_names)
+        except BaseException as error:
+            remove_unpublished(self._repository, manifest, stored.pack_names, error)
             raise
 
     def _store_chunks(self, manifest: Manifest, member: Member, rewrite: Rewrite) -> WriteResult:

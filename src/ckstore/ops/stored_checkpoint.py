@@ -21,7 +21,7 @@ from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.commit.chunking import ChunkPlan, CommitPlan, Source
 from ckstore.config import MEMORY_NBYTES_MIN, Limits, Policy
 from ckstore.delta.chain_reader import ChainReader
-from ckstore.errors import CkstoreError, UnsupportedError
+from ckstore.errors import BackendError, CkstoreError, UnsupportedError
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.format.paths import ManifestName
 from ckstore.format.tensors import StorageSpec
@@ -189,11 +189,16 @@ def rewrite_policy(policy: Policy, limits: Limits, coding: MemoryBudget, **chang
     )
 
 
-def remove_unpublished(repository: Repository, manifest: Manifest, pack_names: Iterable[str]) -> None:
-    """Remove the new packs of a replacement of ``manifest`` that was not published.
+def remove_unpublished(
+    repository: Repository, manifest: Manifest, pack_names: Iterable[str], error: BaseException
+) -> None:
+    """Remove the new packs of a replacement of ``manifest`` that was not published because of ``error``.
 
     On a full disk every byte counts. A failure is logged, not raised: gc removes what stays.
     """
+    if isinstance(error, BackendError) and error.facts.get("is_uncertain"):
+        # A server that did not answer may still make the manifest visible. Then its packs are needed.
+        return
     header = manifest.header
     name = ManifestName(header.run, header.seq, header.step, header.generation + 1)
     try:
