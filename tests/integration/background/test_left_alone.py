@@ -73,6 +73,9 @@ def test_error_of_a_commit_keeps_no_frame_of_who_asked_for_it(folder, no_collect
         return weakref.ref(here)
 
     with opened(folder) as store:
+        store.prewarm(state(0))
+        # A stopped saver cannot end the commit before it is killed.
+        stop(background_of(store).saver_pid)
         pending = store.commit_async(state(0), 0)
         os.kill(background_of(store).saver_pid, signal.SIGKILL)
         until(lambda: pending.is_done)

@@ -161,7 +161,7 @@ def test_pack_that_is_freed_after_the_publish_withdraws_it(store, backend, monke
         return rescue_packs(self, packs)
 
     monkeypatch.setattr(parts, "rescue_packs", freed_first)
-    with pytest.raises(MissingChunkError, match="deleted meanwhile"):
+    with pytest.raises(MissingChunkError, match="vanished meanwhile"):
         keeper(store).undelete(1)
     assert store.steps() == [3]
     assert store.verify("decode").is_clean
