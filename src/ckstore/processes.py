@@ -19,14 +19,16 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from ckstore.hashing import new_token
+
+if TYPE_CHECKING:
+    import subprocess
 
 
 class InheritedResource(Protocol):
@@ -121,6 +123,8 @@ def start_python(arguments: Sequence[str], *, fds: Sequence[int] = (), **options
     Raises:
         OSError: The process cannot be started.
     """
+    import subprocess
+
     # A child inherits the blocked signals, also through exec. So a signal cannot end it at any moment.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     lifted: list[int] = []

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckstore.clock import Clock
 from ckstore.errors import BoundError
 from ckstore.format.header import ManifestHeader
-from ckstore.format.manifest import Manifest
-from ckstore.format.tree import TensorNode, format_path, leaves_of
+
+if TYPE_CHECKING:
+    from ckstore.format.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,8 @@ class Receipt:
 
 def _path_of(manifest: Manifest, storage: int) -> str:
     """Return the path of the first tensor in a storage."""
+    from ckstore.format.tree import TensorNode, format_path, leaves_of
+
     for path, leaf in leaves_of(manifest.tree):
         if isinstance(leaf, TensorNode) and manifest.tensors[leaf.tensor].storage == storage:
             return format_path(path)

@@ -72,6 +72,7 @@ LAZY = {
     "ops/commit.py": "an exact commit loads no quantization",
     "ops/interop/child.py": "only files of torch load torch",
     "ops/scheduled.py": "a store that is opened without demotion does not load it",
+    "results.py": "listing a store loads no tree",
     "store/manifests.py": "listing a store reads headers, and loads no manifest decoder",
     "store/repository.py": "the same",
     "store/tiers.py": "a store without tiers loads no cache of ranges",
