@@ -7,10 +7,10 @@ Read in this order::
     files.py, gc.py, ...          # the commands; the function is called like the command
     render.py                     # all output: tables and sentences for people, JSON for programs
 
-Short commands on one subject share a module: ``init.py`` (init, adopt), ``history.py`` (tag, untag, delete, rewind),
-``files.py`` (restore, export, report), ``tiers.py`` (push, pull, mirror), ``trash.py`` (trash, undelete), ``repair.py``
-(repair, quarantine), ``doctor.py`` (doctor, bench). ``ls.py`` must not import typer, so its options are in
-``parser.py``.
+Commands on one subject share a module: ``files.py`` (restore, export, report, import), ``gc.py`` (gc), ``health.py``
+(verify, repair, quarantine, doctor, bench), ``history.py`` (tag, untag, delete, undelete, trash, rewind), ``init.py``
+(init, adopt), ``inspect.py`` (show, diff, stats), ``rewrite.py`` (repack, demote), ``tiers.py`` (push, pull, mirror).
+``ls.py`` must not import typer, so its options are in ``parser.py``.
 
 No command can do what the Python API cannot: what a command does belongs in `Store`, not here. JSON keys, table
 headings, option names and exit codes are stable; a test pins them.
