@@ -17,9 +17,9 @@ from ckstore.api import Store
 from ckstore.errors import CkstoreError
 from ckstore.store.repository import Repository
 from support import crash_scenarios
-from support.cuts import Checked, crash_states
+from support.crash_states import CheckedStates, crash_states
 from support.failing_calls import Run, check_each, failing_runs
-from support.faults import Fault, ForgetfulBackend
+from support.faults import Fault, SyncSkippingBackend
 from support.invariants import order_violations
 from support.power_cuts import SEED, in_words, losses, recorded
 from support.simfs import SimFS
@@ -76,9 +76,9 @@ def collect_again(disk):
         pytest.param("pwrite", READING_CALLS, 41, 20, id="reads"),
     ],
 )
-def test_collection_killed_at_any_call_keeps_its_promises(tmp_path, sample, tell, engine, calls, every, struck_min):
+def test_collection_killed_at_any_call_keeps_its_promises(tmp_path, sample, note, engine, calls, every, struck_min):
     tally, said = strike_everywhere(tmp_path, sample, "collect", engine, calls=calls, every=every, parts=8)
-    tell(said)
+    note(said)
     assert tally.struck >= (struck_min if sample.is_whole else 1)
 
 
@@ -95,18 +95,18 @@ def test_collection_keeps_the_order_of_syncs():
 
 @pytest.mark.parametrize("skips", ["folder claims", "folder manifests"])
 def test_collection_without_one_sync_breaks_the_ordering_rules(skips):
-    disk, _ = recorded("collect", wrap=lambda disk: ForgetfulBackend(disk, [skips]))
+    disk, _ = recorded("collect", wrap=lambda disk: SyncSkippingBackend(disk, [skips]))
     assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
-def test_acknowledged_checkpoints_survive_cuts_at_any_point_of_a_collection(sample, tell):
+def test_acknowledged_checkpoints_survive_cuts_at_any_point_of_a_collection(sample, note):
     disk, acks = recorded("collect")
     points = sample.part(range(0, len(disk.log) + 1, 2), parts=20)
     counters, found = losses(disk, acks, samples=3, points=set(points), commit_every=8)
-    tell(f"simulated power cuts, collect: seed {SEED}, {len(disk.log)} steps, {in_words(counters)}")
+    note(f"simulated power cuts, collect: seed {SEED}, {len(disk.log)} steps, {in_words(counters)}")
     assert found == []
     assert counters["states"] >= (2000 if sample.is_whole else len(points)) > 0
 
@@ -114,10 +114,10 @@ def test_acknowledged_checkpoints_survive_cuts_at_any_point_of_a_collection(samp
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
-def test_next_collection_finds_its_way_after_a_cut_at_any_point(sample, tell):
+def test_next_collection_finds_its_way_after_a_cut_at_any_point(sample, note):
     disk, acks = recorded("collect")
     points = sample.part(range(0, len(disk.log) + 1, 6), parts=10)
-    states, checked = 0, Checked()
+    states, checked = 0, CheckedStates()
     for state in crash_states(disk, seed=SEED, samples=1, singles_max=8, points=set(points)):
         states += 1
         if not checked.is_new(state):
@@ -126,7 +126,7 @@ def test_next_collection_finds_its_way_after_a_cut_at_any_point(sample, tell):
         with crash_scenarios.open_store(state.disk) as store:
             crash_scenarios.check_kept(store, crash_scenarios.Promises.of([*acks, *state.marks]))
         assert collect_again(state.disk).plan.is_empty, "what a collection leaves, the next one need not do"
-    tell(f"collections after simulated power cuts: seed {SEED}, {states} states, {len(checked)} different disks")
+    note(f"collections after simulated power cuts: seed {SEED}, {states} states, {len(checked)} different disks")
     assert states >= (100 if sample.is_whole else len(points)) > 0
 
 
@@ -138,11 +138,11 @@ def test_next_collection_finds_its_way_after_a_cut_at_any_point(sample, tell):
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize("for_ever", [False, True])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_collection_with_a_failing_call_loses_nothing(prepared, sample, tell, number, for_ever):
+def test_collection_with_a_failing_call_loses_nothing(prepared, sample, note, number, for_ever):
     points_of = partial(sample.part, parts=10)
     runs = failing_runs(prepared, "collect", [number], points_of, for_ever=for_ever, sites=CHANGING_SITES)
     points = check_each(runs, cuts=lambda number: False, goes_on=lambda number: number == errno.EIO)
-    tell(f"failing calls, collect, {errno.errorcode[number]}, for ever {for_ever}: {points} points")
+    note(f"failing calls, collect, {errno.errorcode[number]}, for ever {for_ever}: {points} points")
     assert points >= (200 if sample.is_whole else 1)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from ckstore.errors import CkstoreError
 from support import crash_scenarios
-from support.cuts import crash_states
+from support.crash_states import crash_states
 from support.failing_calls import Run, check_each, deaths, die_then_go_on_then_cut, failing_runs
 from support.faults import SYNC_SITES, WRITE_ERRNOS, Fault, FaultyBackend
 from support.simfs import SimFS
@@ -47,14 +47,14 @@ DEATHS = {"commit": 1, "recommit": 1, "maintain": 1, "repack": 7, "first": 1, "c
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize("for_ever", [False, True])
 @pytest.mark.parametrize("scenario", POINTS_MIN)
-def test_verb_with_a_failing_call_loses_nothing(prepared, sample, tell, scenario, for_ever):
+def test_verb_with_a_failing_call_loses_nothing(prepared, sample, note, scenario, for_ever):
     errnos = ERRNOS.get(scenario, WRITE_ERRNOS)
     # A repack makes hundreds of calls; power cuts during one have a programme of their own.
     thorough, cut = (THOROUGH[:1], ()) if scenario == "repack" else (THOROUGH, THOROUGH)
     runs = failing_runs(prepared, scenario, errnos, partial(sample.part, parts=8), for_ever=for_ever)
     points = check_each(runs, cuts=cut.__contains__, goes_on=thorough.__contains__)
     how = "for ever" if for_ever else "once"
-    tell(f"failing calls, {scenario}, {how}: {len(errnos)} errnos, {points} points; {POINTS_MIN_ALL} at least in all")
+    note(f"failing calls, {scenario}, {how}: {len(errnos)} errnos, {points} points; {POINTS_MIN_ALL} at least in all")
     assert points >= (POINTS_MIN[scenario] * len(errnos) if sample.is_whole else 1)
 
 
@@ -116,14 +116,14 @@ def test_handle_commits_again_after_a_failed_commit(prepared):
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize("scenario", DEATHS)
-def test_process_that_died_at_any_call_costs_the_next_one_nothing(prepared, sample, tell, scenario):
+def test_process_that_died_at_any_call_costs_the_next_one_nothing(prepared, sample, note, scenario):
     points = sample.part(deaths(prepared, scenario, every=DEATHS[scenario]), parts=10)
     states, lost = 0, []
     for at in points:
         found, losses = die_then_go_on_then_cut(prepared, scenario, at)
         states += found
         lost += losses
-    tell(f"deaths and then power cuts, {scenario}: {len(points)} deaths, {states} states, {len(lost)} lost")
+    note(f"deaths and then power cuts, {scenario}: {len(points)} deaths, {states} states, {len(lost)} lost")
     assert not lost, "\n".join(lost[:20])
     assert states > len(points) > 0
 

@@ -12,8 +12,8 @@ from ckstore.io.buffers import BufferPool
 from ckstore.io.direct_io import IoRequest, PwriteEngine
 from ckstore.io.local import LocalBackend
 from support.completions import BadCompletion, FaultyEngine
-from support.cuts import crash_states
-from support.faults import WRITE_ERRNOS, Fault, FaultyBackend, ForgetfulBackend
+from support.crash_states import crash_states
+from support.faults import WRITE_ERRNOS, Fault, FaultyBackend, SyncSkippingBackend
 from support.invariants import order_violations
 from support.simfs import SimFS
 
@@ -106,8 +106,8 @@ def test_a_forgetful_pack_is_whole_but_was_never_synced(kind, tmp_path, monkeypa
     monkeypatch.setattr("os.fsync", synced.append)
     backend = disk_with("packs") if kind == "simulated" else LocalBackend(tmp_path, engine="pwrite")
     backend.make_folder("packs")
-    write_pack(ForgetfulBackend(backend, ["pack data", "folder packs"]), nbytes=8192)
-    ForgetfulBackend(backend, ["folder packs"]).sync_folder("packs")
+    write_pack(SyncSkippingBackend(backend, ["pack data", "folder packs"]), nbytes=8192)
+    SyncSkippingBackend(backend, ["folder packs"]).sync_folder("packs")
     assert backend.read_bytes("packs/p", nbytes_max=9000) == b"z" * 8192
     assert backend.list_names("packs") == ["p"]
     assert not synced

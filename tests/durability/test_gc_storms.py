@@ -72,10 +72,10 @@ def test_check_after_a_storm_repairs_a_killed_replacement_and_reports_other_dama
 
 @pytest.mark.deep
 @pytest.mark.timeout(3000)
-def test_storm_of_writers_and_collectors_loses_nothing(sample, tell):
+def test_storm_of_writers_and_collectors_loses_nothing(sample, note):
     count, seed = sample.count(COUNT, parts=64), sample.seed(COUNT)
     code, counters, lines = stress(count, seed=seed)
-    tell(f"stress, 8 writers, 2 collectors, 2 readers: seed {seed}, {in_words(counters)}, {counters['failures']} lost")
+    note(f"stress, 8 writers, 2 collectors, 2 readers: seed {seed}, {in_words(counters)}, {counters['failures']} lost")
     assert code == 0, "\n".join(lines)
     assert counters["commits"] >= count
     assert counters["restored"] > 20
@@ -89,7 +89,7 @@ def test_storm_of_writers_and_collectors_loses_nothing(sample, tell):
 @pytest.mark.deep(parts=15)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("without", ["verify", "recheck", "trash"])
-def test_storm_finds_a_protocol_without_one_of_its_steps(without, sample, tell):
+def test_storm_finds_a_protocol_without_one_of_its_steps(without, sample, note):
     # While three other tests ran on two cores, four of four storms of 600 commits found each of them.
     count, first = sample.count(600, parts=2), sample.seed(1)
     for storm in range(STORMS_MAX):
@@ -97,6 +97,6 @@ def test_storm_finds_a_protocol_without_one_of_its_steps(without, sample, tell):
         if code:
             assert any("acknowledged" in line for line in lines)
             # A control that goes blind needs more and more storms: seen here before it needs all of them.
-            tell(f"stress without {without}: found by storm {storm + 1} of {STORMS_MAX} at most, of {count} commits")
+            note(f"stress without {without}: found by storm {storm + 1} of {STORMS_MAX} at most, of {count} commits")
             return
     raise AssertionError(f"none of {STORMS_MAX} storms has found it")

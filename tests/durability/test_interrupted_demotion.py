@@ -14,8 +14,8 @@ from ckstore.config import DemotePolicy
 from ckstore.errors import ConflictError
 from ckstore.io.memory import MemoryBackend
 from support import crash_scenarios
-from support.cuts import Checked, crash_states
-from support.faults import ForgetfulBackend
+from support.crash_states import CheckedStates, crash_states
+from support.faults import SyncSkippingBackend
 from support.invariants import order_violations
 from support.simfs import SimFS
 from support.states import difference
@@ -98,10 +98,10 @@ def recorded(wrap=lambda disk: disk):
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
-def test_demotion_that_ends_at_any_step_leaves_every_checkpoint(sample, tell):
+def test_demotion_that_ends_at_any_step_leaves_every_checkpoint(sample, note):
     disk = recorded()
     points = sample.part(range(len(disk.log) + 1), parts=40)
-    count, finished, checked = 0, 0, Checked()
+    count, finished, checked = 0, 0, CheckedStates()
     for state in crash_states(disk, seed=SEED, samples=60, points=set(points)):
         is_finished = count % FINISHED_EVERY == 0
         count += 1
@@ -112,7 +112,7 @@ def test_demotion_that_ends_at_any_step_leaves_every_checkpoint(sample, tell):
             finish(state.disk)
             assert order_violations(state.disk.log) == []
             finished += 1
-    tell(f"simulated power cuts, demote: seed {SEED}, {len(disk.log)} steps, {count} states, {len(checked)} different")
+    note(f"simulated power cuts, demote: seed {SEED}, {len(disk.log)} steps, {count} states, {len(checked)} different")
     assert count >= (1000 if sample.is_whole else len(points)) > 0
     assert finished > 0
 
@@ -123,7 +123,7 @@ def test_demotion_keeps_the_order_of_syncs():
 
 @pytest.mark.parametrize("skips", ["pack data", "folder packs", "folder manifests"])
 def test_demotion_without_one_sync_breaks_the_ordering_rules(skips):
-    disk = recorded(lambda disk: ForgetfulBackend(disk, [skips]))
+    disk = recorded(lambda disk: SyncSkippingBackend(disk, [skips]))
     assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
 
 

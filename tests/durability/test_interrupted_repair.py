@@ -12,7 +12,7 @@ import pytest
 
 from ckstore.errors import CapacityError, CkstoreError
 from support import damaged_stores as stores
-from support.cuts import Checked, crash_states
+from support.crash_states import CheckedStates, crash_states
 from support.damaged_stores import STATES, STEPS, is_right, opened
 from support.faults import Fault, FaultyBackend
 from support.invariants import order_violations
@@ -71,17 +71,17 @@ def test_repair_that_nothing_disturbs_does_what_the_others_are_compared_with():
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
-def test_power_cut_at_any_point_of_a_repair_loses_nothing(sample, tell):
+def test_power_cut_at_any_point_of_a_repair_loses_nothing(sample, note):
     disk = damaged()
     with opened(disk) as store:
         store.repair(dry_run=False)
     points = sample.part(range(len(disk.log) + 1), parts=50)
-    count, checked = 0, Checked()
+    count, checked = 0, CheckedStates()
     for state in crash_states(disk, seed=SEED, samples=6, points=set(points), singles_max=12):
         count += 1
         if checked.is_new(state):
             check(state.disk)
-    tell(f"simulated power cuts, repair: seed {SEED}, {len(disk.log)} steps, {count} states, {len(checked)} different")
+    note(f"simulated power cuts, repair: seed {SEED}, {len(disk.log)} steps, {count} states, {len(checked)} different")
     assert count >= (300 if sample.is_whole else len(points)) > 0
     assert order_violations(disk.log) == []
 
@@ -100,7 +100,7 @@ def repaired(fault):
 
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
-def test_failing_call_at_any_point_of_a_repair_is_an_error_and_no_harm(for_ever, sample, tell):
+def test_failing_call_at_any_point_of_a_repair_is_an_error_and_no_harm(for_ever, sample, note):
     _, _, calls = repaired(None)
     count = sum(call in WRITING for call in calls)
     points = sample.part(range(1, count + 1), parts=16)
@@ -110,7 +110,7 @@ def test_failing_call_at_any_point_of_a_repair_is_an_error_and_no_harm(for_ever,
         check(disk)
     _, struck, _ = repaired(Fault(count + 1, for_ever=for_ever, sites=WRITING))
     assert not struck
-    tell(f"failing calls, repair: {len(points)} of {count} calls")
+    note(f"failing calls, repair: {len(points)} of {count} calls")
     assert len(points) > (20 if sample.is_whole else 0)
 
 

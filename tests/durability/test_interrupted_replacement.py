@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from support import crash_scenarios
-from support.faults import ForgetfulBackend
+from support.faults import SyncSkippingBackend
 from support.invariants import order_violations
 from support.simfs import SimFS
 
@@ -16,7 +16,7 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-class KilledAfterLink(ForgetfulBackend):
+class KilledAfterLink(SyncSkippingBackend):
     """Dies when the next generation of a manifest has got its name, before that is durable."""
 
     is_dead = False

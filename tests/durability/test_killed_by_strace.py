@@ -28,18 +28,18 @@ ERRNOS = ("EIO", "ENOSPC", "EDQUOT", "EINTR", "EAGAIN", "EROFS", "EMFILE", "ENOM
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("scenario", ["commit", "first", "recommit", "maintain", "repack"])
-def test_verb_killed_at_any_call_keeps_its_promises(tmp_path, sample, tell, scenario, engine):
+def test_verb_killed_at_any_call_keeps_its_promises(tmp_path, sample, note, scenario, engine):
     tally, said = strike_everywhere(tmp_path, sample, scenario, engine, parts=12)
-    tell(said)
+    note(said)
     assert tally.struck >= (80 if sample.is_whole else 1)
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
-def test_making_a_store_killed_at_any_call_keeps_its_promises(tmp_path, sample, tell):
+def test_making_a_store_killed_at_any_call_keeps_its_promises(tmp_path, sample, note):
     # Four calls are repeated for each of 256 folders, and no engine has moved anything yet.
     tally, said = strike_everywhere(tmp_path, sample, "init", "pwrite", every=5, parts=40)
-    tell(said)
+    note(said)
     assert tally.struck >= (200 if sample.is_whole else 1)
 
 
@@ -47,8 +47,8 @@ def test_making_a_store_killed_at_any_call_keeps_its_promises(tmp_path, sample, 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("scenario", "number"), [("commit", "EIO"), *[("recommit", number) for number in ERRNOS]])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_verb_with_a_failing_call_succeeds_or_raises(tmp_path, sample, tell, engine, scenario, number):
+def test_verb_with_a_failing_call_succeeds_or_raises(tmp_path, sample, note, engine, scenario, number):
     # With rings, write also wakes the ring's thread through an eventfd, which has no such errors.
     calls = WRITING_CALLS if engine == "uring" else ("write", *WRITING_CALLS)
     _, said = strike_everywhere(tmp_path, sample, scenario, engine, fault=f"error={number}", calls=calls, parts=2)
-    tell(said)
+    note(said)

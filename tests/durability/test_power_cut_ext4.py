@@ -116,10 +116,10 @@ def cycles(cutter, server, tmp_path, *, count, seed):
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
-def test_acknowledged_checkpoints_survive_power_cuts(disk, tmp_path, sample, tell):
+def test_acknowledged_checkpoints_survive_power_cuts(disk, tmp_path, sample, note):
     cutter, count = Cutter(disk), sample.count(300, parts=30)
     with contextlib.closing(ChildServer()) as server:
-        tell(cycles(cutter, server, tmp_path, count=count, seed=sample.seed(SEED)))
+        note(cycles(cutter, server, tmp_path, count=count, seed=sample.seed(SEED)))
     assert cutter.lost == []
     assert cutter.cuts == count
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.faults import ForgetfulBackend
+from support.faults import SyncSkippingBackend
 from support.invariants import order_violations
 from support.power_cuts import SEED, in_words, losses, recorded
 
@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize("scenario", STATES_MIN)
-def test_acknowledged_checkpoints_survive_cuts_at_any_point(scenario, sample, tell):
+def test_acknowledged_checkpoints_survive_cuts_at_any_point(scenario, sample, note):
     disk, acks = recorded(scenario)
     points = sample.part(range(len(disk.log) + 1), parts=16)
     counters, found = losses(disk, acks, samples=SAMPLES.get(scenario, 250), points=set(points), commit_every=8)
-    tell(f"simulated power cuts, {scenario}: seed {SEED}, {len(disk.log)} steps, {in_words(counters)}")
+    note(f"simulated power cuts, {scenario}: seed {SEED}, {len(disk.log)} steps, {in_words(counters)}")
     assert found == []
     assert counters["states"] >= (STATES_MIN[scenario] if sample.is_whole else len(points)) > 0
 
@@ -36,13 +36,13 @@ def test_acknowledged_checkpoints_survive_cuts_at_any_point(scenario, sample, te
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
-def test_store_that_was_being_made_can_be_made_again(sample, tell):
+def test_store_that_was_being_made_can_be_made_again(sample, note):
     disk, acks = recorded("first", from_scratch=True)
     # Most steps make and sync 256 folders alike: some of these, and every step after them.
     last = next(index for index, op in enumerate(disk.log) if op.path.startswith("packs/") and op.kind == "sync folder")
     points = sample.part([*range(0, last + 256, 29), *range(last + 256, len(disk.log) + 1)], parts=10)
     counters, found = losses(disk, acks, samples=4, points=set(points), singles_max=3)
-    tell(f"simulated power cuts, first: seed {SEED}, {len(disk.log)} steps, {in_words(counters)}")
+    note(f"simulated power cuts, first: seed {SEED}, {len(disk.log)} steps, {in_words(counters)}")
     assert found == []
     assert counters["states"] >= (700 if sample.is_whole else len(points)) > 0
 
@@ -61,7 +61,7 @@ def since_last_ack(disk):
 
 @pytest.mark.parametrize("skips", ["pack data", "draft data", "folder packs", "folder manifests"])
 def test_a_commit_without_one_sync_loses_acknowledged_checkpoints(skips):
-    disk, acks = recorded("recommit", wrap=lambda disk: ForgetfulBackend(disk, [skips]))
+    disk, acks = recorded("recommit", wrap=lambda disk: SyncSkippingBackend(disk, [skips]))
     _, found = losses(disk, acks, samples=2, points=since_last_ack(disk), stop_at=1)
     assert found, "the simulated disk did not notice that a sync is missing"
     assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
@@ -69,14 +69,14 @@ def test_a_commit_without_one_sync_loses_acknowledged_checkpoints(skips):
 
 @pytest.mark.parametrize("skips", ["pack data", "folder packs", "folder manifests"])
 def test_a_repack_without_one_sync_breaks_the_ordering_rules(skips):
-    disk, _ = recorded("repack", wrap=lambda disk: ForgetfulBackend(disk, [skips]))
+    disk, _ = recorded("repack", wrap=lambda disk: SyncSkippingBackend(disk, [skips]))
     assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
 
 
 def test_a_replacement_that_is_not_synced_must_not_supersede_the_one_before():
     # A move out of the folder of manifests syncs it, too: only the rules can see the order.
     def without_first_sync(disk):
-        backend = ForgetfulBackend(disk)
+        backend = SyncSkippingBackend(disk)
         sync_folder, link = backend.sync_folder, backend.link
 
         def forgetful_link(source, target):
@@ -102,11 +102,11 @@ def test_a_replacement_that_is_not_synced_must_not_supersede_the_one_before():
 
 def test_a_commit_without_the_sync_of_claims_breaks_the_ordering_rules():
     # A lost claim costs nothing as long as its manifest is there: only the rules can see it.
-    disk, _ = recorded("commit", wrap=lambda disk: ForgetfulBackend(disk, ["folder claims"]))
+    disk, _ = recorded("commit", wrap=lambda disk: SyncSkippingBackend(disk, ["folder claims"]))
     assert any("claim" in violation for violation in order_violations(disk.log))
 
 
 def test_a_commit_without_any_sync_after_the_link_loses_acknowledged_checkpoints():
-    disk, acks = recorded("commit", wrap=lambda disk: ForgetfulBackend(disk, after_link=True))
+    disk, acks = recorded("commit", wrap=lambda disk: SyncSkippingBackend(disk, after_link=True))
     _, found = losses(disk, acks, samples=2, points=since_last_ack(disk), stop_at=1)
     assert found

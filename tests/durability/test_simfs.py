@@ -7,7 +7,7 @@ import pytest
 from ckstore.errors import MalformedError
 from ckstore.io.backend import ReadRequest
 from ckstore.io.buffers import BufferPool
-from support.cuts import Checked, CrashState, crash_states
+from support.crash_states import CheckedStates, CrashState, crash_states
 from support.simfs import FOLDER, SimFS, Tree
 
 
@@ -247,14 +247,14 @@ SEEN = Tree({"": {"f": FOLDER}, "f": {"a": 1}}, {1: b"x"}, {1: 5})
     ],
 )
 def test_states_that_differ_in_anything_one_can_see_are_all_checked(tree, marks):
-    checked = Checked()
+    checked = CheckedStates()
     assert checked.is_new(CrashState(0, "", (), SimFS(SEEN)))
     assert checked.is_new(CrashState(1, "", marks, SimFS(tree)))
     assert len(checked) == 2
 
 
 def test_states_that_nobody_can_tell_apart_are_checked_once_and_again_for_more():
-    checked = Checked()
+    checked = CheckedStates()
     other = Tree({"": {"f": FOLDER}, "f": {"a": 7}}, {7: b"x", 8: b"without a name"}, {7: 5})
     assert checked.is_new(CrashState(0, "", (), SimFS(SEEN)))
     assert not checked.is_new(CrashState(1, "", (), SimFS(other)))
@@ -267,7 +267,7 @@ def test_states_that_nobody_can_tell_apart_are_checked_once_and_again_for_more()
 def test_a_state_that_is_written_to_is_not_another_one():
     disk = disk_with("f")
     disk.create("f/a", b"x", sync=True)
-    checked = Checked()
+    checked = CheckedStates()
     states = [state for state in crash_states(disk, seed=1) if checked.is_new(state)]
     for state in states:
         state.disk.create("f/z", b"", sync=True)

@@ -229,23 +229,23 @@ def mask_at(offset):
 
 
 @pytest.mark.deep
-def test_flipped_byte_of_a_pack_or_manifest_is_reported_by_verify(small, whole, probes, sample, tell):
+def test_flipped_byte_of_a_pack_or_manifest_is_reported_by_verify(small, whole, probes, sample, note):
     all_points = points_of(small, whole, is_coded, 7)
     points = points_of(small, whole, is_coded, 7, part=partial(sample.part, parts=64))
     for which, name, offset in points:
         probes[which].flip(name, offset, mask_at(offset))
     assert len(points) >= (18_768 if sample.is_whole else 18_768 // 64)
-    tell(f"damage: {len(points)} of {len(all_points)} bytes of packs and manifests flipped, one at a time")
+    note(f"damage: {len(points)} of {len(all_points)} bytes of packs and manifests flipped, one at a time")
 
 
 @pytest.mark.deep
-def test_truncated_pack_or_manifest_is_reported_by_verify(small, whole, probes, sample, tell):
+def test_truncated_pack_or_manifest_is_reported_by_verify(small, whole, probes, sample, note):
     all_points = points_of(small, whole, is_coded, 64)
     points = points_of(small, whole, is_coded, 64, part=partial(sample.part, parts=64))
     for which, name, nbytes in points:
         probes[which].truncate(name, nbytes)
     assert len(points) >= (18_768 if sample.is_whole else 18_768 // 64)
-    tell(f"damage: packs and manifests cut to {len(points)} of {len(all_points)} sizes")
+    note(f"damage: packs and manifests cut to {len(points)} of {len(all_points)} sizes")
 
 
 @pytest.mark.deep

@@ -163,8 +163,8 @@ def attack(count: int, seed: int) -> Counter[str]:
 
 
 @pytest.mark.deep
-def test_decoders_given_hostile_payloads_write_only_to_their_destination(sample, tell) -> None:
+def test_decoders_given_hostile_payloads_write_only_to_their_destination(sample, note) -> None:
     outcomes = attack(sample.count(240_000, parts=40), sample.seed(2))
-    tell(f"fuzz: {sum(outcomes.values())} hostile payloads, {dict(sorted(outcomes.items()))}")
+    note(f"fuzz: {sum(outcomes.values())} hostile payloads, {dict(sorted(outcomes.items()))}")
     assert set(outcomes) == {"decoded", "corrupt", "unsupported"}
     assert sum(outcomes.values()) >= (240_000 if sample.is_whole else 6000)

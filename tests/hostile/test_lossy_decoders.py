@@ -140,13 +140,13 @@ def attack(count: int, rows: int, seed: int) -> Counter[str]:
 
 @pytest.mark.deep
 @pytest.mark.parametrize(("rows", "total"), [(20, 150_000), (250, 30_000)])
-def test_lossy_decoders_given_hostile_payloads_write_only_to_their_destination(rows, total, sample, tell) -> None:
+def test_lossy_decoders_given_hostile_payloads_write_only_to_their_destination(rows, total, sample, note) -> None:
     count = sample.count(total, parts=40)
     if not sample.is_whole and kernels.IMPLEMENTATION["finish_values"] != "native":
         # The loops of numpy take about ten times as long.
         count //= 10
     outcomes = attack(count, rows, sample.seed(rows))
-    tell(f"fuzz: {sum(outcomes.values())} lossy payloads of {rows} rows, {dict(sorted(outcomes.items()))}")
+    note(f"fuzz: {sum(outcomes.values())} lossy payloads of {rows} rows, {dict(sorted(outcomes.items()))}")
     assert set(outcomes) == {"decoded", "corrupt", "unsupported"}
     assert not sample.is_whole or sum(outcomes.values()) == total
 

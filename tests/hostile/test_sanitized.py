@@ -52,12 +52,12 @@ def cxx(tmp_path_factory) -> str:
 # Compiling takes most of a minute where nothing is cached, so that not every commit pays for it.
 @pytest.mark.deep(parts=8)
 @pytest.mark.timeout(2400)
-def test_native_loops_under_sanitizers_report_no_error(cxx, sample, tell) -> None:
+def test_native_loops_under_sanitizers_report_no_error(cxx, sample, note) -> None:
     rounds = sample.count(ROUNDS, parts=5)
     done = run(build(cxx, cache_folder()).program, str(rounds), str(sample.seed(1)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"{rounds} rounds, "), done.stdout
-    tell(f"sanitizers: {done.stdout.strip()}")
+    note(f"sanitizers: {done.stdout.strip()}")
 
 
 @pytest.mark.parametrize("report", FAULTS)

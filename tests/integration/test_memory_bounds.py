@@ -27,7 +27,7 @@ from ckstore.store.memory_budget import (
     read_buffer_nbytes,
 )
 from ckstore.store.store_config import create_store
-from support.trainings import AdamRun
+from support.synthetic_training import AdamRun
 
 CHUNK_NBYTES = 64 * KIB
 

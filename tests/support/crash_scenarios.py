@@ -21,7 +21,7 @@ from ckstore.api import Store
 from ckstore.io.local import LocalBackend
 from ckstore.ops.gc.policy import Retention
 from ckstore.store.repository import Repository
-from support.faults import ForgetfulBackend
+from support.faults import SyncSkippingBackend
 from support.model import difference
 
 QUIET_POLICY = ckstore.Policy(threads=1, memory_nbytes_max=64 << 20)
@@ -294,4 +294,4 @@ def read_acks(path: Path) -> list[str]:
 def backend_of(place, engine, skips=(), after_link=False, try_direct=True):
     """Return a local backend with the engine, wrapped in a forgetful one where syncs are to be left out."""
     backend = LocalBackend(place, engine=engine, try_direct=try_direct)
-    return ForgetfulBackend(backend, skips, after_link=after_link) if skips or after_link else backend
+    return SyncSkippingBackend(backend, skips, after_link=after_link) if skips or after_link else backend

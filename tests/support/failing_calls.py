@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckstore.errors import CkstoreError
 from support import crash_scenarios
-from support.cuts import Checked, crash_states
+from support.crash_states import CheckedStates, crash_states
 from support.faults import Fault, FaultyBackend
 from support.invariants import order_violations
 from support.simfs import SimFS
@@ -34,7 +34,7 @@ class Run:
         rules = [violation for violation in order_violations(self.disk.log) if "may" not in violation]
         assert rules == []
         states = crash_states(self.disk, seed=3, samples=0, singles_max=0, points={len(self.disk.log)}) if cuts else ()
-        checked = Checked()
+        checked = CheckedStates()
         disks = (state.disk for state in states if checked.is_new(state)) if goes_on else (self.disk.settled(),)
         for disk in disks:
             with crash_scenarios.open_store(disk) as store:
@@ -101,7 +101,7 @@ def die_then_go_on_then_cut(prepared, scenario, at):
     # Every later call fails too: for the disk that is a process that has died here, with nothing synced since.
     run = Run(prepared, scenario, Fault(at, for_ever=True, forgets=False))
     assert run.struck
-    states, lost, checked = 0, [], Checked()
+    states, lost, checked = 0, [], CheckedStates()
     acks = [*run.acks, *run.new_acks]
     try:
         with crash_scenarios.open_store(run.disk) as store:

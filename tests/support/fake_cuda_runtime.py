@@ -10,7 +10,7 @@ CudaMemcpyAsync = ctypes.CFUNCTYPE(
 )
 
 
-class PlayedRuntime:
+class FakeCudaRuntime:
     """Copies at once, and notes what it was told; fails, or copies other bytes, when a test says so."""
 
     def __init__(self):

@@ -13,7 +13,7 @@ SECONDS_A_UNIT = 0.001
 SECONDS_MAX = 30
 
 
-class Lying:
+class MemoryKinds:
     """Says where states lie, and when they are copied; takes the place of attached optimizers too."""
 
     kind = NOW
@@ -29,7 +29,7 @@ class Lying:
         """Do nothing."""
 
 
-class PlayedDevice:
+class FakeDevice:
     """Takes the place of a CUDA device; its thread is the stream of copies, the test's thread the one of training."""
 
     def __init__(self):
@@ -50,7 +50,7 @@ class PlayedDevice:
     def hold(self, events):
         self._held += events
 
-    def wait_held(self):
+    def wait_for_held_copies(self):
         """What training tells the device comes after the copies that a guard holds it for."""
         held, self._held = self._held, []
         for event in held:
@@ -63,14 +63,14 @@ class PlayedDevice:
         assert is_sent.wait(SECONDS_MAX)
 
     def copies_of(self, section, storages, slot):
-        return PlayedCopies(self, section, storages, slot)
+        return FakeDeviceCopies(self, section, storages, slot)
 
     def close(self):
         self._told.put(None)
         self._thread.join()
 
 
-class PlayedCopies:
+class FakeDeviceCopies:
     """Copies of one section: ``staging.devices.DeviceCopies``."""
 
     def __init__(self, device, section, storages, slot):
@@ -110,8 +110,8 @@ class PlayedCopies:
 class SlowDevice:
     """Copies of one section that come when a test says so, of what there was when the device was told of them."""
 
-    may_be_told: threading.Event
-    may_come: threading.Event
+    may_enqueue: threading.Event
+    may_copy: threading.Event
 
     def __init__(self, section, storages, slot):
         self.section, self.storages, self.slot = section, storages, slot
@@ -122,7 +122,7 @@ class SlowDevice:
 
     def launch(self):
         if self.section.unit_count:
-            self.may_be_told.wait(SECONDS_MAX)
+            self.may_enqueue.wait(SECONDS_MAX)
         for unit in range(self.section.unit_count):
             for storage, offset, place, nbytes in self.section.rows_of(unit):
                 self.rows.append((place, bytes(self.storages[storage].read(offset, offset + nbytes))))
@@ -132,7 +132,7 @@ class SlowDevice:
 
     def wait(self, mark):
         if self.section.unit_count:
-            self.may_come.wait(2 * SECONDS_MAX)
+            self.may_copy.wait(2 * SECONDS_MAX)
         for place, content in self.rows:
             self.slot.view(place, len(content))[:] = content
         for unit in range(self.section.unit_count):

@@ -16,10 +16,10 @@ from ckstore.errors import SaverError
 from ckstore.results import Receipt
 
 
-class PretendSaver:
+class FakeSaver:
     """What ``saver.client.Saver`` offers to a handover."""
 
-    started: list[PretendSaver]
+    started: list[FakeSaver]
     """All that were started; a fixture makes it anew for each test."""
 
     def __init__(self, arena, options):
@@ -33,8 +33,8 @@ class PretendSaver:
         self.has_run = True
         self.parents, self.held = [], []
         self.kept = []
-        self.is_keeping = False
-        self.lying = set()
+        self.retains_slots = False
+        self.retained = set()
         self.calls = []
         self.patience = 60.0
         """Seconds after which every wait with a limit ends."""
@@ -113,15 +113,15 @@ class PretendSaver:
         callbacks.on_began()
         callbacks.on_progress("write", 1, 2)
         callbacks.on_done(receipt)
-        if self.is_keeping and self.kept[ticket - 1]:
-            self.lying.add(ticket)
+        if self.retains_slots and self.kept[ticket - 1]:
+            self.retained.add(ticket)
             callbacks.on_retained()
         else:
             callbacks.on_free()
 
     def free(self, ticket):
         """Give back a slot that was kept."""
-        self.lying.remove(ticket)
+        self.retained.remove(ticket)
         self.begun[ticket][2].on_free()
 
     def fail(self, ticket, error):
@@ -146,7 +146,7 @@ class PretendSaver:
         self._free_all()
 
     def _free_all(self):
-        for ticket in sorted(self.lying):
+        for ticket in sorted(self.retained):
             self.free(ticket)
 
     def quit(self, timeout=None, *, is_waited=True):
@@ -165,7 +165,7 @@ class PretendSaver:
         return event.wait(60 if timeout is None else min(timeout, self.patience))
 
 
-class HeldCrew:
+class DelayedCopy:
     """Takes the place of ``HostCopy.send``: what a guard protects is copied when somebody waits for it, and not before.
 
     So a state that is saved right was saved right because of the guard, not because copying was fast.
@@ -197,7 +197,7 @@ class HeldCrew:
             monkeypatch.setattr(copying.HostCopy, name, noted(getattr(copying.HostCopy, name)))
 
 
-def without_hooks(optimizer):
+def step_without_hooks(optimizer):
     """Take a step that calls no hooks, as one that a CUDA graph replays."""
     type(optimizer).step.__wrapped__(optimizer)
 

@@ -288,7 +288,7 @@ def _forget(inner: Backend, site: str, name: str) -> None:
         inner.lose_data(name)
 
 
-class ForgetfulBackend(FaultyBackend):
+class SyncSkippingBackend(FaultyBackend):
     """A Backend that leaves syncs out in silence: the negative control of every crash test.
 
     Args:
@@ -320,17 +320,17 @@ class ForgetfulBackend(FaultyBackend):
 
     def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
         """Make a pack whose bytes may never be synced."""
-        return _ForgetfulSink(self, self.inner.create_pack(name, nbytes_expected=nbytes_expected))
+        return _SyncSkippingSink(self, self.inner.create_pack(name, nbytes_expected=nbytes_expected))
 
     def _skips(self, what: str) -> bool:
         return what in self.skips or (self.after_link and self._has_linked)
 
 
-class _ForgetfulSink(FaultySink):
+class _SyncSkippingSink(FaultySink):
     def finish(self, nbytes: int) -> None:
         """Cut the file to its true size, perhaps without the sync."""
         backend = self._backend
-        assert isinstance(backend, ForgetfulBackend)
+        assert isinstance(backend, SyncSkippingBackend)
         if not backend._skips("pack data"):
             self._inner.finish(nbytes)
             return

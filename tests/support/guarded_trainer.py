@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ckstore.state.capture import capture
-from support.fake_saver import PretendSaver
+from support.fake_saver import FakeSaver
 
 
 class Trainer:
@@ -52,5 +52,5 @@ def commit_and(store, state, then, step=1):
     pending = store.commit_async(state, step)
     then()
     assert pending.wait_staged()
-    saver = PretendSaver.started[-1]
+    saver = FakeSaver.started[-1]
     return wanted, saver.content(max(saver.begun))

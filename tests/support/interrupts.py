@@ -18,7 +18,7 @@ import numpy as np
 import ckstore
 from ckstore._testing import background_of
 from ckstore.background.arena import STAGED, UNIT_NBYTES
-from support.fake_saver import PretendSaver
+from support.fake_saver import FakeSaver
 
 SOURCE = Path(ckstore.__file__).parent
 BELOW = {"codec", "delta", "format", "io", "kernels", "quant", "store", "testing"}
@@ -68,7 +68,7 @@ class Interrupt:
         return self._run
 
 
-class Witness(PretendSaver):
+class RecordingSaver(FakeSaver):
     """Looks at what is staged, at the moment when it is; ends each ticket once."""
 
     seen: list[tuple[int, set[int]]]
@@ -198,8 +198,8 @@ def interrupt_each_line(store, sample, act=commit, before=nothing, after=nothing
 
 def check_seen(count):
     """Check what was staged in so many rounds: each state is that of its step, and none was staged twice."""
-    steps = [step for step, _ in Witness.seen]
-    assert [(step, content) for step, content in Witness.seen if content != {step % 251}] == []
+    steps = [step for step, _ in RecordingSaver.seen]
+    assert [(step, content) for step, content in RecordingSaver.seen if content != {step % 251}] == []
     assert {step for step in steps if step % STEPS == 7} == {index * STEPS + 7 for index in range(count)}
     assert len(steps) == len(set(steps))
 
@@ -208,5 +208,5 @@ def check_rounds(rounds):
     """Check what was staged, and that some commits were interrupted before they were staged, and some after that."""
     check_seen(rounds.count)
     untouched = rounds.count - len(rounds.places)
-    staged = sum(step % STEPS == 5 for step, _ in Witness.seen)
+    staged = sum(step % STEPS == 5 for step, _ in RecordingSaver.seen)
     assert 0 < staged - untouched < len(rounds.places)

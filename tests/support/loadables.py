@@ -9,13 +9,13 @@ from torch.nn.utils import prune
 
 from ckstore.state.capture import capture
 from ckstore.state.torch_adapter import TorchAdapter
-from support.states import Kept
+from support.states import CopiedState
 
 ADAPTERS = (TorchAdapter(),)
 
 
 def keep(state):
-    return Kept.of(capture(state, ADAPTERS))
+    return CopiedState.of(capture(state, ADAPTERS))
 
 
 def fill(kept, **options):
@@ -47,7 +47,7 @@ class Resetting:
         return self.position, self.loads
 
 
-class Elsewhere:
+class FolderBound:
     """Loads what belongs to its folder only, as Lightning's ModelCheckpoint does."""
 
     def __init__(self, folder="here"):
@@ -67,7 +67,7 @@ class Elsewhere:
         return {"folder": self.folder, "best": self.best}
 
 
-class Translating:
+class UnitConverting:
     """Stores centimetres and holds metres: what is loaded twice is wrong."""
 
     def __init__(self):
@@ -88,7 +88,7 @@ class Translating:
         return self.tensor, self.sum
 
 
-class Averages:
+class MovingAverage:
     """A moving average that keeps the difference to its former self."""
 
     def __init__(self):
@@ -129,7 +129,7 @@ class Sampler:
         return self.order
 
 
-class Whole:
+class ModelAndOptimizer:
     """Holds a model and its optimizer, and counts."""
 
     def __init__(self):

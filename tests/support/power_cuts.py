@@ -6,7 +6,7 @@ from collections import Counter
 
 from ckstore.errors import CkstoreError
 from support import crash_scenarios
-from support.cuts import Checked, crash_states
+from support.crash_states import CheckedStates, crash_states
 from support.invariants import order_violations
 from support.simfs import SimFS
 
@@ -24,7 +24,7 @@ def recorded(scenario, *, wrap=lambda disk: disk, from_scratch=False):
 
 def losses(disk, acks, *, samples, points=None, singles_max=64, stop_at=None, commit_every=4):
     """Check every state, those that nobody can tell apart once; return counters and what was lost, one line each."""
-    counters, found, checked = Counter(), [], Checked()
+    counters, found, checked = Counter(), [], CheckedStates()
     states = crash_states(disk, seed=SEED, samples=samples, points=points, singles_max=singles_max)
     for number, state in enumerate(states):
         counters["states"] += 1

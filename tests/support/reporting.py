@@ -20,7 +20,7 @@ COVERED = "covered"
 
 
 @pytest.fixture
-def tell(record_property):
+def note(record_property):
     """Return what puts a line under the summary of the run, so that documents can quote what was covered."""
     return lambda line: record_property(COVERED, line)
 

@@ -54,7 +54,7 @@ def s3_server() -> Iterator[S3Server]:
         return
     # It ends with its standard input, so that it does not outlive a test run that is killed.
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("s3_serving.py"))],
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("s3_server_process.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

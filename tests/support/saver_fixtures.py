@@ -18,10 +18,10 @@ from ckstore.background import commits, device_copy, staging
 from ckstore.background.arena import Arena
 from ckstore.background.arena_layout import DEVICE_LAZY, LAZY
 from ckstore.background.copying import CopyPool
-from support.fake_device import Lying, PlayedDevice, SlowDevice
-from support.fake_saver import HeldCrew, PretendSaver
-from support.interrupts import Witness
-from support.saver_desk import Child, Desk, links, until
+from support.fake_device import FakeDevice, MemoryKinds, SlowDevice
+from support.fake_saver import DelayedCopy, FakeSaver
+from support.interrupts import RecordingSaver
+from support.saver_harness import Child, SaverHarness, links, until
 from support.served_saver import ServedSaver
 
 
@@ -88,7 +88,7 @@ def child(address):
 @pytest.fixture
 def desk(address):
     """A trainer's desk before that store."""
-    made = Desk(address)
+    made = SaverHarness(address)
     yield made
     made.close()
 
@@ -96,23 +96,23 @@ def desk(address):
 @pytest.fixture
 def savers(monkeypatch):
     """The pretended savers that were started: from now on all are."""
-    PretendSaver.started = []
-    monkeypatch.setattr(commits, "Saver", PretendSaver)
-    return PretendSaver.started
+    FakeSaver.started = []
+    monkeypatch.setattr(commits, "Saver", FakeSaver)
+    return FakeSaver.started
 
 
 @pytest.fixture
-def witnesses(savers, monkeypatch):
+def recording_savers(savers, monkeypatch):
     """The same, of those that look at what is staged."""
-    Witness.started, Witness.seen = savers, []
-    monkeypatch.setattr(commits, "Saver", Witness)
+    RecordingSaver.started, RecordingSaver.seen = savers, []
+    monkeypatch.setattr(commits, "Saver", RecordingSaver)
     return savers
 
 
 @pytest.fixture
-def lying(monkeypatch):
+def memory_kinds(monkeypatch):
     """What says where states lie from now on: in the host's memory at first."""
-    found = Lying()
+    found = MemoryKinds()
     monkeypatch.setattr(staging, "kinds_of", found.kinds_of)
     return found
 
@@ -120,10 +120,10 @@ def lying(monkeypatch):
 @pytest.fixture
 def device(monkeypatch):
     """A device that is a thread, wherever states are said to lie in one."""
-    played = PlayedDevice()
+    played = FakeDevice()
     monkeypatch.setattr(device_copy, "copies_of", played.copies_of)
     # What it sends too late is there when somebody looks.
-    monkeypatch.setattr(Witness, "wait_for_others", lambda _: played.finish())
+    monkeypatch.setattr(RecordingSaver, "wait_for_others", lambda _: played.finish())
     yield played
     played.close()
 
@@ -138,15 +138,15 @@ def on_device(monkeypatch):
         is_large = [captured.storages[index].nbytes > 4096 for index in range(len(kinds))]
         return [DEVICE_LAZY if kind == LAZY and large else kind for kind, large in zip(kinds, is_large, strict=True)]
 
-    SlowDevice.may_come, SlowDevice.may_be_told = threading.Event(), threading.Event()
-    SlowDevice.may_be_told.set()
+    SlowDevice.may_copy, SlowDevice.may_enqueue = threading.Event(), threading.Event()
+    SlowDevice.may_enqueue.set()
     monkeypatch.setattr(staging, "kinds_of", kinds_there)
     monkeypatch.setattr(device_copy, "copies_of", SlowDevice)
     return SlowDevice
 
 
 @pytest.fixture
-def pretended_store(savers, folder):
+def quick_saver_store(savers, folder):
     """A store on disk with pretended savers, which end by themselves what was staged."""
     with ckstore.open(folder) as opened:
         yield opened
@@ -155,11 +155,11 @@ def pretended_store(savers, folder):
 @pytest.fixture
 def held(monkeypatch):
     """Copy nothing behind a guard before somebody waits."""
-    return HeldCrew(monkeypatch)
+    return DelayedCopy(monkeypatch)
 
 
 @pytest.fixture
-def open_handing(savers, folder):
+def open_fake_store(savers, folder):
     """Return a function that opens a store with pretended savers, which end what they have begun before it closes.
 
     It takes what the store's policy says.
@@ -180,9 +180,9 @@ def open_handing(savers, folder):
 
 
 @pytest.fixture
-def handing_store(open_handing):
+def fake_saver_store(open_fake_store):
     """A store on disk with pretended savers, which end what they have begun before it closes."""
-    return open_handing()
+    return open_fake_store()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ckstore.background.protocol import error_of
 from ckstore.background.saver.server import Server
 from ckstore.concurrency import ThreadLimit
 from ckstore.processes import process_started
-from support.saver_desk import SECONDS_MAX, lay_out, stage_storages, until
+from support.saver_harness import SECONDS_MAX, lay_out, stage_storages, until
 
 LONG_MS = int(20e3 * SECONDS_MAX)
 """To hold back for longer than any test waits."""

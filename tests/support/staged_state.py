@@ -13,7 +13,7 @@ from ckstore.background.staged_head import places_to_sample
 from ckstore.background.staging import Staging
 from ckstore.config import Limits
 from ckstore.state.capture import capture
-from support.saver_desk import until
+from support.saver_harness import until
 
 
 def noise(nbytes, seed=0):

@@ -28,7 +28,7 @@ from ckstore.state.tensors import LeafAdapter
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CopiedState:
     """A captured state whose bytes were copied, as a store would."""
 
     tree: Node
@@ -37,14 +37,14 @@ class Kept:
     contents: list[bytes]
 
     @staticmethod
-    def of(captured: Captured) -> Kept:
+    def of(captured: Captured) -> CopiedState:
         """Copy the bytes, in two reads where there are enough of them."""
         contents = []
         for storage in captured.storages:
             middle = storage.nbytes // 2
             contents.append(bytes(storage.read(0, middle)) + bytes(storage.read(middle, storage.nbytes)))
         specs = [StorageSpec(held.nbytes, held.element_width, held.is_float, ()) for held in captured.storages]
-        return Kept(captured.tree, captured.tensors, specs, contents)
+        return CopiedState(captured.tree, captured.tensors, specs, contents)
 
     def place(
         self,
@@ -76,7 +76,7 @@ def round_trip(
     adapters: Sequence[LeafAdapter] = (),
 ) -> Any:
     """Take a state apart, copy its bytes, and restore it."""
-    kept = Kept.of(capture(state, adapters))
+    kept = CopiedState.of(capture(state, adapters))
     return kept.fill(kept.place(into=into, only=only, device=device, adapters=adapters))
 
 

@@ -156,13 +156,13 @@ for _ in range(count):
 
 @pytest.mark.deep
 @pytest.mark.timeout(120)
-def test_a_signal_that_raises_at_any_moment_of_a_wait_keeps_nobody_waiting(tell, sample):
+def test_a_signal_that_raises_at_any_moment_of_a_wait_keeps_nobody_waiting(note, sample):
     count = sample.count(5000, parts=8)
     command = [sys.executable, "-c", INTERRUPTED_WAITS, str(count), str(sample.seed(0))]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     locked = int(ran.stdout)
-    tell(f"of {count} interrupted waits for a threading.Event {locked} have left its lock locked; of a Latch, none")
+    note(f"of {count} interrupted waits for a threading.Event {locked} have left its lock locked; of a Latch, none")
 
 
 def test_nobody_waits_for_what_ctrl_c_can_leave_locked():

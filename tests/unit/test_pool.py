@@ -243,10 +243,10 @@ print(cut)
 
 @pytest.mark.deep
 @pytest.mark.timeout(120)
-def test_ctrl_c_at_any_moment_keeps_nobody_waiting_and_leaves_no_thread(tell, sample):
+def test_ctrl_c_at_any_moment_keeps_nobody_waiting_and_leaves_no_thread(note, sample):
     count = sample.count(3000, parts=8)
     command = [sys.executable, "-c", INTERRUPTED, str(count), str(sample.seed(0))]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) > count / 10, "too few were interrupted to show anything"
-    tell(f"of {count} askings many at once {int(ran.stdout)} were interrupted, and none kept anybody waiting")
+    note(f"of {count} askings many at once {int(ran.stdout)} were interrupted, and none kept anybody waiting")

@@ -14,7 +14,7 @@ import pytest
 
 import ckstore
 from ckstore.hashing import chunk_id_of
-from support.trainings import AdamRun, W, leaf, losses, lossy_policy
+from support.synthetic_training import AdamRun, W, leaf, losses, lossy_policy
 
 SRC = str(Path(ckstore.__file__).parent.parent)
 

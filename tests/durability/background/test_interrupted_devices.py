@@ -22,40 +22,42 @@ LINES_MIN = 400
 """A commit runs more lines than that; all of them are interrupted in a deep run."""
 
 
-def interrupt(folder, lying, sample, kind, act, guard, *, is_checked=False):
+def interrupt(folder, memory_kinds, sample, kind, act, guard, *, is_checked=False):
     """Interrupt commits of a state in the device's memory, each followed by one from the host's."""
     far = {"w": np.zeros(2 * UNIT_NBYTES + 1000, np.uint8)}
 
     def from_device(store, _, step):
-        lying.kind = kind
+        memory_kinds.kind = kind
         act(store, far, step)
 
     def then_from_host(store, _, step):
         guard(store)
         far["w"][:] = (step + 1) % 251
-        lying.kind = NOW
+        memory_kinds.kind = NOW
 
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=is_checked)) as store:
-        guard_with(store, lying)
+        guard_with(store, memory_kinds)
         rounds = interrupt_each_line(store, sample, from_device, after=then_from_host, parts=24)
     check_rounds(rounds)
     assert len(set(rounds.places)) > LINES_MIN or not sample.is_whole
 
 
 @pytest.mark.deep
-def test_interrupted_commit_that_waits_for_the_device_does_not_mix_states(witnesses, folder, device, lying, sample):
-    interrupt(folder, lying, sample, DEVICE_NOW, commit, lambda store: None)
+def test_interrupted_commit_that_waits_for_the_device_does_not_mix_states(
+    recording_savers, folder, device, memory_kinds, sample
+):
+    interrupt(folder, memory_kinds, sample, DEVICE_NOW, commit, lambda store: None)
 
 
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("is_checked", [False, True], ids=["unchecked", "checked"])
 def test_interrupted_commit_of_a_guarded_device_state_does_not_mix_states(
-    witnesses, folder, device, lying, sample, is_checked
+    recording_savers, folder, device, memory_kinds, sample, is_checked
 ):
     def guard(store):
         background_of(store).guard()
         # What training tells the device next comes after that.
-        device.wait_held()
+        device.wait_for_held_copies()
 
     def commit_and_guard(store, state, step):
         pending = store.commit_async(filled(state, step), step)
@@ -64,4 +66,4 @@ def test_interrupted_commit_of_a_guarded_device_state_does_not_mix_states(
         pending.wait_staged()
         pending.result(60)
 
-    interrupt(folder, lying, sample, DEVICE_LAZY, commit_and_guard, guard, is_checked=is_checked)
+    interrupt(folder, memory_kinds, sample, DEVICE_LAZY, commit_and_guard, guard, is_checked=is_checked)

@@ -23,7 +23,9 @@ LINES_MIN = 400
 
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_interrupted_commit_that_copies_all_itself_stages_its_own_state_or_none(witnesses, folder, sample, threads):
+def test_interrupted_commit_that_copies_all_itself_stages_its_own_state_or_none(
+    recording_savers, folder, sample, threads
+):
     with ckstore.open(folder, policy=ckstore.Policy(staging_threads=threads)) as store:
         rounds = interrupt_each_line(store, sample, parts=16)
     check_rounds(rounds)
@@ -31,7 +33,7 @@ def test_interrupted_commit_that_copies_all_itself_stages_its_own_state_or_none(
 
 
 @pytest.mark.deep
-def test_interrupted_commit_that_is_not_given_up_is_noticed(witnesses, folder, sample, monkeypatch):
+def test_interrupted_commit_that_is_not_given_up_is_noticed(recording_savers, folder, sample, monkeypatch):
     # A negative control: then the commit after it, which was not interrupted, raises.
     monkeypatch.setattr(BackgroundCommits, "give_up", lambda *_: None)
     with ckstore.open(folder) as store, pytest.raises(SaverError, match="was interrupted"):
@@ -40,7 +42,7 @@ def test_interrupted_commit_that_is_not_given_up_is_noticed(witnesses, folder, s
 
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("is_checked", [False, True])
-def test_interrupted_commit_with_a_guard_stages_its_own_state_or_none(witnesses, folder, sample, is_checked):
+def test_interrupted_commit_with_a_guard_stages_its_own_state_or_none(recording_savers, folder, sample, is_checked):
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=is_checked)) as store:
         guard_with(store, OwnerOfAll())
         rounds = interrupt_each_line(store, sample, commit_and_guard, after=guard, parts=20)
@@ -49,9 +51,11 @@ def test_interrupted_commit_with_a_guard_stages_its_own_state_or_none(witnesses,
 
 
 @pytest.mark.deep
-def test_interrupted_commit_that_replaces_a_waiting_state_stages_its_own_state_or_none(witnesses, folder, sample):
+def test_interrupted_commit_that_replaces_a_waiting_state_stages_its_own_state_or_none(
+    recording_savers, folder, sample
+):
     def fill(store, state, step):
-        witnesses[-1].is_quick = False
+        recording_savers[-1].is_quick = False
         store.commit_async(filled(state, step), step)
         store.commit_async(filled(state, step + 1), step + 1)
 
@@ -59,19 +63,19 @@ def test_interrupted_commit_that_replaces_a_waiting_state_stages_its_own_state_o
         store.commit_async(filled(state, step), step)
 
     def end(store, state, step):
-        witnesses[-1].is_quick = True
-        witnesses[-1].finish_staged()
+        recording_savers[-1].is_quick = True
+        recording_savers[-1].finish_staged()
 
     with ckstore.open(folder, policy=ckstore.Policy(on_busy="replace")) as store:
         rounds = interrupt_each_line(store, sample, replace, fill, end, parts=24)
-        assert len(witnesses[-1].aborted) > rounds.count // 2
+        assert len(recording_savers[-1].aborted) > rounds.count // 2
     check_rounds(rounds)
     assert len(set(rounds.places)) > LINES_MIN or not sample.is_whole
 
 
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("guarded", [False, True])
-def test_interrupted_commit_with_a_real_saver_publishes_its_own_state_or_none(folder, sample, tell, guarded):
+def test_interrupted_commit_with_a_real_saver_publishes_its_own_state_or_none(folder, sample, note, guarded):
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=guarded, compression="none", saver_nice=0)) as store:
         if guarded:
             guard_with(store, OwnerOfAll())
@@ -83,5 +87,5 @@ def test_interrupted_commit_with_a_real_saver_publishes_its_own_state_or_none(fo
             assert np.all(store.restore(step)["w"] == step % 251), step
     assert {index * STEPS + 7 for index in range(rounds.count)} <= set(steps)
     published = sum(step % STEPS == 5 for step in steps) - (rounds.count - len(rounds.places))
-    tell(f"Ctrl-C at {len(rounds.places)} lines: {published} commits were published nevertheless, each as it was")
+    note(f"Ctrl-C at {len(rounds.places)} lines: {published} commits were published nevertheless, each as it was")
     assert 0 < published < len(rounds.places)

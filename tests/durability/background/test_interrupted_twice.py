@@ -23,7 +23,7 @@ from ckstore.background.arena import UNIT_NBYTES
 from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW
 from ckstore.errors import SaverError
 from support.fake_saver import guard_with
-from support.interrupts import STEPS, Witness, check_seen, filled
+from support.interrupts import STEPS, RecordingSaver, check_seen, filled
 
 # The limit of time is kept by a thread: there is one timer that makes signals, and it is needed here.
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.timeout(300, method="thread")]
@@ -89,24 +89,24 @@ def commit(store, state, step):
 @pytest.mark.deep(parts=4)
 @pytest.mark.parametrize("kind", [NOW, LAZY, DEVICE_NOW, DEVICE_LAZY], ids=["now", "lazy", "far now", "far lazy"])
 def test_commit_interrupted_twice_stages_its_own_state_or_none(
-    witnesses, folder, device, lying, alarm, sample, tell, kind
+    recording_savers, folder, device, memory_kinds, alarm, sample, note, kind
 ):
     far, near = ({"w": np.zeros(2 * UNIT_NBYTES + 1000, np.uint8)} for _ in range(2))
     count, choice, counts = sample.count(COUNT, parts=10), random.Random(sample.seed(kind)), collections.Counter()
 
     def commit_and_train(step):
-        lying.kind = kind
+        memory_kinds.kind = kind
         pending = commit(store, far, step)
         train(step + 1)
         pending.result(60)
 
     def train(step):
         background_of(store).guard()
-        device.wait_held()
+        device.wait_for_held_copies()
         filled(far, step)
 
     with ckstore.open(folder) as store:
-        guard_with(store, lying)
+        guard_with(store, memory_kinds)
         store.prewarm(near)
         taken = []
         for _ in range(10):
@@ -114,7 +114,7 @@ def test_commit_interrupted_twice_stages_its_own_state_or_none(
             commit_and_train(0)
             taken.append(time.perf_counter() - began)
         seconds = statistics.median(taken)
-        Witness.seen.clear()
+        RecordingSaver.seen.clear()
         for number in range(count):
             step = STEPS * number
             second = choice.choice([choice.uniform(1e-5, 1e-4), choice.uniform(1e-5, 1e-3)])
@@ -124,9 +124,9 @@ def test_commit_interrupted_twice_stages_its_own_state_or_none(
             # The machine may be slower or faster by now: some come too late, and not too many.
             seconds *= 1.05 if interrupts.count else 0.9
             train(step + 6)
-            lying.kind = NOW
+            memory_kinds.kind = NOW
             assert commit(store, near, step + 7).result(60).step == step + 7
             filled(near, step + 8)
-    tell(f"{count} commits: {counts[1]} interrupted once, {counts[2]} twice, and none has become another one")
+    note(f"{count} commits: {counts[1]} interrupted once, {counts[2]} twice, and none has become another one")
     check_seen(count)
     assert counts[1] + counts[2] > (COUNT // 4 if sample.is_whole else 0)

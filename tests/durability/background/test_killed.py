@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from support.trainer_lives import Lane
+from support.trainer_sequence import Lane
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -263,10 +263,10 @@ LANES = [*[("numpy", seed) for seed in range(5)], ("torch", 100)]
 @pytest.mark.deep(parts=5)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("task", "seed"), LANES)
-def test_killed_trainers_and_savers_lose_nothing_that_was_promised(make_lane, sample, tell, task, seed):
+def test_killed_trainers_and_savers_lose_nothing_that_was_promised(make_lane, sample, note, task, seed):
     strokes = sample.part(strokes_of(seed, STROKES if task == "numpy" else TORCH_STROKES), parts=12)
     lane = run_lane(make_lane(task, sample.seed(seed)), strokes)
-    tell(str(lane))
+    note(str(lane))
     # Each stroke hits somebody. What it leads to depends on time; in a whole lane all of it happens.
     assert lane.kills.total() >= sum(stroke is not saver_has_no_memory for stroke in strokes) > 0
     assert lane.counts["acknowledged"] > 0

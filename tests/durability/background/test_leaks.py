@@ -15,7 +15,7 @@ import ckstore
 from ckstore.background import commits
 from ckstore.config import MIB
 from ckstore.results import Receipt
-from support.fake_saver import PretendSaver
+from support.fake_saver import FakeSaver
 
 SOURCE = Path(ckstore.__file__).parent.parent
 
@@ -135,19 +135,19 @@ WARM_UP = 100
 @pytest.mark.deep(parts=8)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", COMMITS)
-def test_many_commits_leave_nothing_behind(fast_folder, sample, tell, kind):
+def test_many_commits_leave_nothing_behind(fast_folder, sample, note, kind):
     count = sample.count(COMMITS[kind], parts=COMMITS[kind] // FEW)
     every = max(5, count // 40)
     samples = measured(fast_folder / "store", count, every, kind)
     samples = samples[min(WARM_UP // every, len(samples) // 4) :]
     grown = [growth(samples, "anonymous", side) / MIB for side in (0, 1)]
-    tell(f"{count} commits ({kind}): trainer {grown[0]:+.2f} MiB, saver {grown[1]:+.2f} MiB")
+    note(f"{count} commits ({kind}): trainer {grown[0]:+.2f} MiB, saver {grown[1]:+.2f} MiB")
     check(samples, 3 * MIB)
 
 
 def test_receipts_that_are_not_asked_for_are_not_kept(folder, monkeypatch):
-    PretendSaver.started = []
-    monkeypatch.setattr(commits, "Saver", PretendSaver)
+    FakeSaver.started = []
+    monkeypatch.setattr(commits, "Saver", FakeSaver)
 
     def receipts():
         gc.collect()
@@ -158,6 +158,6 @@ def test_receipts_that_are_not_asked_for_are_not_kept(folder, monkeypatch):
         for step in range(30):
             store.commit_async({"a": step}, step)
             # Only the pretended saver keeps these.
-            PretendSaver.started[0].begun.clear()
+            FakeSaver.started[0].begun.clear()
         # Who measures what commits cost looks at the last few.
         assert receipts() <= before + 15

@@ -15,7 +15,7 @@ import torch
 
 import ckstore
 from ckstore.errors import CorruptError
-from support.fake_saver import HeldCrew
+from support.fake_saver import DelayedCopy
 
 pytestmark = pytest.mark.usefixtures("no_threads_left", "quiet_log")
 
@@ -93,12 +93,12 @@ def place(request):
             wait(self, mark)
 
         request.getfixturevalue("monkeypatch").setattr(device, "wait", wait_a_while)
-        device.may_come.set()
+        device.may_copy.set()
     return request.param
 
 
 @pytest.mark.deep(parts=2)
-def test_thread_that_keeps_changing_a_tensor_is_caught_in_every_round(place, store, sample, tell):
+def test_thread_that_keeps_changing_a_tensor_is_caught_in_every_round(place, store, sample, note):
     rounds, seed = sample.count(ROUNDS, parts=4), sample.seed(4)
     choice = random.Random(seed)
     training = Training(store)
@@ -119,7 +119,7 @@ def test_thread_that_keeps_changing_a_tensor_is_caught_in_every_round(place, sto
     # And a commit without such changes is not refused.
     assert store.commit_async(training.state, rounds).result().step == rounds
     caught_count = f"{rounds} of {rounds} commits with {changes} changes from outside"
-    tell(f"guard race, memory of a {place}, seed {seed}: {caught_count} were caught")
+    note(f"guard race, memory of a {place}, seed {seed}: {caught_count} were caught")
 
 
 @pytest.mark.deep(parts=2)
@@ -136,7 +136,7 @@ def test_rounds_without_changes_from_outside_are_all_stored_as_they_were(place, 
 
 def test_change_between_the_call_and_the_copy_is_found_too(store, monkeypatch):
     # One change only, before anything behind the guard was copied: source and copy agree, and both are wrong.
-    held = HeldCrew(monkeypatch)
+    held = DelayedCopy(monkeypatch)
     training = Training(store)
     pending = store.commit_async(training.state, 1)
     assert held.held

@@ -67,7 +67,7 @@ print(json.dumps([most[0], arena, seconds]))
 @pytest.mark.deep(parts=8)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("compression", ["none", "fast"])
-def test_saver_of_a_large_state_needs_256_mib_and_the_arena(fast_folder, tell, compression):
+def test_saver_of_a_large_state_needs_256_mib_and_the_arena(fast_folder, note, compression):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(fast_folder / "store"), compression],
         capture_output=True,
@@ -76,6 +76,6 @@ def test_saver_of_a_large_state_needs_256_mib_and_the_arena(fast_folder, tell, c
     )
     assert done.returncode == 0, done.stderr
     most, arena, _ = json.loads(done.stdout)
-    tell(f"saver of a state of 512 MiB ({compression}): {most / MIB:.0f} MiB beyond an arena of {arena / MIB:.0f} MiB")
+    note(f"saver of a state of 512 MiB ({compression}): {most / MIB:.0f} MiB beyond an arena of {arena / MIB:.0f} MiB")
     assert STATE_NBYTES <= arena <= STATE_NBYTES * 17 / 16
     assert 16 * MIB < most <= BOUND_NBYTES

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from ckstore.background.arena import STAGING, UNIT_NBYTES
-from support.saver_desk import SOURCE
+from support.saver_harness import SOURCE
 
 
 def run_python(code, *fds):

@@ -21,7 +21,7 @@ import ckstore
 from ckstore._testing import background_of
 from ckstore.config import MIB, Policy
 from ckstore.errors import ConflictError, SaverError
-from support.saver_desk import SECONDS_MAX, stop
+from support.saver_harness import SECONDS_MAX, stop
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 

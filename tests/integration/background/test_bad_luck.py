@@ -25,7 +25,7 @@ from ckstore.errors import CapacityError, MalformedError, SaverError
 from ckstore.processes import JOB_SIGNALS
 from support.fake_saver import state
 from support.prepared_trainers import run_trainer
-from support.saver_desk import SECONDS_MAX, SOURCE, Desk, noise, until
+from support.saver_harness import SECONDS_MAX, SOURCE, SaverHarness, noise, until
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -104,12 +104,12 @@ def test_saver_on_a_full_disk_lets_go_what_rules_drop_and_empties_the_trash(smal
 # A program that ends right after the call
 
 
-MODULES = ("numpy", "support.saver_desk", "ckstore.commit", "ckstore.background.commits")
+MODULES = ("numpy", "support.saver_harness", "ckstore.commit", "ckstore.background.commits")
 PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 import ckstore
-from support.saver_desk import noise
+from support.saver_harness import noise
 store = ckstore.open({folder!r}, policy=ckstore.Policy(saver_nice=0))
 """
 TRAINING = """
@@ -188,7 +188,7 @@ def test_program_that_is_gone_immediately_leaves_a_whole_checkpoint_or_none(fold
 
 def test_sigterm_to_a_starting_saver_waits_until_it_can_be_handled(folder):
     ckstore.open(folder).close()
-    desk = Desk(folder)
+    desk = SaverHarness(folder)
     try:
         # It has hardly begun to start.
         os.kill(desk.saver.pid, signal.SIGTERM)
@@ -205,7 +205,7 @@ def test_starting_a_saver_leaves_the_signal_mask_of_the_trainer(folder):
     ckstore.open(folder).close()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
-        desk = Desk(folder)
+        desk = SaverHarness(folder)
         now = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         desk.saver.wait_ready(SECONDS_MAX)
         blocked = int(next(line.split()[1] for line in status_of(desk.saver.pid) if line.startswith("SigBlk")), 16)
@@ -269,7 +269,7 @@ def test_on_busy_skip_leaves_nothing_out_once_the_last_receipt_is_there(folder):
             assert store.commit_async({"a": np.full(2000, step)}, step).result().step == step
 
 
-def test_saver_without_memory_for_a_thread_ends(tell):
+def test_saver_without_memory_for_a_thread_ends(note):
     program = f"""
 import os, resource, sys, threading, time
 sys.path.insert(0, {str(SOURCE)!r})

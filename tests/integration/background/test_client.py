@@ -28,7 +28,7 @@ from ckstore.background.protocol import ProcessWatch
 from ckstore.errors import BackendError, MalformedError, SaverError, UsageError
 from ckstore.format import paths
 from ckstore.processes import process_started
-from support.saver_desk import SECONDS_MAX, Desk, fork, links, noise, stop, until
+from support.saver_harness import SECONDS_MAX, SaverHarness, fork, links, noise, stop, until
 
 
 def steps(address):
@@ -84,7 +84,7 @@ def test_dead_saver_is_no_zombie_and_holds_no_lease(desk):
 
 def test_saver_that_cannot_start_is_an_error_of_the_ticket(address, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    desk = Desk(address)
+    desk = SaverHarness(address)
     try:
         with pytest.raises(SaverError, match="ended with code 1"):
             desk.commit(noise(1), 1)
@@ -107,7 +107,7 @@ def test_what_the_saver_said_before_it_died_counts(address, monkeypatch):
     """The thread that listens has just heard nothing when the saver publishes, says so, and dies."""
     looks, is_alive = threading.Event(), ProcessWatch.is_alive.fget
     monkeypatch.setattr(ProcessWatch, "is_alive", property(lambda watch: looks.wait(SECONDS_MAX) and is_alive(watch)))
-    desk = Desk(address)
+    desk = SaverHarness(address)
     try:
         handed = desk.begin(noise(1), 1).stage().finish()
         # The thread that publishes gives up the lease after that: then it has said all of it.
@@ -197,7 +197,7 @@ def fail_later(self):
 
 messages.Channel.send, Lease.wait_for_orphan = tell_late, fail_later
 """)
-    desk = Desk(address)
+    desk = SaverHarness(address)
     try:
         desk.commit({"a": 1}, 1)
         # It has the lease: that is said by the thread that listens, while the other one could fail.
@@ -236,11 +236,11 @@ def test_many_savers_leave_no_descriptor_thread_or_process(address):
         gc.collect()
         return len(links()), threading.active_count()
 
-    Desk(address).close()
+    SaverHarness(address).close()
     before = count()
     pids = []
     for step in range(2):
-        desk = Desk(address)
+        desk = SaverHarness(address)
         desk.commit(noise(step, 1 << 20), step)
         pids.append(desk.saver.pid)
         if step % 2:
@@ -347,7 +347,7 @@ def test_watch_sees_death_by_descriptor_and_by_start_time():
 
 def test_system_without_pidfds_is_watched_all_the_same(address, monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
-    desk = Desk(address)
+    desk = SaverHarness(address)
     try:
         assert desk.commit(noise(1), 1).seq == 0
         handed = desk.begin(noise(2), 2).stage(1)

@@ -11,7 +11,7 @@ import pytest
 from ckstore._testing import background_of
 from ckstore.background.arena import UNIT_NBYTES, Arena, Slot
 from support.guarded_trainer import Trainer
-from support.saver_desk import SECONDS_MAX, fork
+from support.saver_harness import SECONDS_MAX, fork
 
 
 def exit_code_of(child):
@@ -20,13 +20,13 @@ def exit_code_of(child):
     return end()
 
 
-def test_forked_child_steps_without_the_guard(pretended_store, held):
+def test_forked_child_steps_without_the_guard(quick_saver_store, held):
     trainer = Trainer()
-    pretended_store.attach(trainer.optimizer)
-    pending = pretended_store.commit_async(trainer.state(), 1)
+    quick_saver_store.attach(trainer.optimizer)
+    pending = quick_saver_store.commit_async(trainer.state(), 1)
 
     # A guard that waited here would wait for threads that are not here.
-    assert exit_code_of(lambda: background_of(pretended_store).guard() or 7) == 7
+    assert exit_code_of(lambda: background_of(quick_saver_store).guard() or 7) == 7
     assert pending.wait_staged(SECONDS_MAX)
 
 

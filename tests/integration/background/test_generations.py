@@ -17,7 +17,7 @@ from ckstore._testing import saver_of
 from ckstore.background.arena import UNIT_NBYTES
 from ckstore.config import MIB
 from ckstore.format import paths
-from support.saver_desk import SECONDS_MAX, Desk, until
+from support.saver_harness import SECONDS_MAX, SaverHarness, until
 
 KEEPING = Policy(base_cache="memory", threads=2, saver_nice=0, read_amplification_max=8)
 """With a bound that lets every state be coded against the one before it."""
@@ -224,7 +224,7 @@ def _mapped_nbytes():
 
 
 def test_the_saver_gives_a_slot_back_when_the_next_ticket_has_ended(address):
-    desk = Desk(address, slot_count=2)
+    desk = SaverHarness(address, slot_count=2)
     try:
         first = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_retain=True).stage().finish()
         assert first.kept.wait(SECONDS_MAX)
@@ -240,7 +240,7 @@ def test_the_saver_gives_a_slot_back_when_the_next_ticket_has_ended(address):
 
 
 def test_the_saver_forgets_what_it_keeps_and_nothing_else(address):
-    desk = Desk(address, slot_count=2)
+    desk = SaverHarness(address, slot_count=2)
     try:
         first = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_retain=True).stage().finish()
         assert first.kept.wait(SECONDS_MAX)
@@ -255,7 +255,7 @@ def test_the_saver_forgets_what_it_keeps_and_nothing_else(address):
 
 
 def test_a_ticket_that_is_given_up_before_its_turn_ends_before_the_one_that_is_running(address):
-    desk = Desk(address, slot_count=3)
+    desk = SaverHarness(address, slot_count=3)
     try:
         running = desk.begin({"w": drifting(0)}, 0, policy=KEEPING).stage(1)
         assert desk.saver.wait(running.began, SECONDS_MAX, "begin")
@@ -290,7 +290,7 @@ def test_a_slot_that_is_kept_cannot_be_begun_again(desk):
 
 
 def test_a_ticket_that_fails_leaves_what_was_kept_in_its_place(address):
-    desk = Desk(address, slot_count=2)
+    desk = SaverHarness(address, slot_count=2)
     try:
         first = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_retain=True).stage().finish()
         assert first.kept.wait(SECONDS_MAX)

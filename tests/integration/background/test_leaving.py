@@ -19,7 +19,7 @@ from ckstore.background.staged_head import HeadWriter
 from ckstore.config import MIB
 from ckstore.errors import SaverError
 from ckstore.results import Receipt
-from support.saver_desk import SECONDS_MAX, Desk, noise, until
+from support.saver_harness import SECONDS_MAX, SaverHarness, noise, until
 
 PLAIN = {"compression": "none"}
 
@@ -133,7 +133,7 @@ with open({str(heard)!r}, "w") as out:
     out.write(repr(said[2:]))
 """
     )
-    desk = Desk(address)
+    desk = SaverHarness(address)
     try:
         handed = desk.begin(noise(1), 1)
         with pytest.raises(SaverError, match="it failed"):
@@ -151,7 +151,7 @@ def test_trainer_takes_what_was_said_by_a_saver_that_died_without_reading_all(ad
     # It leaves the ticket unread, and waits until it is there.
     wait = "hear()\nselect.select([channel], [], [])\n"
     altered.run(SPEAKING + wait + "".join(f"say({packet(each)})\n" for each in told))
-    desk = Desk(address)
+    desk = SaverHarness(address)
 
     def wait_for_its_death(given):
         def began():

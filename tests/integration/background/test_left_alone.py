@@ -19,7 +19,7 @@ from ckstore._testing import background_of, repository_of
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from support.fake_saver import state
 from support.guarded_memory import attach_owner
-from support.saver_desk import SECONDS_MAX, noise, stop, until
+from support.saver_harness import SECONDS_MAX, noise, stop, until
 
 
 def opened(folder):

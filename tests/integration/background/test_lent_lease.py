@@ -21,7 +21,7 @@ import ckstore
 from ckstore._testing import background_of, repository_of, saver_of
 from ckstore.errors import ConflictError
 from ckstore.format import paths
-from support.saver_desk import SECONDS_MAX, noise, stop, until
+from support.saver_harness import SECONDS_MAX, noise, stop, until
 
 OPENED = """
 import gc, ckstore

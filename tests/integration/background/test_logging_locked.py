@@ -12,7 +12,7 @@ import pytest
 import ckstore
 from ckstore._testing import background_of
 from ckstore.errors import SaverError
-from support.saver_desk import until
+from support.saver_harness import until
 
 SECONDS_MAX = 30.0
 

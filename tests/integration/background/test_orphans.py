@@ -22,7 +22,7 @@ from ckstore.errors import ConflictError
 from ckstore.format import paths
 from ckstore.processes import process_started
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
-from support.saver_desk import SECONDS_MAX, Desk, links, noise, until
+from support.saver_harness import SECONDS_MAX, SaverHarness, links, noise, until
 
 STAGED = "handed.stage().finish(); say('staged')"
 STAGING = "handed.stage(3); say('staging')"
@@ -244,7 +244,7 @@ def test_first_commit_waits_for_the_orphan(address, child, caplog, is_async):
     assert trainer.hear() == "staged"
     trainer.kill()
     if is_async:
-        desk = Desk(address)
+        desk = SaverHarness(address)
         handed = desk.begin(noise(2), 2).stage().finish()
         thread, results = in_thread(handed.wait)
     else:

@@ -16,7 +16,7 @@ from ckstore.background import client, protocol
 from ckstore.background.saver.server import NICE_MAX
 from ckstore.config import MIB
 from ckstore.errors import SaverError
-from support.saver_desk import SECONDS_MAX, Desk, noise, stats_of, until
+from support.saver_harness import SECONDS_MAX, SaverHarness, noise, stats_of, until
 
 NICE = 7
 START = os.getpriority(os.PRIO_PROCESS, 0)
@@ -31,7 +31,7 @@ def opened():
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(prefix="ckstore-priority-", dir=memory if memory.is_dir() else None)
     ckstore.open(f"{folder}/store").close()
-    desk = Desk(f"{folder}/store", nice=NICE)
+    desk = SaverHarness(f"{folder}/store", nice=NICE)
     try:
         assert desk.saver.wait_ready(SECONDS_MAX)
         yield desk

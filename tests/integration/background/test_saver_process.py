@@ -18,7 +18,7 @@ import ckstore
 from ckstore.errors import NotFoundError
 from ckstore.format import paths
 from ckstore.processes import JOB_SIGNALS
-from support.saver_desk import SECONDS_MAX, SOURCE, Desk, links, noise, until
+from support.saver_harness import SECONDS_MAX, SOURCE, SaverHarness, links, noise, until
 
 NICE = 7
 
@@ -32,7 +32,7 @@ def started():
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(prefix="ckstore-process-", dir=memory if memory.is_dir() else None)
     ckstore.open(f"{folder}/store").close()
-    desk = Desk(f"{folder}/store", nice=NICE)
+    desk = SaverHarness(f"{folder}/store", nice=NICE)
     try:
         assert desk.saver.wait_ready(SECONDS_MAX)
         fields = Path(f"/proc/{desk.saver.pid}/stat").read_text().rsplit(")", 1)[-1].split()
@@ -110,7 +110,7 @@ def test_log_records_of_the_saver_reach_the_trainer_s_log(ready, caplog):
 
 
 def test_saver_of_a_store_that_is_not_there_reports_it_to_whoever_waits_or_commits(tmp_path):
-    desk = Desk(tmp_path / "none")
+    desk = SaverHarness(tmp_path / "none")
     try:
         with pytest.raises(NotFoundError, match="no store here"):
             desk.saver.wait_ready(SECONDS_MAX)

@@ -16,7 +16,7 @@ from ckstore.config import MIB, Policy
 from ckstore.errors import SaverError
 from ckstore.store.memory_budget import WRITE_BLOCK_NBYTES
 from support.interrupts import Interrupt
-from support.saver_desk import SECONDS_MAX, Desk, noise, until
+from support.saver_harness import SECONDS_MAX, SaverHarness, noise, until
 
 BLOCKS = 6
 STATE_NBYTES = BLOCKS * WRITE_BLOCK_NBYTES
@@ -74,7 +74,7 @@ def test_saver_process_has_memory_for_a_state_when_prewarm_returns_until_it_is_t
 def test_trainer_does_not_wait_for_the_answer_of_a_saver_that_dies(address, altered, is_asked_before):
     heard = 2 if is_asked_before else 1
     altered.run(f"for _ in range({heard}):\n    os.read(channel, 1 << 17)\nos._exit(1)")
-    desk = Desk(address)
+    desk = SaverHarness(address)
     try:
         if not is_asked_before:
             until(lambda: not desk.saver.is_alive, "its death")

@@ -16,7 +16,7 @@ import pytest
 from ckstore.background import protocol
 from ckstore.errors import SaverError
 from ckstore.results import Receipt
-from support.saver_desk import SECONDS_MAX, Desk, noise, until
+from support.saver_harness import SECONDS_MAX, SaverHarness, noise, until
 
 RECEIPT = Receipt(1, 0, "ab" * 32, 1, 1, 1, 0, 0, 0, {}, "pwrite", ())
 
@@ -45,7 +45,7 @@ def test_log_record_and_callback_that_cannot_be_logged_end_no_commit(altered, ad
 
     log = protocol.log_of(logging.ERROR, "something")
     altered.run(saying(log, protocol.Began(1), protocol.done_of(1, RECEIPT), protocol.SlotFree(1)))
-    desk = Desk(address)
+    desk = SaverHarness(address)
     try:
         with broken_logging():
             handed = desk.begin(noise(1), 1, callbacks=lambda given: dataclasses.replace(given, on_began=fail))
@@ -58,7 +58,7 @@ def test_log_record_and_callback_that_cannot_be_logged_end_no_commit(altered, ad
 
 def test_saver_that_dies_is_told_of_although_nothing_can_be_logged(altered, address, broken_logging):
     altered.run("time.sleep(600)")
-    desk = Desk(address)
+    desk = SaverHarness(address)
     try:
         with broken_logging():
             handed = desk.begin(noise(1), 1)
@@ -72,7 +72,7 @@ def test_saver_that_dies_is_told_of_although_nothing_can_be_logged(altered, addr
 
 def test_saver_is_told_to_end_as_soon_as_there_is_memory_to_say_so(altered, address, monkeypatch):
     altered.run(saying())
-    desk = Desk(address)
+    desk = SaverHarness(address)
     send, refused = protocol.send, []
 
     def short(end, message):
@@ -96,7 +96,7 @@ def test_saver_is_told_to_end_as_soon_as_there_is_memory_to_say_so(altered, addr
 def deaf(altered, address, monkeypatch):
     """A desk whose saver reads nothing, with all that is said from now on."""
     altered.run("time.sleep(600)")
-    desk = Desk(address)
+    desk = SaverHarness(address)
     said, send = [], protocol.send
     monkeypatch.setattr(protocol, "send", lambda end, message: (said.append(message), send(end, message)))
     yield desk, said

@@ -99,7 +99,7 @@ def points_of(count, fault, stride):
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_nothing_is_lost_at_any_failing_request(
-    name, fault, filled, tmp_path, proxy, past_proxy, hasty, server, counts, sample, tell, quiet_log
+    name, fault, filled, tmp_path, proxy, past_proxy, hasty, server, counts, sample, note, quiet_log
 ):
     def make(folder):
         return SCENARIOS[name](filled, tmp_path / folder, server.new_address())
@@ -114,7 +114,7 @@ def test_nothing_is_lost_at_any_failing_request(
         met += strike(proxy, make(folder), number, fault, is_for_ever)
         shutil.rmtree(tmp_path / folder, ignore_errors=True)
     assert met >= (0.8 if sample.is_whole else 0.5) * len(points) > 0, "most faults are met"
-    tell(f"faults of an S3 server: {name}, {fault}, {len(points)} points, {met} met")
+    note(f"faults of an S3 server: {name}, {fault}, {len(points)} points, {met} met")
 
 
 def test_faults_come_in_both_kinds():

@@ -86,7 +86,7 @@ def run_and_kill(proxy, start, wanted, folder, program):
 
 @pytest.mark.deep
 def test_push_and_pull_killed_at_any_request_lose_nothing(
-    template, tmp_path, proxy, past_proxy, server, start, sample, tell
+    template, tmp_path, proxy, past_proxy, server, start, sample, note
 ):
     killed, numbers = 0, sample.part(range(60), parts=20)
     for number in numbers:
@@ -108,7 +108,7 @@ def test_push_and_pull_killed_at_any_request_lose_nothing(
         shutil.rmtree(folder)
     # A push makes more requests than that; a pull fewer.
     assert killed >= len(numbers) >= (60 if sample.is_whole else 3)
-    tell(f"pushes and pulls killed at a request: {killed}")
+    note(f"pushes and pulls killed at a request: {killed}")
 
 
 def test_concurrent_pushes_during_commits_lose_nothing(template, tmp_path, address, start):

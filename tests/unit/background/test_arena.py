@@ -19,7 +19,7 @@ from ckstore.background import arena as arena_module
 from ckstore.background.arena import DATA_OFFSET, FREE, STAGED, STAGING, UNIT_NBYTES, Arena, units_of
 from ckstore.config import MIB
 from ckstore.errors import CapacityError, MalformedError
-from support.saver_desk import links
+from support.saver_harness import links
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from support.guarded_memory import attach_owner
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
-def test_on_busy_skip_leaves_the_state_out_and_says_so(open_handing, savers, caplog):
-    store = open_handing(on_busy="skip")
+def test_on_busy_skip_leaves_the_state_out_and_says_so(open_fake_store, savers, caplog):
+    store = open_fake_store(on_busy="skip")
     store.prewarm(state(0))
     saver = slow(savers)
     store.commit_async(state(1), 1)
@@ -31,8 +31,8 @@ def test_on_busy_skip_leaves_the_state_out_and_says_so(open_handing, savers, cap
     saver.finish(2)
 
 
-def test_on_busy_replace_keeps_one_state_waiting_and_replaces_it(open_handing, savers, caplog):
-    store = open_handing(on_busy="replace")
+def test_on_busy_replace_keeps_one_state_waiting_and_replaces_it(open_fake_store, savers, caplog):
+    store = open_fake_store(on_busy="replace")
     store.prewarm(state(0))
     saver = slow(savers)
     pendings = [store.commit_async(state(step), step) for step in (1, 2, 3, 4)]
@@ -53,8 +53,8 @@ def test_on_busy_replace_keeps_one_state_waiting_and_replaces_it(open_handing, s
 
 
 @pytest.mark.parametrize("ask", [lambda pending: pending.wait_staged(), lambda pending: pending.is_staged])
-def test_on_busy_replace_waits_for_a_state_that_was_said_to_be_staged(open_handing, savers, ask):
-    store = open_handing(on_busy="replace")
+def test_on_busy_replace_waits_for_a_state_that_was_said_to_be_staged(open_fake_store, savers, ask):
+    store = open_fake_store(on_busy="replace")
     store.prewarm(state(0))
     saver = slow(savers)
     pendings = [store.commit_async(state(step), step) for step in (1, 2)]
@@ -75,8 +75,8 @@ def test_on_busy_replace_waits_for_a_state_that_was_said_to_be_staged(open_handi
 
 
 @pytest.mark.parametrize("on_busy", ["skip", "replace"])
-def test_checked_commit_that_nobody_waits_for_is_compared_by_the_next(open_handing, savers, on_busy):
-    store = open_handing(on_busy=on_busy, debug_guard=True)
+def test_checked_commit_that_nobody_waits_for_is_compared_by_the_next(open_fake_store, savers, on_busy):
+    store = open_fake_store(on_busy=on_busy, debug_guard=True)
     tensors = state(1)
     owner = attach_owner(store, tensors["w"])
     store.prewarm(tensors)

@@ -15,8 +15,8 @@ from torch import nn
 import ckstore
 from ckstore.errors import CorruptError
 from ckstore.state.memory import MemorySpan
-from support.fake_saver import PretendSaver
-from support.saver_desk import until
+from support.fake_saver import FakeSaver
+from support.saver_harness import until
 
 pytestmark = pytest.mark.usefixtures("no_threads_left", "quiet_log")
 
@@ -24,8 +24,8 @@ SECONDS_MAX = 60
 
 
 @pytest.fixture
-def store(open_handing):
-    return open_handing(debug_guard=True)
+def store(open_fake_store):
+    return open_fake_store(debug_guard=True)
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def contents_of(state):
 
 
 def wait_until_all_is_copied():
-    until(lambda: PretendSaver.started[-1].is_copied(1), "the copies")
+    until(lambda: FakeSaver.started[-1].is_copied(1), "the copies")
 
 
 def wait_until_all_has_come(on_device):
-    on_device.may_come.set()
+    on_device.may_copy.set()
     wait_until_all_is_copied()
 
 
@@ -81,22 +81,22 @@ def fail(*_):
 def test_change_that_nothing_counts_fails_the_commit_and_names_the_tensor(store, on_device, launched, when, is_guarded):
     trainer = Trainer(store)
     if when == "before the device is told":
-        on_device.may_be_told.clear()
+        on_device.may_enqueue.clear()
     pending = store.commit_async(trainer.state(), 1)
     if when == "when all has come":
         wait_until_all_has_come(on_device)
     elif when == "while it is sending":
         assert launched.wait(SECONDS_MAX)
     trainer.meddle()
-    on_device.may_be_told.set()
+    on_device.may_enqueue.set()
     # Whoever has found a change waits for what the device was told.
-    on_device.may_come.set()
+    on_device.may_copy.set()
     if is_guarded:
         trainer.step()
     with pytest.raises(CorruptError, match=r"model\.2\.weight") as caught:
         pending.result(SECONDS_MAX)
     assert caught.value.path == ("model", "2.weight")
-    assert "staged" not in PretendSaver.started[-1].calls
+    assert "staged" not in FakeSaver.started[-1].calls
     # And whoever is left in peace is not accused.
     assert store.commit_async(trainer.state(), 2).result(SECONDS_MAX).step == 2
 
@@ -104,15 +104,15 @@ def test_change_that_nothing_counts_fails_the_commit_and_names_the_tensor(store,
 def test_steps_behind_their_guard_are_no_changes_and_the_state_before_them_is_staged(store, on_device):
     trainer = Trainer(store)
     for step in range(1, 4):
-        on_device.may_come.clear()
+        on_device.may_copy.clear()
         wanted = contents_of(trainer.state())
         pending = store.commit_async(trainer.state(), step)
         for _ in range(2):
             trainer.step()
         assert not pending.is_staged
-        on_device.may_come.set()
+        on_device.may_copy.set()
         assert pending.result(SECONDS_MAX).step == step
-        assert wanted <= set(PretendSaver.started[-1].content(step))
+        assert wanted <= set(FakeSaver.started[-1].content(step))
 
 
 @pytest.mark.parametrize("when", ["before the guard", "after the guard"])
@@ -133,7 +133,7 @@ def test_bytes_that_a_device_sends_wrong_fail_the_commit(store, on_device, monke
     trainer.step()
     # A guard does not wait for a device: what has come is compared when it has.
     assert (pending.error_or_none() is None) == (when == "after the guard")
-    on_device.may_come.set()
+    on_device.may_copy.set()
     with pytest.raises(CorruptError, match="was changed between"):
         pending.result(SECONDS_MAX)
 
@@ -154,7 +154,7 @@ def test_failing_look_at_a_device_fails_the_commit_and_not_the_step(store, on_de
 def test_failing_look_while_somebody_waits_fails_the_commit_for_good(store, request, monkeypatch, place):
     """What is copied already may be resized, or its device fail, before somebody asks for the result."""
     if place == "device":
-        request.getfixturevalue("on_device").may_come.set()
+        request.getfixturevalue("on_device").may_copy.set()
     trainer = Trainer(store)
     pending = store.commit_async(trainer.state(), 1)
     wait_until_all_is_copied()
@@ -189,9 +189,9 @@ def test_guard_on_another_thread_waits_until_the_sources_were_noted(store, on_de
     other.start()
     pending = store.commit_async(trainer.state(), 1)
     other.join()
-    on_device.may_come.set()
+    on_device.may_copy.set()
     assert pending.result(SECONDS_MAX).step == 1
-    assert wanted <= set(PretendSaver.started[-1].content(1))
+    assert wanted <= set(FakeSaver.started[-1].content(1))
 
 
 def test_device_is_read_once_before_the_call_returns_and_once_when_its_guard_is_entered(
@@ -199,20 +199,20 @@ def test_device_is_read_once_before_the_call_returns_and_once_when_its_guard_is_
 ):
     trainer, reads, read = Trainer(store), [], MemorySpan.read
     # The device reads when it is told to send: that is no look at it.
-    on_device.may_be_told.clear()
+    on_device.may_enqueue.clear()
 
     def noted(span, lo, hi):
         # What is as small as a counter of steps is taken for memory of the host.
-        if not on_device.may_be_told.is_set() and span.nbytes > 4096:
+        if not on_device.may_enqueue.is_set() and span.nbytes > 4096:
             reads.append((span.start, lo, hi))
         return read(span, lo, hi)
 
     monkeypatch.setattr(MemorySpan, "read", noted)
     pending = store.commit_async(trainer.state(), 1)
     before = Counter(reads)
-    on_device.may_be_told.set()
+    on_device.may_enqueue.set()
     wait_until_all_has_come(on_device)
-    on_device.may_be_told.clear()
+    on_device.may_enqueue.clear()
     trainer.step()
     pending.result(SECONDS_MAX)
     assert set(before.values()) == {1}
@@ -232,7 +232,7 @@ def test_interrupted_look_at_a_device_interrupts_the_step_and_is_done_again(stor
         patch.setattr(MemorySpan, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trainer.step()
-    on_device.may_come.set()
+    on_device.may_copy.set()
     trainer.step()
     with pytest.raises(CorruptError, match=r"model\.2\.weight"):
         pending.result(SECONDS_MAX)
@@ -240,7 +240,7 @@ def test_interrupted_look_at_a_device_interrupts_the_step_and_is_done_again(stor
 
 @pytest.mark.parametrize("is_changed", [False, True])
 def test_checked_state_is_freed_when_its_commit_is_over(store, on_device, is_changed):
-    on_device.may_come.set()
+    on_device.may_copy.set()
     weight = nn.Parameter(torch.randn(2_000_000))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     store.attach(optimizer)

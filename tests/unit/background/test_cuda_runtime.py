@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckstore.background import cuda
-from support.fake_cuda_runtime import DEVICE_TO_HOST, PlayedRuntime
+from support.fake_cuda_runtime import DEVICE_TO_HOST, FakeCudaRuntime
 
 HERE = torch.device("cpu")
 
@@ -19,7 +19,7 @@ HERE = torch.device("cpu")
 @pytest.fixture
 def runtime(monkeypatch):
     """A runtime for tensors of the host."""
-    played = PlayedRuntime()
+    played = FakeCudaRuntime()
     monkeypatch.setattr(cuda, "address_of_copy", lambda: played.address)
     return played
 

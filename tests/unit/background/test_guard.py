@@ -17,16 +17,16 @@ from torch import nn
 
 import ckstore
 from ckstore.errors import CorruptError, UsageError
-from support.fake_saver import PretendSaver, without_hooks
+from support.fake_saver import FakeSaver, step_without_hooks
 from support.guarded_trainer import Trainer, commit_and
-from support.saver_desk import until
+from support.saver_harness import until
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
 @pytest.fixture
-def store(pretended_store):
-    return pretended_store
+def store(quick_saver_store):
+    return quick_saver_store
 
 
 ADAMS = {
@@ -37,9 +37,9 @@ ADAMS = {
 
 
 @pytest.fixture
-def checked_store(open_handing):
+def checked_store(open_fake_store):
     """A store whose policy asks for the check of the guard."""
-    return open_handing(debug_guard=True)
+    return open_fake_store(debug_guard=True)
 
 
 @pytest.mark.parametrize("options", ADAMS.values(), ids=ADAMS)
@@ -56,7 +56,7 @@ def test_a_step_after_the_commit_changes_nothing_of_it(store, held, options):
 def test_without_the_guard_these_tests_would_fail(store, held, monkeypatch, options):
     trainer = Trainer(**options)
     store.attach(trainer.optimizer)
-    trainer.step = partial(without_hooks, trainer.optimizer)
+    trainer.step = partial(step_without_hooks, trainer.optimizer)
     # What torch counts would tell, and what is sampled: these have tests of their own.
     monkeypatch.setattr("ckstore.background.copying.HostCopy.sampled_change", lambda copy: None)
     monkeypatch.setattr("ckstore.background.staging.versions_of", lambda storages: [0] * len(storages))
@@ -320,7 +320,7 @@ def commit_and_meddle(store, trainer, tensor):
     """Commit, and change one element of what was copied, before the guard and so that no counter sees it."""
     store.attach(trainer.optimizer)
     pending = store.commit_async(trainer.state(), 1)
-    (saver,) = PretendSaver.started
+    (saver,) = FakeSaver.started
     until(lambda: saver.is_copied(1), "the copies")
     tensor.data[5] += 1
     trainer.train()

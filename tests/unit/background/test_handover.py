@@ -20,16 +20,16 @@ from ckstore.background.pending import Pending
 from ckstore.codec import kernels
 from ckstore.config import MIB
 from ckstore.errors import BackendError, CapacityError, MalformedError, SaverError, UsageError
-from support.fake_saver import PretendSaver, slow, state
+from support.fake_saver import FakeSaver, slow, state
 from support.guarded_memory import attach_owner
-from support.saver_desk import until
+from support.saver_harness import until
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
 @pytest.fixture
-def store(handing_store):
-    return handing_store
+def store(fake_saver_store):
+    return fake_saver_store
 
 
 def test_the_saver_is_started_by_the_first_commit_and_kept(store, savers, folder):
@@ -90,8 +90,8 @@ def test_commit_async_waits_by_default_for_the_commit_before(store, savers):
     assert {room.index for room, _, _ in saver.begun.values()} == {0}
 
 
-def test_no_more_than_two_states_lie_in_the_arena(open_handing, savers):
-    store = open_handing(on_busy="replace")
+def test_no_more_than_two_states_lie_in_the_arena(open_fake_store, savers):
+    store = open_fake_store(on_busy="replace")
     store.prewarm(state(0))
     saver = slow(savers)
     for step in range(6):
@@ -101,8 +101,8 @@ def test_no_more_than_two_states_lie_in_the_arena(open_handing, savers):
     saver.finish(6)
 
 
-def test_state_beyond_the_bound_is_refused_before_the_saver_hears_of_it(open_handing, savers):
-    store = open_handing(arena_nbytes_max=24 * MIB)
+def test_state_beyond_the_bound_is_refused_before_the_saver_hears_of_it(open_fake_store, savers):
+    store = open_fake_store(arena_nbytes_max=24 * MIB)
     store.commit_async(state(0), 0).result()
     with pytest.raises(CapacityError, match="the policy allows 25165824"):
         store.commit_async(state(1, 30 * MIB), 1)
@@ -188,7 +188,7 @@ def test_a_saver_that_died_fails_its_commit_and_the_next_one_starts_another(stor
 @pytest.mark.parametrize("kind", [SaverError, MalformedError])
 def test_saver_that_dies_unseen_is_replaced_within_the_commit_whatever_it_died_of(store, savers, monkeypatch, kind):
     store.commit_async(state(1), 1).result()
-    begin = PretendSaver.begin
+    begin = FakeSaver.begin
 
     def die_at_first(saver, *args, **options):
         if saver is savers[0]:
@@ -196,7 +196,7 @@ def test_saver_that_dies_unseen_is_replaced_within_the_commit_whatever_it_died_o
             raise kind("it is dead")
         return begin(saver, *args, **options)
 
-    monkeypatch.setattr(PretendSaver, "begin", die_at_first)
+    monkeypatch.setattr(FakeSaver, "begin", die_at_first)
     assert store.commit_async(state(2), 2).result().step == 2
     assert len(savers) == 2
 
@@ -351,7 +351,7 @@ def test_verbs_that_look_at_the_newest_wait_for_it(store, savers):
 
 def test_a_saver_that_dies_while_it_is_told_of_a_commit_costs_neither_this_one_nor_the_next(store, savers, monkeypatch):
     """Its end may be told of the ticket too, just before the telling fails."""
-    begin = PretendSaver.begin
+    begin = FakeSaver.begin
 
     def dying(saver, ticket, slot, head_place, head_nbytes, callbacks, **options):
         if saver is savers[0]:
@@ -361,7 +361,7 @@ def test_a_saver_that_dies_while_it_is_told_of_a_commit_costs_neither_this_one_n
             raise SaverError("it does not listen")
         begin(saver, ticket, slot, head_place, head_nbytes, callbacks, **options)
 
-    monkeypatch.setattr(PretendSaver, "begin", dying)
+    monkeypatch.setattr(FakeSaver, "begin", dying)
     assert store.commit_async(state(0), 1).result().step == 1
     assert len(savers) == 2
     store.wait()

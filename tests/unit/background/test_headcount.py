@@ -9,9 +9,9 @@ import pytest
 
 from ckstore.background import protocol
 from ckstore.config import MIB, Policy
-from support.saver_desk import equal, noise, restored, until
+from support.saver_harness import equal, noise, restored, until
 from support.served_saver import Gate
-from support.trainings import AdamRun, lossy_policy
+from support.synthetic_training import AdamRun, lossy_policy
 
 LOOKS = 20
 """How often a thread asks in vain before it is judged what the others have done."""

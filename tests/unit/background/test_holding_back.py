@@ -13,7 +13,7 @@ import pytest
 import ckstore
 from ckstore.background import protocol
 from ckstore.errors import SaverError
-from support.saver_desk import SECONDS_MAX, noise
+from support.saver_harness import SECONDS_MAX, noise
 from support.served_saver import LONG_MS
 
 SMALL = 1 << 20
@@ -175,8 +175,8 @@ def test_saver_listens_to_a_bell_that_rings_for_every_unit_once_a_millisecond(se
 
 @pytest.mark.parametrize(("threads", "is_held"), [(1, False), (2, True), (3, True)])
 def test_trainer_has_the_saver_hold_back_where_copies_want_every_processor(
-    open_handing, savers, monkeypatch, threads, is_held
+    open_fake_store, savers, monkeypatch, threads, is_held
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
-    open_handing(staging_threads=threads).commit_async(noise(1), 1).result()
+    open_fake_store(staging_threads=threads).commit_async(noise(1), 1).result()
     assert (savers[0].held[0] > 0) == is_held

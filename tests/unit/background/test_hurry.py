@@ -11,7 +11,7 @@ import pytest
 
 from ckstore.background import protocol
 from ckstore.errors import MalformedError, SaverError
-from support.saver_desk import SECONDS_MAX, noise, until
+from support.saver_harness import SECONDS_MAX, noise, until
 from support.served_saver import LONG_MS, Gate
 
 SMALL = 1 << 20

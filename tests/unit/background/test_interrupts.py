@@ -15,9 +15,9 @@ import pytest
 import ckstore
 from ckstore import concurrency
 from ckstore.background.copying import CopyPool
-from support.fake_saver import HeldCrew, PretendSaver
+from support.fake_saver import DelayedCopy, FakeSaver
 from support.guarded_memory import attach_owner
-from support.saver_desk import SECONDS_MAX, noise
+from support.saver_harness import SECONDS_MAX, noise
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -31,7 +31,7 @@ def test_ctrl_c_after_the_saver_was_told_gives_up_what_is_not_copied_yet(savers,
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    HeldCrew(monkeypatch)
+    DelayedCopy(monkeypatch)
     state = noise(1)
     with ckstore.open(folder) as store:
         owner = attach_owner(store, state["w0"])
@@ -49,7 +49,7 @@ def test_ctrl_c_after_the_saver_was_told_gives_up_what_is_not_copied_yet(savers,
 
 
 def test_ctrl_c_while_the_saver_is_told_comes_after_that(savers, folder, monkeypatch):
-    begin = PretendSaver.begin
+    begin = FakeSaver.begin
     main = threading.main_thread().ident
 
     def slow_begin(saver, *facts, **options):
@@ -59,7 +59,7 @@ def test_ctrl_c_while_the_saver_is_told_comes_after_that(savers, folder, monkeyp
 
     with ckstore.open(folder) as store:
         with monkeypatch.context() as context:
-            context.setattr(PretendSaver, "begin", slow_begin)
+            context.setattr(FakeSaver, "begin", slow_begin)
             with pytest.raises(KeyboardInterrupt):
                 store.commit_async(noise(1), 1)
         assert savers[0].aborted == [1]

@@ -18,9 +18,9 @@ from support.ctrl_c import ctrl_c
 from support.fake_saver import slow, state
 
 
-def test_only_what_a_policy_allows_is_kept(open_handing, savers):
+def test_only_what_a_policy_allows_is_kept(open_fake_store, savers):
     def is_kept(**options):
-        store = open_handing(**options)
+        store = open_fake_store(**options)
         store.commit_async(state(0, 20 * MIB), 0).result()
         return savers[-1].kept[-1]
 
@@ -36,10 +36,10 @@ def test_only_what_a_policy_allows_is_kept(open_handing, savers):
     assert not is_kept(base_cache="memory", delta=False)
 
 
-def test_a_kept_slot_is_not_written_to_before_it_is_given_back(open_handing, savers):
-    store = open_handing(base_cache="memory")
+def test_a_kept_slot_is_not_written_to_before_it_is_given_back(open_fake_store, savers):
+    store = open_fake_store(base_cache="memory")
     store.prewarm(state(0))
-    savers[0].is_keeping = True
+    savers[0].retains_slots = True
     for step in range(3):
         store.commit_async(state(step), step).result()
         if step:
@@ -49,10 +49,10 @@ def test_a_kept_slot_is_not_written_to_before_it_is_given_back(open_handing, sav
     assert slots[0] == slots[2] != slots[1]
 
 
-def test_a_kept_slot_keeps_nobody_waiting(open_handing, savers):
-    store = open_handing(base_cache="memory")
+def test_a_kept_slot_keeps_nobody_waiting(open_fake_store, savers):
+    store = open_fake_store(base_cache="memory")
     store.prewarm(state(0))
-    savers[0].is_keeping = True
+    savers[0].retains_slots = True
     store.commit_async(state(0), 0).result()
     store.wait()
     slow(savers)
@@ -64,18 +64,18 @@ def test_a_kept_slot_keeps_nobody_waiting(open_handing, savers):
     assert savers[0].calls[-1] == "quit"
 
 
-def test_prewarm_takes_the_memory_of_both_generations(open_handing, savers):
-    store = open_handing(base_cache="memory")
+def test_prewarm_takes_the_memory_of_both_generations(open_fake_store, savers):
+    store = open_fake_store(base_cache="memory")
     store.prewarm(state(0, 20 * MIB))
     nbytes = store.arena_nbytes
     assert nbytes >= 2 * 20 * MIB
-    savers[0].is_keeping = True
+    savers[0].retains_slots = True
     store.commit_async(state(0, 20 * MIB), 0).result()
     store.commit_async(state(1, 20 * MIB), 1).result()
     assert store.arena_nbytes == nbytes
 
 
-def test_prewarm_makes_do_with_the_memory_of_one(open_handing, savers, monkeypatch):
+def test_prewarm_makes_do_with_the_memory_of_one(open_fake_store, savers, monkeypatch):
     populate = Slot.populate
 
     def refuse(slot, offset, nbytes):
@@ -84,18 +84,18 @@ def test_prewarm_makes_do_with_the_memory_of_one(open_handing, savers, monkeypat
         populate(slot, offset, nbytes)
 
     monkeypatch.setattr(Slot, "populate", refuse)
-    store = open_handing(base_cache="memory")
+    store = open_fake_store(base_cache="memory")
     store.prewarm(state(0, 20 * MIB))
     store.commit_async(state(0, 20 * MIB), 0).result()
     assert savers[0].kept == [False]
     assert savers[0].head(1).policy.base_cache == "none", "nor is there memory for a copy on the saver's heap"
 
 
-def test_prewarm_beside_what_lies_there_takes_no_third_state(open_handing, savers):
-    store = open_handing(base_cache="memory")
+def test_prewarm_beside_what_lies_there_takes_no_third_state(open_fake_store, savers):
+    store = open_fake_store(base_cache="memory")
     values = state(0, 20 * MIB)
     store.prewarm(values)
-    savers[0].is_keeping = True
+    savers[0].retains_slots = True
     nbytes = store.arena_nbytes
     for step in range(3):
         store.commit_async(values, step).result()
@@ -106,10 +106,10 @@ def test_prewarm_beside_what_lies_there_takes_no_third_state(open_handing, saver
     assert savers[0].kept == [True] * 3
 
 
-def test_where_a_second_state_finds_no_room_the_kept_one_makes_way(open_handing, savers):
-    store = open_handing(base_cache="memory", arena_nbytes_max=76 * MIB)
+def test_where_a_second_state_finds_no_room_the_kept_one_makes_way(open_fake_store, savers):
+    store = open_fake_store(base_cache="memory", arena_nbytes_max=76 * MIB)
     store.prewarm(state(0))
-    savers[0].is_keeping = True
+    savers[0].retains_slots = True
     store.commit_async(state(0, 30 * MIB), 0).result()
     assert savers[0].kept == [True]
     # It has grown: both together would pass the bound.
@@ -121,10 +121,10 @@ def test_where_a_second_state_finds_no_room_the_kept_one_makes_way(open_handing,
     assert savers[0].begun[2][0] is savers[0].begun[1][0], "it has the memory that there was"
 
 
-def test_memory_that_ran_short_while_copying_is_not_asked_for_twice(open_handing, savers, monkeypatch):
-    store = open_handing(base_cache="memory")
+def test_memory_that_ran_short_while_copying_is_not_asked_for_twice(open_fake_store, savers, monkeypatch):
+    store = open_fake_store(base_cache="memory")
     store.prewarm(state(0))
-    savers[0].is_keeping = True
+    savers[0].retains_slots = True
     store.commit_async(state(0, 20 * MIB), 0).result()
     populate, free = Slot.populate, 48 * MIB
 
@@ -142,10 +142,10 @@ def test_memory_that_ran_short_while_copying_is_not_asked_for_twice(open_handing
 
 
 @pytest.mark.parametrize("base_cache", ["none", "memory"])
-def test_state_that_grew_is_committed_with_the_memory_that_there_is(open_handing, savers, monkeypatch, base_cache):
-    store = open_handing(base_cache=base_cache)
+def test_state_that_grew_is_committed_with_the_memory_that_there_is(open_fake_store, savers, monkeypatch, base_cache):
+    store = open_fake_store(base_cache=base_cache)
     store.prewarm(state(0))
-    savers[0].is_keeping = True
+    savers[0].retains_slots = True
     populate = Slot.populate
 
     def taken():
@@ -184,10 +184,10 @@ def test_pages_that_devices_copy_to_are_not_given_back():
     dock.close(is_waited=True)
 
 
-def test_a_waiting_state_is_replaced_without_a_wait_beside_a_kept_one(open_handing, savers):
-    store = open_handing(base_cache="memory", on_busy="replace", arena_nbytes_max=84 * MIB)
+def test_a_waiting_state_is_replaced_without_a_wait_beside_a_kept_one(open_fake_store, savers):
+    store = open_fake_store(base_cache="memory", on_busy="replace", arena_nbytes_max=84 * MIB)
     store.prewarm(state(0, 20 * MIB))
-    savers[0].is_keeping = True
+    savers[0].retains_slots = True
     store.commit_async(state(0, 20 * MIB), 0).result()
     slow(savers)
     for step in (1, 2, 3):
@@ -199,10 +199,10 @@ def test_a_waiting_state_is_replaced_without_a_wait_beside_a_kept_one(open_handi
     store.wait()
 
 
-def test_a_waiting_state_is_replaced_without_a_wait_where_there_is_no_room_for_a_kept_one(open_handing, savers):
-    store = open_handing(base_cache="memory", on_busy="replace", arena_nbytes_max=60 * MIB)
+def test_a_waiting_state_is_replaced_without_a_wait_where_there_is_no_room_for_a_kept_one(open_fake_store, savers):
+    store = open_fake_store(base_cache="memory", on_busy="replace", arena_nbytes_max=60 * MIB)
     store.prewarm(state(0, 20 * MIB))
-    savers[0].is_keeping = True
+    savers[0].retains_slots = True
     store.commit_async(state(0, 20 * MIB), 0).result()
     slow(savers)
     for step in (1, 2, 3):
@@ -214,15 +214,15 @@ def test_a_waiting_state_is_replaced_without_a_wait_where_there_is_no_room_for_a
     store.wait()
 
 
-def test_prewarm_makes_room_as_a_commit_does(open_handing):
-    store = open_handing(base_cache="memory", arena_nbytes_max=76 * MIB)
+def test_prewarm_makes_room_as_a_commit_does(open_fake_store):
+    store = open_fake_store(base_cache="memory", arena_nbytes_max=76 * MIB)
     store.prewarm(state(0, 26 * MIB))
     store.prewarm(state(0, 52 * MIB))
     assert 52 * MIB <= store.arena_nbytes <= 76 * MIB
     assert store.commit_async(state(1, 52 * MIB), 1).result().step == 1
 
 
-def test_what_prewarm_could_not_have_as_a_whole_it_gives_back(open_handing, monkeypatch):
+def test_what_prewarm_could_not_have_as_a_whole_it_gives_back(open_fake_store, monkeypatch):
     populate = Slot.populate
 
     def refuse(slot, offset, nbytes):
@@ -231,13 +231,13 @@ def test_what_prewarm_could_not_have_as_a_whole_it_gives_back(open_handing, monk
         populate(slot, offset, nbytes)
 
     monkeypatch.setattr(Slot, "populate", refuse)
-    store = open_handing(base_cache="memory")
+    store = open_fake_store(base_cache="memory")
     # More than is taken in one go.
     store.prewarm(state(0, 72 * MIB))
     assert 72 * MIB <= store.arena_nbytes <= 84 * MIB, "as much as one state takes"
 
 
-def test_interrupted_prewarm_leaves_no_thread_that_populates(open_handing, monkeypatch):
+def test_interrupted_prewarm_leaves_no_thread_that_populates(open_fake_store, monkeypatch):
     populate, left = Slot.populate, []
     begun, go_on = threading.Event(), threading.Event()
 
@@ -248,7 +248,7 @@ def test_interrupted_prewarm_leaves_no_thread_that_populates(open_handing, monke
         left.append(offset)
 
     monkeypatch.setattr(Slot, "populate", hang)
-    store = open_handing(staging_threads=1)
+    store = open_fake_store(staging_threads=1)
     with ctrl_c() as interrupt:
 
         def interrupt_and_go_on():
@@ -270,11 +270,11 @@ def test_interrupted_prewarm_leaves_no_thread_that_populates(open_handing, monke
     assert left == [0], "nothing else has begun"
 
 
-def test_saver_that_has_not_heard_to_free_a_slot_is_asked_again(open_handing, savers):
-    store = open_handing(base_cache="memory", arena_nbytes_max=76 * MIB)
+def test_saver_that_has_not_heard_to_free_a_slot_is_asked_again(open_fake_store, savers):
+    store = open_fake_store(base_cache="memory", arena_nbytes_max=76 * MIB)
     store.prewarm(state(0))
     saver = savers[0]
-    saver.is_keeping, saver.patience = True, 0.05
+    saver.retains_slots, saver.patience = True, 0.05
     store.commit_async(state(0, 30 * MIB), 0).result()
     hear, asked = saver.release_retained, []
 
@@ -288,8 +288,8 @@ def test_saver_that_has_not_heard_to_free_a_slot_is_asked_again(open_handing, sa
     assert len(asked) == 3
 
 
-def test_a_saver_is_told_when_memory_runs_short_for_it_has_some_too(open_handing, savers, monkeypatch):
-    store = open_handing()
+def test_a_saver_is_told_when_memory_runs_short_for_it_has_some_too(open_fake_store, savers, monkeypatch):
+    store = open_fake_store()
 
     populate = Slot.populate
 

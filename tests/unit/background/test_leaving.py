@@ -19,7 +19,7 @@ from ckstore.background.client import Callbacks, Tickets
 from ckstore.background.protocol import death_of
 from ckstore.errors import SaverError
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
-from support.saver_desk import SECONDS_MAX, noise, until
+from support.saver_harness import SECONDS_MAX, noise, until
 
 SMALL = 1 << 20
 

@@ -17,7 +17,7 @@ from ckstore.codec import kernels
 from ckstore.errors import CapacityError
 from support.fake_saver import slow, state
 from support.guarded_memory import Owner, attach_owner
-from support.saver_desk import SECONDS_MAX, noise, until
+from support.saver_harness import SECONDS_MAX, noise, until
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 

@@ -19,7 +19,7 @@ from ckstore.background.arena import STAGED
 from ckstore.errors import BackendError, ConflictError
 from ckstore.format import paths
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
-from support.saver_desk import noise
+from support.saver_harness import noise
 from support.served_saver import LONG_MS
 
 SMALL = 1 << 20
@@ -90,12 +90,12 @@ def test_saver_gives_back_a_lease_of_which_nothing_was_said(served, lease, is_as
     assert not lease_path(served.address).exists()
 
 
-def test_first_look_that_is_not_answered_is_reported_by_the_commit(handing_store, monkeypatch):
+def test_first_look_that_is_not_answered_is_reported_by_the_commit(fake_saver_store, monkeypatch):
     def fail():
         raise BackendError("the medium does not answer")
 
-    monkeypatch.setattr(repository_of(handing_store), "wait_for_orphan", fail)
-    assert handing_store.commit_async(state(), 1).result().step == 1
+    monkeypatch.setattr(repository_of(fake_saver_store), "wait_for_orphan", fail)
+    assert fake_saver_store.commit_async(state(), 1).result().step == 1
 
 
 # What was lost

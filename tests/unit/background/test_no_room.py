@@ -11,13 +11,13 @@ import ckstore
 from ckstore.config import MIB
 from ckstore.errors import CapacityError
 from support.fake_saver import slow, state
-from support.saver_desk import SECONDS_MAX, until
+from support.saver_harness import SECONDS_MAX, until
 
 
 @pytest.fixture
-def replacing(open_handing):
+def replacing(open_fake_store):
     """Return a function that opens a store which replaces what waits; the policy's other words are given."""
-    return partial(open_handing, on_busy="replace")
+    return partial(open_fake_store, on_busy="replace")
 
 
 def test_another_priority_has_nobody_wait_for_what_is_being_written(replacing, savers):

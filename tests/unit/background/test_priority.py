@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ckstore.background.saver.server import Priority
-from support.fake_saver import PretendSaver
-from support.saver_desk import noise
+from support.fake_saver import FakeSaver
+from support.saver_harness import noise
 
 NICE = 7
 
@@ -103,7 +103,7 @@ def test_priority_stays_as_it_is_where_the_system_refuses(monkeypatch):
 # The trainer's side: for what it has the saver hurry
 
 
-class Listening(PretendSaver):
+class Listening(FakeSaver):
     """Notes for what it is waited for urgently."""
 
     def wait(self, event, timeout, doing, *, is_urgent=False):
@@ -112,12 +112,12 @@ class Listening(PretendSaver):
         return super().wait(event, timeout, doing)
 
 
-def test_results_and_slots_are_waited_for_urgently_and_nothing_else_is(handing_store, savers, monkeypatch):
+def test_results_and_slots_are_waited_for_urgently_and_nothing_else_is(fake_saver_store, savers, monkeypatch):
     monkeypatch.setattr("ckstore.background.commits.Saver", Listening)
-    handing_store.prewarm(noise(1))
+    fake_saver_store.prewarm(noise(1))
     saver = savers[-1]
     saver.is_quick = False
-    pending = handing_store.commit_async(noise(1), 1)
+    pending = fake_saver_store.commit_async(noise(1), 1)
     pending.wait_staged()
     with pytest.raises(TimeoutError):
         pending.result(timeout=0)
@@ -128,8 +128,8 @@ def test_results_and_slots_are_waited_for_urgently_and_nothing_else_is(handing_s
     saver.finish(1)
     result.join()
     assert saver.calls.count("hurry") == 1
-    handing_store.commit_async(noise(2), 2)
-    third = threading.Thread(target=handing_store.commit_async, args=(noise(3), 3))
+    fake_saver_store.commit_async(noise(2), 2)
+    third = threading.Thread(target=fake_saver_store.commit_async, args=(noise(3), 3))
     third.start()
     third.join(0.05)
     saver.finish(2)

@@ -22,7 +22,7 @@ from ckstore.errors import ConflictError, CorruptError, MalformedError, NotFound
 from ckstore.format import paths
 from ckstore.processes import process_started
 from ckstore.store.orphans import SaverPurpose
-from support.saver_desk import noise, restored
+from support.saver_harness import noise, restored
 from support.served_saver import LONG_MS, ServedSaver
 
 # What is committed

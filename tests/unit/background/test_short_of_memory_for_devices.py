@@ -9,7 +9,7 @@ import ckstore
 from ckstore.background.arena import FREE, UNIT_NBYTES, Slot
 from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW
 from ckstore.errors import CapacityError
-from support.interrupts import Witness, filled
+from support.interrupts import RecordingSaver, filled
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -35,8 +35,8 @@ def shortage(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [DEVICE_NOW, DEVICE_LAZY], ids=["before the call returns", "behind a guard"])
-def test_nothing_is_sent_and_the_next_commit_works(witnesses, folder, device, lying, shortage, kind):
-    lying.kind = kind
+def test_nothing_is_sent_and_the_next_commit_works(recording_savers, folder, device, memory_kinds, shortage, kind):
+    memory_kinds.kind = kind
     state = {"w": np.zeros(2 * UNIT_NBYTES + 1000, np.uint8)}
     with ckstore.open(folder) as store:
         assert store.commit_async(filled(state, 1), 1).result(60).step == 1
@@ -51,5 +51,5 @@ def test_nothing_is_sent_and_the_next_commit_works(witnesses, folder, device, ly
         shortage.is_on = False
         assert store.commit_async(filled(state, 4), 4).result(60).step == 4
         store.wait()
-        assert {slot.state for slot in witnesses[0].arena.slots} == {FREE}
-    assert Witness.seen == [(1, {1}), (4, {4})]
+        assert {slot.state for slot in recording_savers[0].arena.slots} == {FREE}
+    assert RecordingSaver.seen == [(1, {1}), (4, {4})]

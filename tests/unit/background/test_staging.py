@@ -20,7 +20,7 @@ from ckstore.commit.chunking import plan_commit
 from ckstore.config import KIB, MIB, Limits
 from ckstore.errors import BackendError, CapacityError, CorruptError
 from support.ctrl_c import ctrl_c
-from support.saver_desk import until
+from support.saver_harness import until
 from support.staged_state import Staged, noise
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from ckstore.errors import UsageError
-from support.fake_saver import PretendSaver
+from support.fake_saver import FakeSaver
 from support.guarded_trainer import Trainer, bytes_of, commit_and
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
 @pytest.fixture
-def store(pretended_store):
-    return pretended_store
+def store(quick_saver_store):
+    return quick_saver_store
 
 
 class Decaying(torch.optim.Optimizer):
@@ -99,7 +99,7 @@ def test_commit_inside_a_step_is_copied_before_it_returns(store, held, optimizer
 
     trainer.optimizer.step(closure)
     assert pendings[0].result().step == 1
-    assert PretendSaver.started[-1].content(1) == wanted
+    assert FakeSaver.started[-1].content(1) == wanted
     assert not store.commit_async(trainer.state(), 2).is_staged, "between two steps it is guarded again"
 
 

@@ -11,7 +11,7 @@ from ckstore.background.staged_head import StorageRow, places_to_sample
 from ckstore.codec import chunk_codec
 from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import SaverError
-from support.saver_desk import equal, noise, packs_nbytes, restored, until
+from support.saver_harness import equal, noise, packs_nbytes, restored, until
 
 PLAIN = Policy(compression="none")
 

@@ -15,7 +15,7 @@ from ckstore.background import cuda as staging_cuda
 from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW
 from ckstore.state import torch_adapter
 from support.device_states import Staged
-from support.fake_cuda_runtime import PlayedRuntime
+from support.fake_cuda_runtime import FakeCudaRuntime
 
 STREAM = 0x7F00_0000_0010
 
@@ -66,7 +66,7 @@ def devices(monkeypatch):
 @pytest.fixture
 def runtime(monkeypatch):
     """What the device is told through, without torch."""
-    played = PlayedRuntime()
+    played = FakeCudaRuntime()
     monkeypatch.setattr(cuda, "address_of_copy", lambda: played.address)
     return played
 
@@ -88,12 +88,12 @@ def far(devices, monkeypatch):
 
 
 @pytest.mark.usefixtures("far")
-def test_each_of_many_commits_is_told_to_the_device(pretended_store, savers, runtime):
+def test_each_of_many_commits_is_told_to_the_device(quick_saver_store, savers, runtime):
     """A capture that follows another one tells as much of a device's tensors as the first."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    pretended_store.attach(optimizer)
+    quick_saver_store.attach(optimizer)
     for step in range(4):
         model(torch.ones(2, 64)).square().sum().backward()
         optimizer.step()
@@ -101,7 +101,7 @@ def test_each_of_many_commits_is_told_to_the_device(pretended_store, savers, run
         wanted = {bytes(part.detach().numpy()) for part in model.state_dict().values()}
         parts = [*model.parameters(), *(each for its in optimizer.state.values() for each in its.values())]
         runtime.told.clear()
-        pending = pretended_store.commit_async(state, step)
+        pending = quick_saver_store.commit_async(state, step)
         optimizer.step()
         pending.result()
         assert {part.data_ptr() for part in parts} <= {source for source, *_ in runtime.told}

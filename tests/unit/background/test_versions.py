@@ -15,14 +15,14 @@ from ckstore.background import staging
 from ckstore.background.arena_layout import SPOTS_MAX
 from ckstore.errors import CorruptError, SaverError
 from support.fake_device import SlowDevice
-from support.fake_saver import PretendSaver, without_hooks
+from support.fake_saver import FakeSaver, step_without_hooks
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
 @pytest.fixture
-def store(pretended_store):
-    return pretended_store
+def store(quick_saver_store):
+    return quick_saver_store
 
 
 class Trainer:
@@ -46,7 +46,7 @@ def test_step_that_no_guard_held_up_fails_the_commit(store, held, options):
     trainer = Trainer(**options)
     store.attach(trainer.optimizer)
     pending = store.commit_async(trainer.state(), 1)
-    trainer.step = partial(without_hooks, trainer.optimizer)
+    trainer.step = partial(step_without_hooks, trainer.optimizer)
     trainer.train()
     with pytest.raises(CorruptError, match="was changed between"):
         pending.result()
@@ -72,7 +72,7 @@ def test_parameter_that_is_changed_before_it_was_copied_fails_the_commit(store, 
     with pytest.raises(CorruptError, match=r"model\.2\.weight") as caught:
         pending.result()
     assert caught.value.path == ("model", "2.weight")
-    saver = PretendSaver.started[-1]
+    saver = FakeSaver.started[-1]
     assert "staged" not in saver.calls
     # It waits for the slot, which is free when the saver has given the first one up.
     store.commit_async(trainer.state(), 2).result()
@@ -88,7 +88,7 @@ def test_weights_that_are_swapped_through_data_fail_the_commit(store, held, opti
     trainer.model[2].weight.data.copy_(torch.randn(96, 700))
     with pytest.raises(CorruptError, match=r"model\.2\.weight"):
         pending.result()
-    assert "staged" not in PretendSaver.started[-1].calls
+    assert "staged" not in FakeSaver.started[-1].calls
 
 
 ROWS = {
@@ -143,7 +143,7 @@ def test_codebooks_are_copied_before_the_call_returns(store, held, name):
     codebook.data[3:5] = 0
     assert pending.result().step == 1
     assert held.held == 1
-    assert before.numpy().tobytes() in PretendSaver.started[-1].content(1)
+    assert before.numpy().tobytes() in FakeSaver.started[-1].content(1)
 
 
 def test_weights_that_are_swapped_when_all_was_copied_are_no_matter(store):
@@ -223,7 +223,7 @@ def test_steps_while_a_device_is_still_copying_neither_wait_nor_count_as_changes
     for trainer in (one, other, one, other):
         trainer.train()
     assert not pending.is_staged, "no step has waited for the device"
-    SlowDevice.may_come.set()
+    SlowDevice.may_copy.set()
     assert pending.result().step == 1
 
 
@@ -246,7 +246,7 @@ def test_change_before_the_guard_is_found_while_a_device_copies(changed, is_guar
     trainer, pending = changed
     if is_guarded:
         trainer.train()
-    SlowDevice.may_come.set()
+    SlowDevice.may_copy.set()
     with pytest.raises(CorruptError, match="was changed between"):
         pending.result()
     assert not pending.is_staged
@@ -263,7 +263,7 @@ def test_look_at_versions_that_ends_the_thread_that_waits_for_a_device_fails_the
 
     with monkeypatch.context() as patch:
         patch.setattr(staging, "versions_of", ended)
-        SlowDevice.may_come.set()
+        SlowDevice.may_copy.set()
         with pytest.raises(SaverError, match="the commit of step 1 was interrupted"):
             pending.result()
     assert store.commit_async(trainer.state(), 2).result().step == 2
@@ -283,7 +283,7 @@ def test_look_of_a_guard_that_is_interrupted_interrupts_the_step_and_is_done_aga
         patch.setattr(staging, "versions_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trainer.optimizer.step()
-    SlowDevice.may_come.set()
+    SlowDevice.may_copy.set()
     with pytest.raises(CorruptError, match="was changed between"):
         pending.result()
 
@@ -300,7 +300,7 @@ def test_parameter_may_be_changed_when_all_is_staged(store):
 
 def test_warnings_of_a_capture_go_to_the_saver(store):
     store.commit_async({"w": np.zeros(5_000_000)[::1000]}, 1)
-    [warning] = PretendSaver.started[-1].head(1).warnings
+    [warning] = FakeSaver.started[-1].head(1).warnings
     assert "w is a sparse view" in warning
 
 
@@ -310,7 +310,7 @@ def test_numpy_states_need_no_optimizer(store):
     pending = store.commit_async(state, 1)
     state["a"].fill(0)
     assert pending.wait_staged()
-    assert PretendSaver.started[-1].content(1) == wanted
+    assert FakeSaver.started[-1].content(1) == wanted
 
 
 def test_device_has_copied_all_inside_a_guard(store, on_device):
@@ -318,10 +318,10 @@ def test_device_has_copied_all_inside_a_guard(store, on_device):
     trainer = Trainer(foreach=True)
     store.attach(trainer.optimizer)
     pending = store.commit_async(trainer.state(), 1)
-    waiting = threading.Timer(0.2, SlowDevice.may_come.set)
+    waiting = threading.Timer(0.2, SlowDevice.may_copy.set)
     waiting.start()
     with store.guard(trainer.optimizer):
-        assert SlowDevice.may_come.is_set()
+        assert SlowDevice.may_copy.is_set()
         with torch.no_grad():
             trainer.model[2].weight[5, 7] += 1
     waiting.join()

@@ -13,7 +13,7 @@ from ckstore.background.pending import Pending
 from ckstore.results import Receipt
 from support.fake_saver import slow
 from support.guarded_memory import attach_owner
-from support.saver_desk import SECONDS_MAX, until
+from support.saver_harness import SECONDS_MAX, until
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -36,9 +36,9 @@ def copying(monkeypatch):
 
 
 @pytest.fixture
-def store(open_handing):
+def store(open_fake_store):
     """A store whose crew has four threads."""
-    return open_handing(staging_threads=4)
+    return open_fake_store(staging_threads=4)
 
 
 @pytest.fixture

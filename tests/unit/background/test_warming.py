@@ -22,7 +22,7 @@ from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import CapacityError, MalformedError, SaverError
 from ckstore.io.local import LocalBackend
 from ckstore.store.memory_budget import ENCODE, WRITE_BLOCK_NBYTES
-from support.saver_desk import SECONDS_MAX, noise, packs_nbytes, until
+from support.saver_harness import SECONDS_MAX, noise, packs_nbytes, until
 
 UNITS = 6
 BLOCKS = 6
@@ -300,20 +300,20 @@ def test_saver_that_cannot_open_its_store_for_any_reason_says_which(open_served,
 # The trainer's side
 
 
-def test_prewarm_has_as_many_blocks_taken_as_the_policy_allows(handing_store, savers):
+def test_prewarm_has_as_many_blocks_taken_as_the_policy_allows(fake_saver_store, savers):
     few = Policy(threads=1, memory_nbytes_max=memory_for(BLOCKS))
-    handing_store.prewarm(noise(1), policy=few)
+    fake_saver_store.prewarm(noise(1), policy=few)
     block_count, nbytes = savers[0].warmed
     assert block_count == BLOCKS
     assert noise(1)["w0"].nbytes <= nbytes < 2 * noise(1)["w0"].nbytes + MIB
 
 
-def test_prewarm_lets_the_saver_map_memory_unless_that_would_wait_for_a_commit(handing_store, savers):
-    handing_store.prewarm(noise(1))
+def test_prewarm_lets_the_saver_map_memory_unless_that_would_wait_for_a_commit(fake_saver_store, savers):
+    fake_saver_store.prewarm(noise(1))
     assert savers[0].calls == ["wait ready", "warm"]
     savers[0].is_quick = False
-    handing_store.commit_async(noise(1), 1)
-    handing_store.prewarm(noise(1))
+    fake_saver_store.commit_async(noise(1), 1)
+    fake_saver_store.prewarm(noise(1))
     assert savers[0].calls == ["wait ready", "warm", "begin", "staged", "wait ready"]
 
 

@@ -15,7 +15,7 @@ from ckstore.background import protocol
 from ckstore.background.protocol import ProcessWatch
 from ckstore.errors import CapacityError, SaverError, UsageError
 from ckstore.processes import process_started
-from support.fake_saver import HeldCrew, slow, state
+from support.fake_saver import DelayedCopy, slow, state
 from support.forked import fork
 from support.guarded_memory import attach_owner
 
@@ -30,21 +30,21 @@ def refuses(*asked):
     return told == len(asked)
 
 
-def test_forked_child_that_asks_for_a_pending_result_is_told_that_it_cannot_have_it(handing_store, savers):
-    handing_store.prewarm(state(1))
+def test_forked_child_that_asks_for_a_pending_result_is_told_that_it_cannot_have_it(fake_saver_store, savers):
+    fake_saver_store.prewarm(state(1))
     saver = slow(savers)
-    pending = handing_store.commit_async(state(1), 1)
+    pending = fake_saver_store.commit_async(state(1), 1)
     check = fork(lambda: refuses(pending.result))
     check()
     saver.finish(1)
     assert pending.result().step == 1
 
 
-def test_forked_child_does_not_wait_for_copies_that_its_parent_makes(handing_store, savers, monkeypatch):
-    HeldCrew(monkeypatch)
+def test_forked_child_does_not_wait_for_copies_that_its_parent_makes(fake_saver_store, savers, monkeypatch):
+    DelayedCopy(monkeypatch)
     guarded = state(1)
-    owner = attach_owner(handing_store, guarded["w"])
-    pending = handing_store.commit_async(guarded, 1)
+    owner = attach_owner(fake_saver_store, guarded["w"])
+    pending = fake_saver_store.commit_async(guarded, 1)
     assert not pending.is_staged
     check = fork(lambda: refuses(pending.result, pending.wait_staged))
     check()
@@ -55,41 +55,41 @@ def test_forked_child_does_not_wait_for_copies_that_its_parent_makes(handing_sto
 # Where nothing can be logged
 
 
-def test_death_of_a_saver_is_told_although_nothing_can_be_logged(handing_store, savers, broken_logging):
-    handing_store.prewarm(state(1))
+def test_death_of_a_saver_is_told_although_nothing_can_be_logged(fake_saver_store, savers, broken_logging):
+    fake_saver_store.prewarm(state(1))
     saver = slow(savers)
-    pending = handing_store.commit_async(state(1), 1)
+    pending = fake_saver_store.commit_async(state(1), 1)
     with broken_logging():
         saver.die()
         with pytest.raises(SaverError, match="the saver was killed"):
             pending.result(60)
-        assert handing_store.commit_async(state(2), 2).result(60).step == 2
+        assert fake_saver_store.commit_async(state(2), 2).result(60).step == 2
 
 
-def test_callback_that_fails_while_nothing_can_be_logged_harms_no_commit(handing_store, savers, broken_logging):
+def test_callback_that_fails_while_nothing_can_be_logged_harms_no_commit(fake_saver_store, savers, broken_logging):
     def fail(pending):
         raise RuntimeError("of the user's")
 
-    handing_store.prewarm(state(1))
+    fake_saver_store.prewarm(state(1))
     saver = slow(savers)
     with broken_logging():
         for step in (1, 2):
-            pending = handing_store.commit_async(state(step), step)
+            pending = fake_saver_store.commit_async(state(step), step)
             pending.when_done(fail)
             saver.finish(step)
             assert pending.result(60).step == step
 
 
-def test_want_of_memory_is_told_although_nothing_can_be_logged(handing_store, savers, monkeypatch, broken_logging):
+def test_want_of_memory_is_told_although_nothing_can_be_logged(fake_saver_store, savers, monkeypatch, broken_logging):
     def short(*given):
         raise CapacityError("no memory to copy to")
 
-    handing_store.prewarm(state(1))
+    fake_saver_store.prewarm(state(1))
     with broken_logging(), monkeypatch.context() as patch:
         patch.setattr("ckstore.background.staging.HostCopy.note", short)
         with pytest.raises(CapacityError):
-            handing_store.commit_async(state(1), 1)
-    assert handing_store.commit_async(state(2), 2).result(60).step == 2
+            fake_saver_store.commit_async(state(1), 1)
+    assert fake_saver_store.commit_async(state(2), 2).result(60).step == 2
 
 
 # Where the system has no memory for a message

@@ -15,7 +15,7 @@ from ckstore.errors import UsageError
 from ckstore.ops.scheduled import AfterCommits
 from ckstore.processes import JOB_SIGNALS
 from support.gc_histories import commit_all
-from support.saver_desk import until
+from support.saver_harness import until
 
 SECONDS_MAX = 240
 SLEEP = "import time; time.sleep(600)"

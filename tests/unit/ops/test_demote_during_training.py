@@ -15,9 +15,9 @@ from ckstore.format import paths
 from ckstore.io.memory import MemoryBackend
 from ckstore.ops import demote
 from ckstore.store.manifests import Manifests
-from support.cuts import crash_states
+from support.crash_states import crash_states
 from support.demotion_histories import check_exact_or_near, fidelities, filled, manifest_of, states, while_coding
-from support.faults import ForgetfulBackend
+from support.faults import SyncSkippingBackend
 from support.simfs import SimFS
 from support.states import difference
 
@@ -189,7 +189,7 @@ def published_and_not_synced(disk, state, step):
     publish = Manifests.publish
 
     def die(self, manifest):
-        self.backend = ForgetfulBackend(self.backend, ["folder manifests"])
+        self.backend = SyncSkippingBackend(self.backend, ["folder manifests"])
         publish(self, manifest)
         raise _DiedError
 
@@ -199,7 +199,7 @@ def published_and_not_synced(disk, state, step):
             store.commit(state, step)
 
 
-class UnsyncedUntilPublished(ForgetfulBackend):
+class UnsyncedUntilPublished(SyncSkippingBackend):
     """Leaves out the syncs that come before a manifest is linked, and no other."""
 
     def link(self, source, target):

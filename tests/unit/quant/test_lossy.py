@@ -16,7 +16,7 @@ from ckstore.io.memory import MemoryBackend
 from ckstore.quant.error_stats import distance_of
 from ckstore.store.refs import resolve
 from support.states import difference
-from support.trainings import LARGE, AdamRun, M, V, W, leaf, losses, lossy_policy
+from support.synthetic_training import LARGE, AdamRun, M, V, W, leaf, losses, lossy_policy
 
 NEAR = Residual.near()
 

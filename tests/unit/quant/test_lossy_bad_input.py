@@ -12,7 +12,7 @@ from ckstore import Residual
 from ckstore.config import FirstMomentSettings, TensorSettings
 from ckstore.quant.error_stats import distance_of
 from support.states import difference
-from support.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
+from support.synthetic_training import AdamRun, M, V, W, leaf, losses, lossy_policy
 
 SHAPE = (96, 160)
 

@@ -15,7 +15,7 @@ from ckstore.quant.bitrate import scaled
 from ckstore.quant.planning import LossyTensor
 from support.small_chunks import open_small
 from support.states import difference
-from support.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
+from support.synthetic_training import AdamRun, M, V, W, leaf, losses, lossy_policy
 
 NEAR = Residual.near()
 

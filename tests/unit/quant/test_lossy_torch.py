@@ -8,7 +8,7 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
-from support.trainings import losses, lossy_policy
+from support.synthetic_training import losses, lossy_policy
 
 torch = pytest.importorskip("torch")
 

@@ -19,7 +19,7 @@ from ckstore.delta.chain_reader import ChainReader
 from ckstore.errors import BackendError, BoundError, CorruptError
 from ckstore.quant.writer import LossyChunkWriter
 from support.small_chunks import open_small
-from support.trainings import M, V, W, leaf, losses, lossy_policy
+from support.synthetic_training import M, V, W, leaf, losses, lossy_policy
 
 torch = pytest.importorskip("torch")
 

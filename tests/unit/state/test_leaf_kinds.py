@@ -39,7 +39,7 @@ from ckstore.state.capture import capture
 from ckstore.state.capture_cache import CaptureCache
 from ckstore.state.named_types import StandIn
 from ckstore.state.placement import prepare_restore
-from support.states import Kept, difference, round_trip
+from support.states import CopiedState, difference, round_trip
 
 torch = pytest.importorskip("torch")
 from ckstore.state.torch_adapter import TorchAdapter  # noqa: E402
@@ -167,10 +167,10 @@ KEYS = st.one_of(NO_NAN.filter(_is_key), st.tuples(NO_NAN.filter(_is_key), NO_NA
 
 def through_the_wire(state, **how):
     """Take a state apart, write its tree, read it, and restore it."""
-    kept = Kept.of(capture(state, TORCH))
+    kept = CopiedState.of(capture(state, TORCH))
     tree = decode_tree(encode_tree(kept.tree), tensor_count=len(kept.tensors))
     assert tree == kept.tree
-    again = Kept(tree, kept.tensors, kept.storages, kept.contents)
+    again = CopiedState(tree, kept.tensors, kept.storages, kept.contents)
     return again.fill(again.place(adapters=TORCH, **how))
 
 

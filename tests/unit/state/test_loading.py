@@ -14,12 +14,12 @@ from support.loadables import (
     MODULES,
     OPTIMIZERS,
     SCHEDULERS,
-    Averages,
-    Elsewhere,
+    FolderBound,
+    ModelAndOptimizer,
+    MovingAverage,
     Resetting,
     Sampler,
-    Translating,
-    Whole,
+    UnitConverting,
     change,
     fill,
     keep,
@@ -69,7 +69,7 @@ def assert_same_effect(source, plain, into, observe, nest=in_dict):
 
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("times", [0, 2])
-@pytest.mark.parametrize("kind", [Resetting, Elsewhere, Translating, Averages, Sampler, Whole])
+@pytest.mark.parametrize("kind", [Resetting, FolderBound, UnitConverting, MovingAverage, Sampler, ModelAndOptimizer])
 def test_objects_of_users_load_as_if_called_by_hand(kind, times, nest):
     source, plain, into = kind(), kind(), kind()
     source.advance()

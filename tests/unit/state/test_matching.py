@@ -10,7 +10,7 @@ from ckstore.errors import UsageError
 from ckstore.state.capture import capture
 from ckstore.state.torch_adapter import TorchAdapter
 from ckstore.state.values import register_converter
-from support.states import Kept, difference
+from support.states import CopiedState, difference
 from support.states import round_trip as round_trip_with
 
 ADAPTERS = (TorchAdapter(),)
@@ -21,7 +21,7 @@ def round_trip(state, **options):
 
 
 def place(state, **options):
-    return Kept.of(capture(state, ADAPTERS)).place(adapters=ADAPTERS, **options)
+    return CopiedState.of(capture(state, ADAPTERS)).place(adapters=ADAPTERS, **options)
 
 
 def _model(seed=0):
@@ -82,7 +82,7 @@ PAIRS = [
 def test_training_resumes_exactly_from_fresh_and_from_stepped_objects(optimizer, scheduler, steps_before):
     trio = _trio(optimizer, scheduler)
     _train(*trio.values(), 4)
-    kept = Kept.of(capture(trio, ADAPTERS))
+    kept = CopiedState.of(capture(trio, ADAPTERS))
     losses = _train(*trio.values(), 3)
     other = _trio(optimizer, scheduler, seed=1)
     _train(*other.values(), steps_before)
@@ -129,7 +129,7 @@ def test_an_optimizer_that_rounds_its_state_when_loading_is_told_of():
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.state[parameter]["exp_avg"] = torch.ones(2, dtype=torch.float32)
-    kept = Kept.of(capture({"opt": optimizer}, ADAPTERS))
+    kept = CopiedState.of(capture({"opt": optimizer}, ADAPTERS))
     fresh = torch.optim.Adam([parameter])
     placement = kept.place(into={"opt": fresh}, adapters=ADAPTERS)
     kept.fill(placement)

@@ -16,7 +16,7 @@ from ckstore.state.capture_cache import CaptureCache
 from ckstore.state.named_types import DistinctStandIn, StandIn
 from ckstore.state.placement import prepare_restore
 from ckstore.state.torch_adapter import TorchAdapter
-from support.states import Kept, difference, round_trip
+from support.states import CopiedState, difference, round_trip
 
 
 class Colour(enum.Enum):
@@ -77,14 +77,14 @@ class TestMembersAndKeys:
         ],
     )
     def test_twins_are_as_many_without_their_class_and_are_stored_again(self, monkeypatch, state):
-        kept = Kept.of(capture(state))
+        kept = CopiedState.of(capture(state))
         assert len(kept.fill(kept.place())["s"]) == len(state["s"])
         with monkeypatch.context() as patch:
             patch.delitem(sys.modules, __name__)
             back = kept.fill(kept.place())
             assert type(back["s"]) is type(state["s"])
             assert len(back["s"]) == len(state["s"])
-            again = Kept.of(capture(back))
+            again = CopiedState.of(capture(back))
             assert again.tree == kept.tree
             assert not capture(back).warnings
         assert len(again.fill(again.place())["s"]) == len(state["s"])
@@ -102,7 +102,7 @@ class TestMembersAndKeys:
         ],
     )
     def test_objects_whose_class_lost_its_hash_come_back_as_stand_ins(self, monkeypatch, state):
-        kept = Kept.of(capture(state))
+        kept = CopiedState.of(capture(state))
         monkeypatch.setattr(sys.modules[__name__], "Frozen", changed("Frozen"))
         back = kept.fill(kept.place())["s"]
         assert len(back) == len(state["s"])
@@ -115,7 +115,7 @@ class TestMembersAndKeys:
 
     @pytest.mark.parametrize("live", [{}, {"x": 5}])
     def test_such_keys_go_into_live_dicts_too(self, monkeypatch, live):
-        kept = Kept.of(capture({"k": {Frozen(1): [2], "x": 3}}))
+        kept = CopiedState.of(capture({"k": {Frozen(1): [2], "x": 3}}))
         monkeypatch.setattr(sys.modules[__name__], "Frozen", changed("Frozen"))
         back = kept.fill(kept.place(into={"k": live}))["k"]
         assert list(map(type, back)) == [DistinctStandIn, str]
@@ -123,14 +123,14 @@ class TestMembersAndKeys:
 
     def test_members_and_keys_that_became_equal_stay_as_many(self, monkeypatch):
         state = {"s": {Frozen(1), Frozen(2)}, "t": {(Frozen(1), 5), (Frozen(2), 5)}, "k": {Frozen(1): 0, Frozen(2): 1}}
-        kept = Kept.of(capture(state))
+        kept = CopiedState.of(capture(state))
         other = dataclasses.make_dataclass("Frozen", [("value", object, dataclasses.field(compare=False))], frozen=True)
         other.__module__ = __name__
         monkeypatch.setattr(sys.modules[__name__], "Frozen", other)
         back = kept.fill(kept.place())
         assert [len(back[name]) for name in "stk"] == [2, 2, 2]
         assert list(back["k"].values()) == [0, 1]
-        again = Kept.of(capture(back))
+        again = CopiedState.of(capture(back))
         assert [len(again.fill(again.place())[name]) for name in "stk"] == [2, 2, 2]
 
 
@@ -138,13 +138,13 @@ class TestNamedClasses:
     """Classes come from modules that are loaded, and only if they are what was stored."""
 
     def _restored(self, monkeypatch, state, change):
-        captured = Kept.of(capture(state))
+        captured = CopiedState.of(capture(state))
         change()
         return captured.fill(captured.place())
 
     def test_a_class_that_is_not_loaded_comes_back_as_a_stand_in_that_is_stored_again(self, monkeypatch):
         state = {"c": Colour.RED, "p": Point(1, [2]), "o": Options(1.5)}
-        kept = Kept.of(capture(state))
+        kept = CopiedState.of(capture(state))
         with monkeypatch.context() as patch:
             patch.delitem(sys.modules, __name__)
             back = kept.fill(kept.place())
@@ -152,7 +152,7 @@ class TestNamedClasses:
             assert back["p"].content == {"x": 1, "y": [2]}
             assert back["o"].content == {"rate": 1.5, "names": []}
             assert {back["c"]: 1}[StandIn("enum", f"{__name__}:Colour", {"name": "RED", "value": 1})] == 1
-            again = Kept.of(capture(back))
+            again = CopiedState.of(capture(back))
         assert difference(again.fill(again.place()), state) is None
 
     @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ class TestNamedClasses:
             "enum:Enum",
             "types:SimpleNamespace",
             f"{__name__}:Point.x",
-            f"{__name__}:Kept",
+            f"{__name__}:CopiedState",
         ],
     )
     @pytest.mark.parametrize("kind", ["enum", "namedtuple", "dataclass"])
@@ -182,7 +182,7 @@ class TestNamedClasses:
 
     def test_no_code_of_a_class_runs(self, monkeypatch):
         state = {"o": Options(1), "p": Point(1, 2), "s": Slotted(3)}
-        kept = Kept.of(capture(state))
+        kept = CopiedState.of(capture(state))
 
         def forbidden(*_, **__):
             raise AssertionError("code of a class ran")
@@ -213,14 +213,14 @@ class TestNamedClasses:
             RED = 2
 
         Other.__qualname__ = "Colour"
-        kept = Kept.of(capture({"c": Colour.RED}))
+        kept = CopiedState.of(capture({"c": Colour.RED}))
         monkeypatch.setattr(sys.modules[__name__], "Colour", Other)
         assert isinstance(kept.fill(kept.place())["c"], StandIn)
 
     def test_a_named_tuple_with_other_fields_today_is_a_stand_in(self, monkeypatch):
         other = namedtuple("Point", "y x")
         other.__module__ = __name__
-        kept = Kept.of(capture({"p": Point(1, 2)}))
+        kept = CopiedState.of(capture({"p": Point(1, 2)}))
         monkeypatch.setattr(sys.modules[__name__], "Point", other)
         assert kept.fill(kept.place())["p"] == StandIn("namedtuple", f"{__name__}:Point", {"x": 1, "y": 2})
 
@@ -233,7 +233,7 @@ class TestNamedClasses:
             more: dict = dataclasses.field(default_factory=dict)
 
         Newer.__qualname__ = "Options"
-        kept = Kept.of(capture({"o": Options(1)}))
+        kept = CopiedState.of(capture({"o": Options(1)}))
         monkeypatch.setattr(sys.modules[__name__], "Options", Newer)
         assert vars(kept.fill(kept.place())["o"]) == {"rate": 1, "names": [], "clip": 1.0, "more": {}}
 

@@ -14,7 +14,7 @@ from ckstore.state.capture import GAP_NBYTES_MAX, capture
 from ckstore.state.memory import allocate
 from ckstore.state.numpy_adapter import dtype_name, dtype_named
 from ckstore.state.placement import prepare_restore
-from support.states import Kept, difference, round_trip
+from support.states import CopiedState, difference, round_trip
 
 SIMPLE = ["?", "i1", "u1", "<i2", ">i2", "<u4", ">i8", "<f2", ">f2", "<f4", ">f4", "<f8", "<c8", ">c16", "S3", "<U2"]
 DTYPES = [np.dtype(name) for name in [*SIMPLE, "V5", "V0", "U0", "M8[ns]", "<M8[25s]", "m8[D]", "M8", np.longdouble]]
@@ -311,14 +311,14 @@ def test_dense_and_overlapping_are_what_counting_bytes_says(layout):
 
 def test_kept_states_do_not_change_with_their_source():
     array = np.arange(4)
-    kept = Kept.of(capture(array))
+    kept = CopiedState.of(capture(array))
     array[:] = 0
     assert kept.fill(kept.place()).tolist() == [0, 1, 2, 3]
 
 
 def test_only_brings_the_whole_list_of_a_chosen_array():
     state = {"layers": [np.arange(3), np.arange(4)], "other": np.arange(5)}
-    kept = Kept.of(capture(state))
+    kept = CopiedState.of(capture(state))
     placement = kept.place(only="layers.0")
     assert len(placement.storages) == 2
     assert difference(kept.fill(placement), {"layers": state["layers"]}) is None

@@ -12,7 +12,7 @@ import ckstore
 from ckstore.format.tree import ListNode, decode_tree, encode_tree
 from ckstore.state.capture import capture
 from ckstore.state.capture_cache import CaptureCache
-from support.states import Kept, difference, round_trip
+from support.states import CopiedState, difference, round_trip
 
 ORDER = list(range(20_000))
 random.Random(0).shuffle(ORDER)
@@ -81,9 +81,9 @@ class TestLongPlainValues:
 
 def through_the_wire(state):
     """Take a state apart, write its tree, read it, and restore it."""
-    kept = Kept.of(capture(state))
+    kept = CopiedState.of(capture(state))
     tree = decode_tree(encode_tree(kept.tree), tensor_count=len(kept.tensors))
-    again = Kept(tree, kept.tensors, kept.storages, kept.contents)
+    again = CopiedState(tree, kept.tensors, kept.storages, kept.contents)
     return again.fill(again.place())
 
 
@@ -115,6 +115,6 @@ def test_an_optimizer_of_thousands_of_parameters_is_filled_in_place():
         return optimizer
 
     stored, live = trained(1.0), trained(-2.0)
-    kept = Kept.of(capture({"opt": stored}, [TorchAdapter()]))
+    kept = CopiedState.of(capture({"opt": stored}, [TorchAdapter()]))
     kept.fill(kept.place(into={"opt": live}, adapters=[TorchAdapter()]))
     assert difference(live.state_dict(), stored.state_dict()) is None

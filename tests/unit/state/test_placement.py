@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ckstore.errors import UsageError
 from ckstore.state.capture import capture
 from ckstore.state.torch_adapter import TorchAdapter
-from support.states import Kept, difference
+from support.states import CopiedState, difference
 from support.states import round_trip as round_trip_with
 
 ADAPTERS = (TorchAdapter(),)
@@ -20,7 +20,7 @@ def round_trip(state, **options):
 
 
 def place(state, **options):
-    return Kept.of(capture(state, ADAPTERS)).place(adapters=ADAPTERS, **options)
+    return CopiedState.of(capture(state, ADAPTERS)).place(adapters=ADAPTERS, **options)
 
 
 def _state():
@@ -176,12 +176,12 @@ def _wrong(change):
     ids=range(15),
 )
 def test_what_does_not_fit_is_refused_by_path_before_anything_is_written(target, told):
-    before = Kept.of(capture({"t": _blank()}, ADAPTERS)).contents
+    before = CopiedState.of(capture({"t": _blank()}, ADAPTERS)).contents
     with pytest.raises(UsageError, match=told):
         place(_state(), into=target)
     if isinstance(target, dict):
         same = {"t": {key: target[key] if key == "n" else value for key, value in _blank().items()}}
-        assert Kept.of(capture(same, ADAPTERS)).contents == before
+        assert CopiedState.of(capture(same, ADAPTERS)).contents == before
 
 
 def test_many_misfits_are_counted_and_the_first_five_named():

@@ -16,7 +16,7 @@ from ckstore.state import torch_adapter
 from ckstore.state.capture import capture
 from ckstore.state.placement import libraries_needed, prepare_restore
 from ckstore.state.torch_adapter import DTYPES, DeviceBytes, TorchAdapter
-from support.states import Kept, difference
+from support.states import CopiedState, difference
 from support.states import round_trip as round_trip_with
 
 ADAPTERS = (TorchAdapter(),)
@@ -208,7 +208,7 @@ def test_device_is_checked_and_meta_is_refused():
 
 def test_without_the_adapter_torch_tensors_and_values_are_unsupported():
     for state in (torch.ones(1), torch.float32):
-        kept = Kept.of(capture(state, ADAPTERS))
+        kept = CopiedState.of(capture(state, ADAPTERS))
         assert libraries_needed(kept.tree, kept.tensors) == {"torch"}
         with pytest.raises(UnsupportedError, match="torch"):
             kept.place()

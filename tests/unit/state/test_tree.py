@@ -32,7 +32,7 @@ from ckstore.format.tree import (
 from ckstore.state.capture import LONG_NBYTES_MIN, capture
 from ckstore.state.placement import prepare_restore
 from ckstore.state.values import decode_plain, encode_plain, register_converter
-from support.states import Kept, difference, round_trip
+from support.states import CopiedState, difference, round_trip
 
 PLAIN = st.one_of(
     st.none(),
@@ -84,10 +84,10 @@ Point = namedtuple("Point", "x y")
 
 @given(STATES)
 def test_any_plain_state_comes_back_bit_for_bit_through_the_wire(state):
-    kept = Kept.of(capture(state))
+    kept = CopiedState.of(capture(state))
     tree = decode_tree(encode_tree(kept.tree), tensor_count=len(kept.tensors))
     assert tree == kept.tree
-    again = Kept(tree, kept.tensors, kept.storages, kept.contents)
+    again = CopiedState(tree, kept.tensors, kept.storages, kept.contents)
     assert difference(state, again.fill(again.place())) is None
 
 

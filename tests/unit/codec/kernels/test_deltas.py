@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ckstore.codec.kernels import reference
-from support.kernel_twins import both
+from support.kernel_implementations import both
 
 WIDTHS = (1, 2, 4, 8)
 COUNTS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 1000, 4097)

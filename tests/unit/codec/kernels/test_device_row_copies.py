@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from support.kernel_twins import both
+from support.kernel_implementations import both
 
 Launch = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p

@@ -16,7 +16,7 @@ import pytest
 
 from ckstore.codec import kernels
 from ckstore.codec.kernels import reference
-from support.kernel_twins import both
+from support.kernel_implementations import both
 
 WIDTHS = (1, 2, 4, 8)
 COUNTS = (0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 4095, 4096, 4097, 8191, 70001)

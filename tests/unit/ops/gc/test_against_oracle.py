@@ -77,10 +77,10 @@ def check(seed):
 
 
 @pytest.mark.deep
-def test_plan_for_random_history_and_rules_keeps_what_the_oracle_keeps(sample, tell):
+def test_plan_for_random_history_and_rules_keeps_what_the_oracle_keeps(sample, note):
     seeds = sample.part(range(SETS), parts=10)
     dropped = [check(seed) for seed in seeds]
     count = len(dropped)
     assert count >= (SETS if sample.is_whole else SETS // 10)
-    tell(f"retention against the oracle: seed {SEED}, {count} sets, {sum(map(bool, dropped))} with something dropped")
+    note(f"retention against the oracle: seed {SEED}, {count} sets, {sum(map(bool, dropped))} with something dropped")
     assert sum(map(bool, dropped)) > count // 4, "rules that drop nothing prove nothing"

@@ -178,7 +178,7 @@ class InFlightCommit:
         return self.receipt
 
 
-class Desk:
+class SaverHarness:
     """What a trainer has."""
 
     def __init__(self, address, run="main", *, slot_count=1, nice=0, arena=None):
@@ -251,17 +251,17 @@ class Child:
     """
 
     def __init__(self, folder, code, *, has_desk=True):
-        desk = "desk = Desk(folder); say(desk.saver.pid)" if has_desk else ""
+        desk = "desk = SaverHarness(folder); say(desk.saver.pid)" if has_desk else ""
         program = f"""
 import os, sys, time
-from support.saver_desk import *
+from support.saver_harness import *
 say = lambda text: os.write(1, f"{{text}}\\n".encode())
 folder = {str(folder)!r}
 {desk}
 {code}
 time.sleep(600)
 """
-        self._prepared = prepared("support.saver_desk", "ckstore.commit", "ckstore.background.commits")
+        self._prepared = prepared("support.saver_harness", "ckstore.commit", "ckstore.background.commits")
         (out, theirs_out), (err, theirs_err) = os.pipe(), os.pipe()
         self._out, self._err = os.fdopen(out), os.fdopen(err)
         self.pid = self._prepared.start(program, theirs_out, theirs_err)

@@ -46,7 +46,7 @@ class CrashState:
     disk: SimFS
 
 
-class Checked:
+class CheckedStates:
     """The states that were checked: one that nobody can tell from an earlier one need not be checked again."""
 
     def __init__(self) -> None:
