@@ -599,6 +599,11 @@ class Store:
         """The run of this handle."""
         return self._repository.run
 
+    @property
+    def store_id(self) -> str:
+        """The id of the store, 32 hex digits. Copies of a store have the same id."""
+        return self._repository.store_id.hex()
+
     def latest(self) -> Info | None:
         """Return the newest intact checkpoint, or None in an empty run.
 

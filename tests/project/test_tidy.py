@@ -42,6 +42,7 @@ DOORS = {
         "state/torch_objects.py",
         "background/cuda.py",
         "background/optimizer_guard.py",
+        "integrations/",
         "ops/interop/",
     },
     "safetensors": {"ops/interop/"},

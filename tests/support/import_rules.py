@@ -33,6 +33,7 @@ ALLOWED = {
     "interval": FORMAT | {"background"},
     "preemption": FORMAT | {"background", "interval"},
     "api": CHECKPOINTS | {"quant", "ops", "tiers", "background", "interval", "preemption"},
+    "integrations": FORMAT | {"background", "api"},
     "cli": FORMAT | {"store", "ops", "tiers", "api"},
     "_testing": CHECKPOINTS | {"background", "api"},
     "__init__": FORMAT | {"state", "ops", "background", "interval", "api"},

@@ -174,6 +174,22 @@ class DeletionListRecord(FileRecord, frozen=True, forbid_unknown_fields=False, k
     packs: tuple[Hex16, ...]
 
 
+class PointerRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
+    """A pointer: a file outside the store that stands for one checkpoint, where a framework expects a checkpoint."""
+
+    kind: ClassVar[str] = "pointer"
+
+    about: ShortText
+    made_by: ShortText
+    store: Annotated[str, msgspec.Meta(max_length=8192)]
+    store_id: Hex16
+    run: ShortText
+    step: Count
+    after_seq: Count | None
+    seq: Count | None
+    checkpoint_id: Hex32 | None
+
+
 class TierTurns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tier that a store owns: its id, and its last turns, newest last."""
 

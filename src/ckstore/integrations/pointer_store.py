@@ -1,0 +1,311 @@
+"""``PointerStore``: a store whose checkpoints a framework knows by the paths of pointers.
+
+Invariants:
+- A pointer that names a seq is written only after that checkpoint is durable. While the commit is in flight, the
+  pointer names its step, and says that it is in flight.
+- A checkpoint is deleted only when no commit is in flight: everything that was saved after it is durable. If a commit
+  fails, nothing that waited for it is deleted.
+- A checkpoint is deleted before its pointer is. A crash in between leaves a pointer that is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckstore.api import open as open_store
+from ckstore.errors import CkstoreError, ConflictError, NotFoundError
+from ckstore.format.records import PointerRecord, with_changes
+from ckstore.integrations.pointers import (
+    address_from,
+    address_in,
+    entry_of,
+    pointer_file,
+    read_pointer,
+    require_local,
+    sync_folder,
+    write_pointer,
+)
+
+if TYPE_CHECKING:
+    from ckstore.api import Store
+    from ckstore.background.pending import Pending
+    from ckstore.config import Policy
+    from ckstore.results import Info, Receipt
+
+_log = logging.getLogger("ckstore")
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A commit that is not known to be durable, and its pointer."""
+
+    pending: Pending
+    file: Path
+    record: PointerRecord
+    replaces: PointerRecord | None
+
+
+class PointerStore:
+    """One run of a store, and the pointers to its checkpoints.
+
+    Not thread-safe. The store is opened when it is first needed.
+
+    Args:
+        address: Folder or URL of the store; created on first save.
+        run: The run of the store.
+        policy: How checkpoints are stored; None: exactly.
+        background: Commit in the background. A store in a bucket always commits in the foreground.
+        made_by: The framework and its version, for the pointers.
+    """
+
+    def __init__(
+        self,
+        address: str | os.PathLike[str],
+        *,
+        run: str = "main",
+        policy: Policy | None = None,
+        background: bool = True,
+        made_by: str,
+    ) -> None:
+        given = os.fspath(address)
+        self.address = given if "://" in given else str(Path(given).absolute())
+        self.run = run
+        self.background = background and ("://" not in given or given.startswith("file://"))
+        self._policy = policy
+        self._made_by = made_by
+        self._opened: Store | None = None
+        self._in_flight: list[_InFlight] = []
+        self._to_remove: list[Path] = []
+        self._replaced: list[tuple[Path, PointerRecord]] = []
+        self._last_seq: int | None = None
+
+    def __repr__(self) -> str:
+        return f"PointerStore({self.address!r}, run={self.run!r})"
+
+    @property
+    def store(self) -> Store:
+        """The store. Created if it does not exist."""
+        if self._opened is None:
+            self._opened = open_store(self.address, run=self.run, policy=self._policy)
+            newest = self._opened.latest()
+            self._last_seq = None if newest is None else newest.seq
+        return self._opened
+
+    def exists(self) -> bool:
+        """Say whether there is a store. Creates none."""
+        if self._opened is not None:
+            return True
+        try:
+            open_store(self.address, run=self.run, create=False).close()
+        except NotFoundError:
+            return False
+        return True
+
+    def newest(self) -> Info | None:
+        """Return the newest durable checkpoint; None if there is none. Creates no store."""
+        return self.store.latest() if self.exists() else None
+
+    def save(
+        self,
+        state: Any,
+        step: int,
+        path: str | os.PathLike[str],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] = (),
+        policy: Policy | None = None,
+    ) -> None:
+        """Commit a state and write the pointer. A checkpoint that the pointer named before is deleted later.
+
+        With ``background`` the checkpoint is durable later; ``poll`` and ``wait`` raise the errors of the commit.
+
+        Args:
+            state: As for ``Store.commit``.
+            step: The trainer's step.
+            path: The file of the pointer. Its folder must exist.
+            metrics: Numbers to find the checkpoint by.
+            tags: Names for the checkpoint.
+            policy: How to store it; None: the policy of the store.
+
+        Raises:
+            UsageError: The path is a URL.
+            CkstoreError: As ``Store.commit`` and ``Store.commit_async``; or an earlier commit failed.
+        """
+        file = require_local(path)
+        self.poll()
+        replaces = read_pointer(file) if file.is_file() and not file.is_symlink() else None
+        store = self.store
+        if self.background:
+            pending = store.commit_async(state, step, metrics=metrics, tags=tags, policy=policy)
+            record = self._record(file, step)
+            self._in_flight.append(_InFlight(pending, file, record, replaces))
+        else:
+            receipt = store.commit(state, step, metrics=metrics, tags=tags, policy=policy)
+            record = self._with_entry(self._record(file, step), receipt)
+        write_pointer(file, record)
+        if not self.background and replaces is not None:
+            self._delete(replaces, file)
+
+    def load(self, path: str | os.PathLike[str], **how: Any) -> Any:
+        """Restore the checkpoint that a pointer names.
+
+        Args:
+            path: The pointer, or a folder with ``ckstore.json``.
+            **how: ``into``, ``only``, ``device``, ``exact``, ``on_progress``, as for ``Store.restore``.
+
+        Raises:
+            NotFoundError: There is no pointer, or its checkpoint is gone.
+            CkstoreError: As ``Store.restore``.
+        """
+        record = read_pointer(path)
+        if any(each.file == pointer_file(path) for each in self._in_flight):
+            self.wait()
+            record = read_pointer(path)
+        if self._is_own(record, path):
+            info = entry_of(self.store, record, where=path)
+            return self.store.restore(f"seq:{info.seq}", **how)
+        with open_store(address_in(record, path), run=record.run, create=False) as other:
+            info = entry_of(other, record, where=path)
+            return other.restore(f"seq:{info.seq}", **how)
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Delete the checkpoint that a pointer names, and the pointer, as soon as no commit is in flight.
+
+        The checkpoint goes to the trash of the store. One with a tag is kept. A missing pointer is ignored.
+        """
+        self._to_remove.append(require_local(path))
+        self.poll()
+
+    def poll(self) -> None:
+        """Settle the pointers of commits that have ended, and delete what was to be deleted. Does not wait.
+
+        Raises:
+            CkstoreError: A commit failed. Its pointer is removed; checkpoints that waited for it are kept.
+        """
+        ended = [each for each in self._in_flight if each.pending.is_done]
+        for each in ended:
+            self._in_flight.remove(each)
+            self._settle(each)
+        if not self._in_flight:
+            replaced, self._replaced = self._replaced, []
+            self.delete_entries(replaced)
+            to_remove, self._to_remove = self._to_remove, []
+            for path in to_remove:
+                self._remove_now(path)
+
+    def wait(self) -> None:
+        """Wait until everything saved is durable, then do as ``poll``.
+
+        Raises:
+            CkstoreError: A commit failed.
+        """
+        for each in self._in_flight:
+            with contextlib.suppress(CkstoreError):
+                each.pending.result()
+        self.poll()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything saved is durable and nothing waits to be deleted."""
+        return not self._in_flight and not self._to_remove and not self._replaced
+
+    def delete_entries(self, records: Sequence[tuple[Path, PointerRecord]]) -> None:
+        """Delete the checkpoints of pointers that the framework has removed itself. Call it when settled."""
+        for path, record in records:
+            self._delete(record, path)
+
+    def close(self) -> None:
+        """Wait until everything is durable, and close the store. It is opened again when needed.
+
+        Raises:
+            CkstoreError: A commit failed.
+        """
+        try:
+            self.wait()
+        finally:
+            store, self._opened = self._opened, None
+            if store is not None:
+                store.close()
+
+    def _record(self, file: Path, step: int) -> PointerRecord:
+        about = (
+            "The checkpoint is in a ckstore store. `ckstore show` and `ckstore restore` take the path of this file; "
+            "`ckstore export --hf` writes weights that other programs load."
+        )
+        return PointerRecord(
+            about=about,
+            made_by=self._made_by,
+            store=address_from(file.parent, self.address),
+            store_id=self.store.store_id,
+            run=self.run,
+            step=step,
+            after_seq=self._last_seq,
+            seq=None,
+            checkpoint_id=None,
+        )
+
+    def _with_entry(self, record: PointerRecord, receipt: Receipt) -> PointerRecord:
+        self._last_seq = receipt.seq
+        return with_changes(record, seq=receipt.seq, checkpoint_id=receipt.checkpoint_id)
+
+    def _settle(self, ended: _InFlight) -> None:
+        try:
+            receipt = ended.pending.result()
+        except CkstoreError:
+            kept, self._to_remove = self._to_remove, []
+            for path in kept:
+                _log.warning("%s is kept: a checkpoint saved after it has failed", path)
+            if self._is_current(ended):
+                # Training resumes from the newest checkpoint; a pointer to nothing would mislead.
+                ended.file.unlink()
+            raise
+        record = self._with_entry(ended.record, receipt)
+        if self._is_current(ended):
+            write_pointer(ended.file, record)
+        elif ended.file.exists():
+            # A later save to the same path is in flight, and replaces this checkpoint.
+            for position, later in enumerate(self._in_flight):
+                if later.file == ended.file and later.replaces == ended.record:
+                    self._in_flight[position] = _InFlight(later.pending, later.file, later.record, record)
+        if ended.replaces is not None:
+            self._replaced.append((ended.file, ended.replaces))
+
+    def _is_current(self, ended: _InFlight) -> bool:
+        """Say whether the pointer is still the one that was written for this commit."""
+        try:
+            return read_pointer(ended.file) == ended.record
+        except CkstoreError:
+            return False
+
+    def _is_own(self, record: PointerRecord, path: str | os.PathLike[str]) -> bool:
+        return self.run == record.run and self.exists() and self.store.store_id == record.store_id
+
+    def _remove_now(self, path: Path) -> None:
+        if not path.is_symlink():
+            try:
+                self._delete(read_pointer(path), path)
+            except NotFoundError:
+                return
+        file = pointer_file(path)
+        with contextlib.suppress(FileNotFoundError):
+            file.unlink()
+            sync_folder(file.parent)
+
+    def _delete(self, record: PointerRecord, path: Path) -> None:
+        """Delete the checkpoint of a pointer, unless it is tagged, gone, or in another store."""
+        if not self._is_own(record, path):
+            _log.warning("the checkpoint of %s is kept: it is not in run %s of %s", path, self.run, self.address)
+            return
+        try:
+            info = entry_of(self.store, record, where=path)
+            self.store.delete(f"seq:{info.seq}")
+        except NotFoundError:
+            return
+        except ConflictError as error:
+            _log.info("the checkpoint of %s is kept: %s", path, error)

@@ -1,0 +1,224 @@
+"""PointerStore: what a framework sees of a store, and that nothing is deleted before its replacement is durable."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import CapacityError, CkstoreError, NotFoundError
+from ckstore.integrations.pointer_store import PointerStore
+from ckstore.integrations.pointers import read_pointer
+
+
+def state(step):
+    return {"w": np.arange(8.0) + step, "step": step}
+
+
+class HeldCommit:
+    """A commit in the background that becomes durable, or fails, when the test says so."""
+
+    def __init__(self, commit):
+        self.commit = commit
+        self.receipt = self.error = None
+
+    is_done = property(lambda self: self.receipt is not None or self.error is not None)
+
+    def finish(self):
+        self.receipt = self.commit()
+
+    def fail(self, error):
+        self.error = error
+
+    def result(self):
+        if not self.is_done:
+            self.finish()
+        if self.error is not None:
+            raise self.error
+        return self.receipt
+
+
+class HeldStore:
+    """A store whose background commits wait for the test."""
+
+    def __init__(self, store):
+        self.store = store
+        self.commits = []
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def commit_async(self, *args, **options):
+        self.commits.append(HeldCommit(lambda: self.store.commit(*args, **options)))
+        return self.commits[-1]
+
+
+@pytest.fixture
+def foreground(tmp_path):
+    opened = PointerStore(tmp_path / "store", background=False, made_by="a test")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def held(tmp_path):
+    opened = PointerStore(tmp_path / "store", made_by="a test")
+    opened._opened = HeldStore(ckstore.open(tmp_path / "store"))
+    store = opened.store.store
+    yield opened
+    store.close()
+
+
+def steps_in(pointers):
+    return [info.step for info in reversed(pointers.store.log())]
+
+
+def test_saved_state_is_loaded_by_pointer(foreground, tmp_path):
+    foreground.save(state(1), 10, tmp_path / "a.ckpt", metrics={"loss": 2.0}, tags=["good"])
+    foreground.save(state(2), 20, tmp_path / "b.ckpt")
+    assert foreground.load(tmp_path / "a.ckpt")["step"] == 1
+    assert foreground.load(tmp_path / "b.ckpt", only="step") == {"step": 2}
+    assert foreground.store.info("good").metrics == {"loss": 2.0}
+    assert read_pointer(tmp_path / "a.ckpt").made_by == "a test"
+
+
+def test_real_background_commit(tmp_path):
+    pointers = PointerStore(tmp_path / "store", made_by="a test")
+    pointers.save(state(1), 10, tmp_path / "a.ckpt")
+    assert pointers.load(tmp_path / "a.ckpt")["step"] == 1
+    pointers.close()
+    assert read_pointer(tmp_path / "a.ckpt").seq == pointers.newest().seq
+    pointers.close()
+
+
+def test_bucket_commits_in_the_foreground():
+    assert not PointerStore("s3://bucket/run", made_by="a test").background
+    assert PointerStore("file:///tmp/run", made_by="a test").background
+
+
+def test_asking_creates_no_store(tmp_path):
+    pointers = PointerStore(tmp_path / "store", made_by="a test")
+    assert pointers.newest() is None
+    assert not pointers.exists()
+    assert not (tmp_path / "store").exists()
+
+
+def test_pointer_names_the_seq_once_durable(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "a")
+    assert read_pointer(tmp_path / "a").seq is None
+    held.poll()
+    assert read_pointer(tmp_path / "a").seq is None
+    held.store.commits[0].finish()
+    held.poll()
+    assert read_pointer(tmp_path / "a").seq == held.newest().seq
+    assert held.is_settled
+
+
+def test_load_waits_for_its_commit(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "a")
+    assert held.load(tmp_path / "a")["step"] == 1
+
+
+def test_removal_waits_until_the_newer_save_is_durable(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "a")
+    held.wait()
+    held.save(state(2), 20, tmp_path / "b")
+    held.remove(tmp_path / "a")
+    assert (tmp_path / "a").exists()
+    assert steps_in(held) == [10]
+    held.store.commits[1].finish()
+    held.poll()
+    assert not (tmp_path / "a").exists()
+    assert steps_in(held) == [20]
+
+
+def test_failed_save_keeps_what_it_would_replace(held, tmp_path, caplog):
+    held.save(state(1), 10, tmp_path / "a")
+    held.wait()
+    held.save(state(2), 20, tmp_path / "b")
+    held.remove(tmp_path / "a")
+    held.store.commits[1].fail(CapacityError("the disk is full"))
+    with pytest.raises(CapacityError):
+        held.poll()
+    held.poll()
+    assert not (tmp_path / "b").exists()
+    assert held.load(tmp_path / "a")["step"] == 1
+    assert "is kept" in caplog.text
+
+
+def test_overwritten_pointer_deletes_its_old_checkpoint_later(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "last")
+    held.wait()
+    held.save(state(2), 20, tmp_path / "last")
+    assert steps_in(held) == [10]
+    held.wait()
+    assert steps_in(held) == [20]
+    assert held.load(tmp_path / "last")["step"] == 2
+
+
+def test_pointer_overwritten_twice_in_flight_leaves_one(held, tmp_path):
+    for number in range(3):
+        held.save(state(number), 10 * number, tmp_path / "last")
+    for commit in held.store.commits:
+        commit.finish()
+        held.poll()
+    assert steps_in(held) == [20]
+    assert held.load(tmp_path / "last")["step"] == 2
+
+
+def test_pointer_removed_in_flight_deletes_its_checkpoint(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "a")
+    held.save(state(2), 20, tmp_path / "b")
+    held.remove(tmp_path / "a")
+    held.wait()
+    assert not (tmp_path / "a").exists()
+    assert steps_in(held) == [20]
+
+
+def test_tagged_checkpoint_is_kept(foreground, tmp_path):
+    foreground.save(state(1), 10, tmp_path / "a", tags=["paper"])
+    foreground.remove(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    assert foreground.store.info("paper").step == 10
+
+
+def test_link_is_removed_alone(foreground, tmp_path):
+    foreground.save(state(1), 10, tmp_path / "a")
+    (tmp_path / "last").symlink_to(tmp_path / "a")
+    foreground.remove(tmp_path / "last")
+    assert foreground.load(tmp_path / "a")["step"] == 1
+    assert not (tmp_path / "last").is_symlink()
+
+
+def test_checkpoint_of_another_store_is_loaded_and_never_deleted(foreground, tmp_path):
+    other = PointerStore(tmp_path / "other", background=False, made_by="a test")
+    other.save(state(7), 70, tmp_path / "theirs")
+    other.close()
+    assert foreground.load(tmp_path / "theirs")["step"] == 7
+    foreground.remove(tmp_path / "theirs")
+    assert steps_in(other) == [70]
+    other.close()
+
+
+def test_missing_pointer(foreground, tmp_path):
+    foreground.remove(tmp_path / "nothing")
+    with pytest.raises(NotFoundError, match="no pointer"):
+        foreground.load(tmp_path / "nothing")
+
+
+def test_crash_between_deletion_and_pointer_is_told(foreground, tmp_path):
+    foreground.save(state(1), 10, tmp_path / "a")
+    foreground.save(state(2), 20, tmp_path / "b")
+    foreground.store.delete(10)
+    with pytest.raises(NotFoundError, match="newest checkpoint is step 20"):
+        foreground.load(tmp_path / "a")
+
+
+def test_close_raises_what_failed_and_closes(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "a")
+    held.store.commits[0].fail(CkstoreError("broken"))
+    store = held.store
+    with pytest.raises(CkstoreError, match="broken"):
+        held.close()
+    with pytest.raises(CkstoreError, match="closed"):
+        store.latest()
