@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckstore.codec import chunk_codec, kernels
-from ckstore.codec.base import CodecStep
+from ckstore.codec.byte_codecs import CodecStep
 from ckstore.codec.kernels import reference
 from ckstore.hashing import digest_of
 from ckstore.quant import chunk_codec as lossy_forms

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckstore.codec import chunk_codec, kernels
-from ckstore.codec.base import CodecStep
+from ckstore.codec.byte_codecs import CodecStep
 from ckstore.config import Compression
 from ckstore.errors import CorruptError, UnsupportedError
 

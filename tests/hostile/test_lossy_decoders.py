@@ -15,7 +15,7 @@ import pytest
 from bench import excp
 
 from ckstore.codec import chunk_codec, kernels
-from ckstore.codec.base import CodecStep
+from ckstore.codec.byte_codecs import CodecStep
 from ckstore.codec.kernels import reference
 from ckstore.config import FirstMomentSettings, SecondMomentSettings, WeightSettings
 from ckstore.errors import CorruptError, UnsupportedError

@@ -61,8 +61,7 @@ TORCH_MODULES = {
     "ckstore.state.torch_objects",
     "ckstore.background.cuda",
     "ckstore.background.optimizer_guard",
-    "ckstore.ops.interop.dcp",
-    "ckstore.ops.interop.torch_save",
+    "ckstore.ops.interop.torch_files",
 }
 """Imported inside functions, by whom does not need torch, or by each other."""
 
@@ -76,7 +75,6 @@ LAZY = {
     "results.py": "listing a store loads no tree",
     "store/manifests.py": "listing a store reads headers, and loads no manifest decoder",
     "store/repository.py": "the same",
-    "store/tiers.py": "a store without tiers loads no cache of ranges",
 }
 """Modules that import modules of ckstore inside functions, and why. Optional libraries are in DOORS."""
 OPTIONAL = {"ckstore.io.remote.backend", "ckstore.io.uring_engine", *TORCH_MODULES}

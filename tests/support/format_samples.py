@@ -6,8 +6,8 @@ format version.
 
 from __future__ import annotations
 
-from ckstore.format.decisions import DERIVED, FULL, RESIDUAL, StorageDecision
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, encode_frame_header, frame_extent
+from ckstore.format.location import DERIVED, FULL, RESIDUAL, StorageDecision
 from ckstore.format.manifest import ChunkSpec, Decisions, FrameRef, Loss, Manifest, PackRef, build_manifest
 from ckstore.format.pack import (
     PACK_ALIGN,

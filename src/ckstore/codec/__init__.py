@@ -8,9 +8,8 @@
     decode(payload, encoded.steps, width=4, destination=plain_again, scratch=scratch)
 
 ``frame_decoder`` decodes a whole frame, header included, and proves that the result is the chunk that was asked for.
-Below them: ``planes`` (byte planes and their entropy coding), ``differences`` (deltas and roundings),
-``byte_codecs`` (zstd, lz4, constant), ``base`` (what every codec provides) and ``kernels`` (the loops, in C++ and in
-numpy).
+Below them: ``planes`` (byte planes and their entropy coding), ``byte_codecs`` (what every codec provides; zstd, lz4 and
+constant) and ``kernels`` (the loops, in C++ and in numpy).
 
 Not here: which base a chunk gets (``delta``, ``commit``), quantization (``quant``), and the layout of packs
 (``format``).

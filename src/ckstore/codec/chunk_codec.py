@@ -8,6 +8,14 @@ A frame names the steps that made its payload, in order:
 - ``rounded``: the bf16 or fp16 rounding of an fp32 base;
 - one step of ``QUANTIZED_STEPS``: a quantized chunk. What it decodes to is what was committed.
 
+Delta (id 5): each element minus the element of the base, as words that are small where both are close. Config: one
+byte, 1 if the elements are floats, which are subtracted as integers in the order of the numbers, else 0. The words are
+byte planes, as the plane coder needs them. The difference is exact for all values, NaN, infinities and -0 included.
+
+Rounded (id 6): each element is its fp32 base rounded to the nearest, ties to even. Model weights that are stored with
+their fp32 masters take one byte a chunk. Config: one byte, 1 for bf16, 2 for fp16. The payload is one zero byte. The
+base is twice as long as the chunk.
+
 Invariants:
 - Decoding with the same base gives the encoded bytes. A payload is never larger than the plain bytes.
 - The same bytes with the same parameters are always coded in the same way.
@@ -22,11 +30,20 @@ import importlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, cast
 
-from ckstore.codec import differences, kernels
-from ckstore.codec.base import WIDTHS, Codec, CodecStep, Encoded, EncodeParams, require_elements
-from ckstore.codec.byte_codecs import ConstCodec, Lz4Codec, Scratch, ZstdCodec
+from ckstore.codec import kernels
+from ckstore.codec.byte_codecs import (
+    WIDTHS,
+    Codec,
+    CodecStep,
+    ConstCodec,
+    Encoded,
+    EncodeParams,
+    Lz4Codec,
+    Scratch,
+    ZstdCodec,
+    require_elements,
+)
 from ckstore.codec.byte_codecs import compress as compress_lz4
-from ckstore.codec.differences import DELTA_ID, ROUNDED_ID
 from ckstore.codec.kernels import SAMPLE_NBYTES
 from ckstore.codec.planes import PLAIN_WORDS, PlanesCodec, coded_bits, sample_of, take_sample
 from ckstore.config import Compression
@@ -169,12 +186,12 @@ def encode_delta(
         raise UsageError(f"a base of {base.nbytes} bytes cannot be subtracted from {plain.nbytes} of width {width}")
     if compression == "none" or not plain.nbytes or plain.nbytes % width:
         return None
-    config = differences.delta_config(is_float=is_float)
-    plane_bits = differences.delta_bits(plain, base, width=width, config=config)
+    config = delta_config(is_float=is_float)
+    plane_bits = delta_bits(plain, base, width=width, config=config)
     if coded_bits(plane_bits) >= 8 * len(plane_bits) * (1 - 1 / _SAVING_PART):
         return None
     split = scratch.planes(plain.nbytes)
-    differences.subtract(plain, base, split, width=width, config=config)
+    subtract_base(plain, base, split, width=width, config=config)
     coded = _PLANES.encode_planes(split, EncodeParams(width, False, compression, plane_bits), scratch)
     if not _is_small_enough(coded, split.nbytes):
         return None
@@ -190,11 +207,11 @@ def encode_rounded(plain: memoryview, base: memoryview, *, scratch: Scratch) -> 
     plain = _flat(plain)
     if plain.nbytes > scratch.chunk_nbytes_max:
         raise UsageError(f"a chunk of {plain.nbytes} bytes is larger than the scratch of {scratch.chunk_nbytes_max}")
-    config = differences.rounding_config(plain, _flat(base))
+    config = rounding_config(plain, _flat(base))
     if config is None:
         return None
-    payload = [memoryview(differences.ROUNDED_PAYLOAD)]
-    return Encoded(((ROUNDED_ID, config),), payload, differences.ROUNDED_WIDTH)
+    payload = [memoryview(ROUNDED_PAYLOAD)]
+    return Encoded(((ROUNDED_ID, config),), payload, ROUNDED_WIDTH)
 
 
 def base_nbytes(steps: Sequence[CodecStep], plain_nbytes: int) -> int:
@@ -205,7 +222,7 @@ def base_nbytes(steps: Sequence[CodecStep], plain_nbytes: int) -> int:
     """
     ids = tuple(codec_id for codec_id, _ in steps)
     if ids == (ROUNDED_ID,):
-        differences.require_rounding_config(steps[0][1])
+        require_rounding_config(steps[0][1])
         return 2 * plain_nbytes
     if ids and ids[0] in QUANTIZED_STEPS:
         return _quantized_codec().base_nbytes_of(steps, plain_nbytes)
@@ -213,7 +230,7 @@ def base_nbytes(steps: Sequence[CodecStep], plain_nbytes: int) -> int:
     if len(ids) != 2 if is_delta else len(ids) > 1:
         raise UnsupportedError(f"unknown combination of codecs {ids}", todo="upgrade ckstore")
     if is_delta:
-        differences.require_delta_config(steps[0][1])
+        require_delta_config(steps[0][1])
     for codec_id in ids[is_delta:]:
         _codec_of(codec_id)
     return plain_nbytes if is_delta else 0
@@ -255,11 +272,11 @@ def decode(
         _decode_alone(payload, steps, width, destination, scratch)
         return
     if codec_id == ROUNDED_ID:
-        differences.round_base(payload, base, destination, width=width, config=config)
+        round_base(payload, base, destination, width=width, config=config)
         return
     require_elements(destination.nbytes, width)
     planes = _difference_planes(payload, steps[1], width, destination.nbytes, scratch)
-    differences.add(planes, base, destination, width=width, config=config)
+    add_base(planes, base, destination, width=width, config=config)
 
 
 def _checked_base(
@@ -344,9 +361,80 @@ def estimate_delta(sample: memoryview, base_sample: memoryview, width: int, is_f
         return 0.0
     if sample.nbytes % width or base_sample.nbytes != sample.nbytes:
         return 8.0 * width
-    config = differences.delta_config(is_float=is_float)
-    return coded_bits(differences.delta_bits(sample, base_sample, width=width, config=config))
+    config = delta_config(is_float=is_float)
+    return coded_bits(delta_bits(sample, base_sample, width=width, config=config))
 
 
 def _flat(buffer: memoryview) -> memoryview:
     return buffer.cast("B") if buffer.nbytes else memoryview(bytearray())
+
+
+DELTA_NAME, DELTA_ID = "delta", 5
+INTEGERS, FLOATS = b"\x00", b"\x01"
+
+ROUNDED_NAME, ROUNDED_ID = "rounded", 6
+ROUNDED_WIDTH = 2
+ROUNDED_PAYLOAD = b"\x00"
+BF16, FP16 = b"\x01", b"\x02"
+
+
+def delta_config(*, is_float: bool) -> bytes:
+    """Return the config of a delta."""
+    return FLOATS if is_float else INTEGERS
+
+
+def require_delta_config(config: bytes) -> None:
+    """Check the config of a delta.
+
+    Raises:
+        UnsupportedError: A newer version made the frame.
+    """
+    if config not in (INTEGERS, FLOATS):
+        raise UnsupportedError("unknown config of codec delta", where=config.hex(), todo="upgrade ckstore")
+
+
+def subtract_base(plain: memoryview, base: memoryview, planes_out: memoryview, *, width: int, config: bytes) -> None:
+    """Write the byte planes of ``plain`` minus ``base``, one after another."""
+    kernels.split_delta(plain, base, planes_out, width, config == FLOATS)
+
+
+def delta_bits(plain: memoryview, base: memoryview, *, width: int, config: bytes) -> list[float]:
+    """Estimate from a sample the bits per byte of each coded plane that ``subtract_base`` makes."""
+    return kernels.delta_bits(plain, base, width, config == FLOATS)
+
+
+def add_base(
+    planes: Sequence[memoryview], base: memoryview, destination: memoryview, *, width: int, config: bytes
+) -> None:
+    """Write the chunk from the planes of its difference; ``base`` and ``destination`` may be the same memory."""
+    kernels.merge_delta(planes, base, destination, width, config == FLOATS)
+
+
+def rounding_config(plain: memoryview, base: memoryview) -> bytes | None:
+    """Return the config by which rounding ``base`` gives exactly ``plain``, or None."""
+    if not plain.nbytes or plain.nbytes % ROUNDED_WIDTH or base.nbytes != 2 * plain.nbytes:
+        return None
+    return next((config for config in (BF16, FP16) if kernels.is_rounding(base, plain, config[0])), None)
+
+
+def require_rounding_config(config: bytes) -> None:
+    """Check the config of a rounding.
+
+    Raises:
+        UnsupportedError: A newer version made the frame.
+    """
+    if config not in (BF16, FP16):
+        raise UnsupportedError("unknown config of codec rounded", where=config.hex(), todo="upgrade ckstore")
+
+
+def round_base(payload: memoryview, base: memoryview, destination: memoryview, *, width: int, config: bytes) -> None:
+    """Write the rounded elements of ``base``, which does not overlap the destination.
+
+    Raises:
+        MalformedError: The payload is not one zero byte, or the destination is not whole elements of two bytes.
+    """
+    if bytes(payload[:2]) != ROUNDED_PAYLOAD:
+        raise MalformedError(f"a rounded chunk has a payload of {payload.nbytes} bytes instead of one zero byte")
+    if width != ROUNDED_WIDTH or destination.nbytes == 0 or destination.nbytes % ROUNDED_WIDTH:
+        raise MalformedError(f"a rounded chunk of {destination.nbytes} bytes and width {width} is not bf16 or fp16")
+    kernels.round_floats(base, destination, config[0])

@@ -18,8 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from ckstore.codec import kernels
-from ckstore.codec.base import Encoded, EncodeParams, require_elements
-from ckstore.codec.byte_codecs import Scratch, Setting
+from ckstore.codec.byte_codecs import Encoded, EncodeParams, Scratch, Setting, require_elements
 from ckstore.codec.kernels.bytes_reference import RUN_COUNT, SAMPLE_NBYTES, run_of
 from ckstore.errors import MalformedError, UnsupportedError
 

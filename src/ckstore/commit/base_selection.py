@@ -23,7 +23,7 @@ from ckstore.commit.pipeline import ByteSource
 from ckstore.config import Limits, Policy
 from ckstore.delta.base_cache import BaseCache, base_frame, first_paths, read_nbytes
 from ckstore.delta.cost_model import BASE_KINDS, BaseKind, Decision, DeltaCost, Estimate, decide
-from ckstore.format.decisions import (
+from ckstore.format.location import (
     DELTA,
     DERIVED,
     FULL,

@@ -23,7 +23,7 @@ from ckstore.concurrency import ThreadLimit, run_uninterrupted
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import BackendError, CkstoreError, ConflictError
-from ckstore.format.losses import fidelity_of
+from ckstore.format.logical import fidelity_of
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
 from ckstore.format.paths import ManifestName
 from ckstore.format.tensors import StorageSpec

@@ -12,7 +12,7 @@
 - ``chain_reader.ChainReader.read`` decodes a chunk through all its bases. Restores and commits use it.
 
 Not here: sampling a state and planning its chunks (``commit``), and the arithmetic of one difference
-(``codec.differences``).
+(``codec.chunk_codec``).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckstore.delta.cost_model import BaseKind
-from ckstore.format.decisions import Decisions, StorageDecision
+from ckstore.format.location import Decisions, StorageDecision
 from ckstore.format.manifest import Manifest
 from ckstore.format.tree import Node, Path, TensorNode, leaves_of
 from ckstore.format.wire import xxh3_64

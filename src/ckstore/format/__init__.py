@@ -8,8 +8,8 @@ Start reading here, from the outside in:
     manifest = decode_manifest(content, expect=name)   # manifest.py = header.py + logical.py + location.py
     header = decode_frame_header(content)          # frame.py: one stored chunk; pack.py: superheader, directory, tail
 
-- ``logical``: what the checkpoint id covers: ``tree`` (nested state), ``tensors``, ``losses``.
-- ``location``: packs and frames, and ``decisions``: how the commit chose bases.
+- ``logical``: what the checkpoint id covers, with the losses: ``tree`` (nested state), ``tensors``.
+- ``location``: packs and frames, and how the commit chose bases.
 - ``records``: file records (JSON) and inner records (MessagePack), format version. ``wire``: fields, lengths, seals.
 
 Not here: opening files (``io``, ``store``), encoding of chunk payloads (``codec``), and live tensors (``state``).

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckstore.config import Limits
 from ckstore.errors import ChecksumError, MalformedError
-from ckstore.format.decisions import Decisions
 from ckstore.format.header import (
     PREAMBLE_NBYTES,
     TRAILER_NBYTES,
@@ -26,9 +25,17 @@ from ckstore.format.header import (
     encode_header,
     encode_preamble,
 )
-from ckstore.format.location import FrameRef, PackRef, check_location, decode_location, encode_location
-from ckstore.format.logical import Logical, check_logical, decode_logical, distinct_chunks, encode_logical
-from ckstore.format.losses import EXACT_FIDELITY, Loss, check_fidelity
+from ckstore.format.location import Decisions, FrameRef, PackRef, check_location, decode_location, encode_location
+from ckstore.format.logical import (
+    EXACT_FIDELITY,
+    Logical,
+    Loss,
+    check_fidelity,
+    check_logical,
+    decode_logical,
+    distinct_chunks,
+    encode_logical,
+)
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import FORMAT_VERSION, LogicalRecord, encode_inner
 from ckstore.format.tensors import ChunkSpec, StorageSpec, TensorSpec

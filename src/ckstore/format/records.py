@@ -256,7 +256,7 @@ class LogicalRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class DecisionsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The decisions for a whole checkpoint; see format/decisions.py."""
+    """The decisions for a whole checkpoint; see format/location.py."""
 
     base: ShortText
     base_seq: Count | None
@@ -278,7 +278,7 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 class LossRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The loss of one storage, a MessagePack array; see format/losses.py."""
+    """The loss of one storage, a MessagePack array; see format/logical.py."""
 
     storage: Count
     role: ShortText

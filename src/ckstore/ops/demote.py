@@ -42,7 +42,7 @@ from ckstore.errors import (
 from ckstore.format import paths as layout
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.header import ManifestHeader
-from ckstore.format.losses import EXACT_FIDELITY, fidelity_of
+from ckstore.format.logical import EXACT_FIDELITY, fidelity_of
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import ChunkId

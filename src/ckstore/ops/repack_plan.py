@@ -23,8 +23,8 @@ from ckstore.config import Policy, RepackPolicy
 from ckstore.delta.base_cache import BaseCache
 from ckstore.delta.cost_model import Decision
 from ckstore.errors import ConflictError
-from ckstore.format.decisions import UNSAMPLED, Decisions
 from ckstore.format.frame import frame_extent
+from ckstore.format.location import UNSAMPLED, Decisions
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.format.pack import DIRECTORY_ENTRY_NBYTES, PACK_ALIGN, SUPERHEADER_NBYTES, TAIL_NBYTES
 from ckstore.format.paths import ManifestName

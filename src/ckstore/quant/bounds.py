@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ckstore.config import Residual, WeightSettings
 from ckstore.errors import BoundError, counted
-from ckstore.format.losses import Loss
+from ckstore.format.logical import Loss
 from ckstore.quant.chunk_codec import numbers_of, word_of
 from ckstore.quant.error_stats import Distance, Errors
 from ckstore.quant.planning import LossyTensor

@@ -31,8 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.codec import kernels
-from ckstore.codec.base import CodecStep, Encoded
-from ckstore.codec.byte_codecs import Scratch
+from ckstore.codec.byte_codecs import CodecStep, Encoded, Scratch
 from ckstore.codec.chunk_codec import QUANTIZED_STEPS
 from ckstore.codec.chunk_codec import encode as encode_exact
 from ckstore.config import FirstMomentSettings, LowRank, SecondMomentSettings, WeightSettings

@@ -39,7 +39,7 @@ from ckstore.errors import (
     is_disk_full,
 )
 from ckstore.format.location import PackTable, decode_pack_table
-from ckstore.format.losses import EXACT_FIDELITY
+from ckstore.format.logical import EXACT_FIDELITY
 from ckstore.format.manifest import Manifest, decode_manifest, republished
 from ckstore.format.paths import ManifestName
 from ckstore.io.backend import for_each_concurrent

@@ -17,8 +17,8 @@ from ckstore.format.manifest import PackRef
 from ckstore.io.backend import Backend, Distant, Fetching, ReadFile, ReadRequest, ReadResult, ViewedFile
 from ckstore.io.buffers import BufferPool
 from ckstore.store.chunk_index import LOCAL_TIER
-from ckstore.store.range_cache import CachedFile
 from ckstore.store.repository import Repository
+from ckstore.store.tiers import CachedFile
 
 
 class ForeignFile:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckstore.codec import chunk_codec, differences, kernels
+from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.byte_codecs import ConstCodec, Lz4Codec, ZstdCodec
 from ckstore.codec.byte_codecs import compress as compress_lz4
 from ckstore.hashing import digest_of
@@ -78,7 +78,7 @@ def by_hand(scratch: chunk_codec.Scratch) -> dict[str, Case]:
         difference = (chunk - base).astype("<u4")
         zigzagged = (difference << 1) ^ (0 - (difference >> 31))
         payload = code(memoryview(zigzagged.tobytes()))
-        steps = ((differences.DELTA_ID, differences.INTEGERS), (codec.codec_id, b""))
+        steps = ((chunk_codec.DELTA_ID, chunk_codec.INTEGERS), (codec.codec_id, b""))
         found[name] = (4, chunk, base, chunk_codec.Encoded(steps, [memoryview(payload)], 4))
     return found
 

@@ -10,7 +10,7 @@ from ckstore.errors import CkstoreError, CorruptError
 from ckstore.hashing import new_pack_id
 from ckstore.io.memory import MemoryBackend
 from ckstore.io.url import backend_for
-from ckstore.store.range_cache import RangeCache
+from ckstore.store.tiers import RangeCache
 
 
 def state_of(seed):

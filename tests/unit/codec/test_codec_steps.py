@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckstore.codec import chunk_codec as chain
-from ckstore.codec.base import CONFIG_NBYTES_MAX
+from ckstore.codec.byte_codecs import CONFIG_NBYTES_MAX
 from ckstore.codec.chunk_codec import CODECS
 from ckstore.config import Compression, Limits
 from ckstore.errors import CorruptError, MalformedError, UnsupportedError, UsageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckstore.codec import differences
+from ckstore.codec import chunk_codec
 from ckstore.errors import MalformedError, UnsupportedError
 
 MASTERS = np.random.default_rng(1).standard_normal(5000).astype("<f4")
@@ -18,11 +18,11 @@ def flat(elements: np.ndarray) -> memoryview:
 
 
 def test_both_roundings_are_found_and_made_again() -> None:
-    for chunk, config in ((BF16, differences.BF16), (HALVES, differences.FP16)):
-        assert differences.rounding_config(flat(chunk), flat(MASTERS)) == config
+    for chunk, config in ((BF16, chunk_codec.BF16), (HALVES, chunk_codec.FP16)):
+        assert chunk_codec.rounding_config(flat(chunk), flat(MASTERS)) == config
         destination = memoryview(bytearray(chunk.nbytes))
-        payload = memoryview(differences.ROUNDED_PAYLOAD)
-        differences.round_base(payload, flat(MASTERS), destination, width=2, config=config)
+        payload = memoryview(chunk_codec.ROUNDED_PAYLOAD)
+        chunk_codec.round_base(payload, flat(MASTERS), destination, width=2, config=config)
         assert destination.tobytes() == chunk.tobytes()
 
 
@@ -30,22 +30,22 @@ def test_both_roundings_are_found_and_made_again() -> None:
 def test_one_element_that_was_rounded_otherwise_is_none(place: int) -> None:
     chunk = BF16.copy()
     chunk[place] += 1
-    assert differences.rounding_config(flat(chunk), flat(MASTERS)) is None
+    assert chunk_codec.rounding_config(flat(chunk), flat(MASTERS)) is None
 
 
 def test_stochastic_rounding_and_truncation_are_none() -> None:
-    assert differences.rounding_config(flat((MASTERS.view("<u4") >> 16).astype("<u2")), flat(MASTERS)) is None
+    assert chunk_codec.rounding_config(flat((MASTERS.view("<u4") >> 16).astype("<u2")), flat(MASTERS)) is None
 
 
 @pytest.mark.parametrize(("chunk_nbytes", "base_nbytes"), [(0, 0), (3, 6), (4, 4), (4, 16), (2, 0)])
 def test_lengths_that_cannot_be_are_none(chunk_nbytes: int, base_nbytes: int) -> None:
-    assert differences.rounding_config(memoryview(bytes(chunk_nbytes)), memoryview(bytes(base_nbytes))) is None
+    assert chunk_codec.rounding_config(memoryview(bytes(chunk_nbytes)), memoryview(bytes(base_nbytes))) is None
 
 
 @pytest.mark.parametrize("config", [b"", b"\x00", b"\x03", b"\x01\x00"])
 def test_configs_of_newer_writers_are_unsupported(config: bytes) -> None:
     with pytest.raises(UnsupportedError):
-        differences.require_rounding_config(config)
+        chunk_codec.require_rounding_config(config)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_configs_of_newer_writers_are_unsupported(config: bytes) -> None:
 )
 def test_other_payloads_and_elements_are_malformed(payload: bytes, nbytes: int, width: int) -> None:
     with pytest.raises(MalformedError):
-        differences.round_base(
+        chunk_codec.round_base(
             memoryview(payload),
             memoryview(bytes(2 * nbytes)),
             memoryview(bytearray(nbytes)),
             width=width,
-            config=differences.BF16,
+            config=chunk_codec.BF16,
         )

@@ -9,7 +9,7 @@ import ckstore
 from ckstore import Policy
 from ckstore._testing import bases_of, repository_of
 from ckstore.delta.base_cache import BaseCache
-from ckstore.format.decisions import DELTA, DERIVED, FULL, IDENTICAL
+from ckstore.format.location import DELTA, DERIVED, FULL, IDENTICAL
 from ckstore.format.manifest import Manifest
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.manifests import Manifests

@@ -8,8 +8,7 @@ import pytest
 
 from ckstore.config import Limits
 from ckstore.errors import MalformedError
-from ckstore.format.logical import decode_logical, encode_logical
-from ckstore.format.losses import check_losses, decode_losses, encode_losses
+from ckstore.format.logical import check_losses, decode_logical, decode_losses, encode_logical, encode_losses
 from ckstore.format.manifest import decode_manifest, encode_manifest
 from ckstore.format.records import encode_inner
 from ckstore.hashing import digest_of

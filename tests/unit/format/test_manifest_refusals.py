@@ -12,8 +12,7 @@ from ckstore.config import Limits
 from ckstore.errors import CkstoreError, CorruptError, MalformedError, UnsupportedError, UsageError
 from ckstore.format.header import PREAMBLE_NBYTES, TRAILER_NBYTES, Preamble, decode_header, encode_preamble
 from ckstore.format.location import encode_location
-from ckstore.format.logical import encode_logical
-from ckstore.format.losses import encode_losses
+from ckstore.format.logical import encode_logical, encode_losses
 from ckstore.format.manifest import (
     TRAILER_MAGIC,
     FrameRef,

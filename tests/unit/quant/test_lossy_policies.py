@@ -11,8 +11,8 @@ import pytest
 from ckstore import Policy, Residual
 from ckstore.config import KIB, TensorSettings
 from ckstore.errors import BoundError
-from ckstore.quant.bitrate import scaled
 from ckstore.quant.planning import LossyTensor
+from ckstore.quant.writer import scaled
 from support.small_chunks import open_small
 from support.states import difference
 from support.synthetic_training import AdamRun, M, V, W, leaf, losses, lossy_policy

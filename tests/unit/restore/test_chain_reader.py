@@ -10,7 +10,7 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.codec import chunk_codec, differences
+from ckstore.codec import chunk_codec
 from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.config import KIB, Limits
 from ckstore.delta import chain_reader
@@ -149,7 +149,7 @@ def test_damaged_frame_is_named_with_its_chain_and_its_checkpoints(store, backen
 
 def test_frame_with_right_checksums_and_wrong_content_is_named(store, reader, monkeypatch):
     """A coder that was wrong when the base was written: nothing that is stored has changed since."""
-    original = differences.subtract
+    original = chunk_codec.subtract_base
 
     def wrong(plain, base, planes_out, **named):
         original(plain, base, planes_out, **named)
@@ -158,7 +158,7 @@ def test_frame_with_right_checksums_and_wrong_content_is_named(store, reader, mo
     writer = ChainWriter(store)
     writer.commit({"w": plain_at(0) * 2}, 10)
     with monkeypatch.context() as patched:
-        patched.setattr(differences, "subtract", wrong)
+        patched.setattr(chunk_codec, "subtract_base", wrong)
         writer.commit({"w": plain_at(1) * 2}, 11, base=-1)
     writer.commit({"w": plain_at(2) * 2}, 12, base=-1)
     chain = chain_at(store, 12)

@@ -146,9 +146,9 @@ def test_missing_pack_of_bases_names_the_tensors_that_rest_on_them(store, backen
 
 def test_residual_of_wrong_words_is_found_by_decoding(store, backend, monkeypatch):
     """Right checksums, a sound base, and yet other bytes: a coder that was wrong at the commit."""
-    from ckstore.codec import differences
+    from ckstore.codec import chunk_codec
 
-    original = differences.subtract
+    original = chunk_codec.subtract_base
 
     def wrong(plain, base, planes_out, **named):
         original(plain, base, planes_out, **named)
@@ -157,7 +157,7 @@ def test_residual_of_wrong_words_is_found_by_decoding(store, backend, monkeypatc
     writer = ChainWriter(store)
     writer.commit(state_at(0), 0)
     with monkeypatch.context() as patched:
-        patched.setattr(differences, "subtract", wrong)
+        patched.setattr(chunk_codec, "subtract_base", wrong)
         writer.commit(state_at(1), 1, base=0)
     assert store.verify("read").is_clean
     found = store.verify("decode").damage

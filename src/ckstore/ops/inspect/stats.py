@@ -16,12 +16,12 @@ from typing import Literal
 
 import numpy as np
 
-from ckstore.codec import chunk_codec, differences, kernels
+from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.chunk_codec import CODECS, QUANTIZED_STEPS
 from ckstore.concurrency import Turns, run_in_turns
 from ckstore.config import Limits, Policy
-from ckstore.format.decisions import StorageDecision
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
+from ckstore.format.location import StorageDecision
 from ckstore.format.manifest import ChunkSpec, FrameRef, Manifest
 from ckstore.format.tree import Path, TensorNode, format_path, leaves_of
 from ckstore.hashing import ChunkId, PackId
@@ -35,8 +35,8 @@ from ckstore.store.repository import Repository
 CodingKind = Literal["plain", "coded", "delta", "rounded", "quantized"]
 
 NAMES = {
-    differences.DELTA_ID: differences.DELTA_NAME,
-    differences.ROUNDED_ID: differences.ROUNDED_NAME,
+    chunk_codec.DELTA_ID: chunk_codec.DELTA_NAME,
+    chunk_codec.ROUNDED_ID: chunk_codec.ROUNDED_NAME,
     **{codec_id: codec.name for codec_id, codec in CODECS.items()},
     **QUANTIZED_STEPS,
 }
@@ -173,9 +173,9 @@ def _headers(
 def _chunk_coding(frame: FrameRef, header: FrameHeader) -> ChunkCoding:
     ids = [codec_id for codec_id, _ in header.steps]
     kind: CodingKind = "coded" if ids else "plain"
-    if ids[:1] == [differences.DELTA_ID]:
+    if ids[:1] == [chunk_codec.DELTA_ID]:
         kind = "delta"
-    elif ids[:1] == [differences.ROUNDED_ID]:
+    elif ids[:1] == [chunk_codec.ROUNDED_ID]:
         kind = "rounded"
     elif ids and ids[0] in QUANTIZED_STEPS:
         kind = "quantized"

@@ -255,8 +255,7 @@ def _load(job: Job, memory: int) -> tuple[int, int]:
 
 def _read(job: Job) -> tuple[Any, PlainFields, list[str]]:
     """Return the state in a file, its objects, and notes for the user."""
-    from ckstore.ops.interop.dcp import keys_left_as_text, load_dcp
-    from ckstore.ops.interop.torch_save import load_file
+    from ckstore.ops.interop.torch_files import keys_left_as_text, load_dcp, load_file
 
     stand_ins, notes = StandIns(), []
     if job.kind == "dcp":

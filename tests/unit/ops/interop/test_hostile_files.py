@@ -53,7 +53,7 @@ def test_code_in_dcp_metadata_is_refused_and_not_run(store, tmp_path):
 
 
 def test_every_flipped_byte_of_dcp_metadata_is_an_error_or_does_no_harm(tmp_path):
-    from ckstore.ops.interop.dcp import load_dcp
+    from ckstore.ops.interop.torch_files import load_dcp
 
     states = foreign_checkpoints.write_dcp(tmp_path / "dcp", steps=(1,))
     folder = tmp_path / "dcp" / "step-1"
@@ -107,8 +107,8 @@ def test_memory_bomb_ends_the_child_and_not_the_parent(tmp_path, monkeypatch):
     torch.save({"w": torch.zeros(10)}, file)
     code = (
         "import resource, sys; from ckstore.ops.interop import child; child.BASE_NBYTES = 200 << 20; "
-        "from ckstore.ops.interop import torch_save; "
-        "torch_save.load_file = lambda *_, values_only=False: {'w': [bytearray(1 << 20) for _ in range(10_000)]}; "
+        "from ckstore.ops.interop import torch_files; "
+        "torch_files.load_file = lambda *_, values_only=False: {'w': [bytearray(1 << 20) for _ in range(10_000)]}; "
         "child.serve(int(sys.argv[1]))"
     )
     with Loader() as loader:
@@ -279,7 +279,7 @@ def test_names_in_files_never_become_paths(store, tmp_path):
 
 
 def test_dcp_part_outside_of_its_folder_is_refused(tmp_path):
-    from ckstore.ops.interop.dcp import load_dcp
+    from ckstore.ops.interop.torch_files import load_dcp
 
     foreign_checkpoints.write_dcp(tmp_path / "dcp", steps=(1,))
     folder = tmp_path / "dcp" / "step-1"

@@ -328,7 +328,7 @@ def test_import_waits_for_nobody_and_refuses_a_run_with_another_live_writer(tmp_
 
 
 def test_unsupported_is_raised_for_a_torch_that_runs_code_of_files(monkeypatch):
-    from ckstore.ops.interop.torch_save import check_torch
+    from ckstore.ops.interop.torch_files import check_torch
 
     for version in ("2.5.1", "2.9.1+cu128", "1.13", "nightly"):
         with pytest.raises(UnsupportedError, match="CVE-2026-24747"):
