@@ -72,7 +72,7 @@ def report_of(error: CkstoreError) -> Any:
 
 
 COMMANDS = {
-    "init": "init",
+    "init": "tiers",
     "ls": "parser",
     "show": "inspect",
     "diff": "inspect",
@@ -96,7 +96,7 @@ COMMANDS = {
     "push": "tiers",
     "pull": "tiers",
     "mirror": "tiers",
-    "adopt": "init",
+    "adopt": "tiers",
     "doctor": "health",
     "bench": "health",
 }
