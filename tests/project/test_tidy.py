@@ -69,7 +69,7 @@ TORCH_MODULES = {
 LAZY = {
     "api.py": "opening and listing a store loads neither numpy nor torch",
     "cli/": "a command loads only what it needs",
-    "ops/commit.py": "an exact commit loads no quantization",
+    "ops/commit.py": "an exact commit loads neither quantization nor collection",
     "ops/interop/child.py": "only files of torch load torch",
     "ops/scheduled.py": "a store that is opened without demotion does not load it",
     "results.py": "listing a store loads no tree",

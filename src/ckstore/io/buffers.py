@@ -5,6 +5,11 @@ Invariants:
 - At most ``count`` blocks are in use. A pool touches no memory before a block is used, and reuses the block returned
   last, so that a lightly used pool stays small.
 - A block that the kernel may still write to is discarded and never reused.
+
+An ``Iovec`` of liburing gets a buffer from its memoryview (``PyObject_GetBuffer``) and never releases it. Without
+``release_leaked_view``, every buffer of every commit and restore would stay allocated. ``leaks_views`` tests once
+whether the installed liburing has this fault. Both are here so that they can be tested where liburing cannot be
+imported.
 """
 
 from __future__ import annotations
@@ -12,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 from ckstore.errors import CapacityError, UsageError
 from ckstore.io.syscalls import PAGE_NBYTES
@@ -199,3 +206,50 @@ def map_block(nbytes: int) -> memoryview:
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     start = -address % _HUGE_PAGE_NBYTES
     return memoryview(mapping)[start : start + nbytes]
+
+
+class _Buffer(ctypes.Structure):
+    """CPython's ``Py_buffer``. Releasing a memoryview reads only its ``obj``."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_release = ctypes.pythonapi.PyBuffer_Release
+_release.argtypes = (ctypes.POINTER(_Buffer),)
+_release.restype = None
+
+
+def leaks_views(make_vector: Any) -> bool:
+    """Return True if a deleted vector leaves one export of, and one reference to, its view."""
+    view = memoryview(bytearray(1))
+    before = sys.getrefcount(view)
+    vector = make_vector([view])
+    del vector
+    if sys.getrefcount(view) == before:
+        return False
+    try:
+        view.release()
+    except BufferError:
+        return sys.getrefcount(view) == before + 1
+    return False
+
+
+def release_leaked_view(view: memoryview) -> None:
+    """Release the leaked export of a view, and the view itself.
+
+    REQUIRES: ``leaks_views`` is True, the vector was deleted, and this is the only call for it.
+    """
+    _release(ctypes.byref(_Buffer(obj=id(view))))
+    view.release()

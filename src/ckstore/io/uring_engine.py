@@ -5,7 +5,7 @@ Properties of the liburing binding, and how this module deals with them:
 - It keeps no reference to buffers and vectors, so a table holds both until their completion was reaped.
 - ``cqe.res`` raises if the operation failed, so the request is looked up first and the entry is always marked seen.
 - A failed ``prep`` leaves a blank entry in the ring, which is turned into a no-op.
-- Vectors leak a reference to their memoryview; see ``uring_vectors.py``.
+- Vectors leak a reference to their memoryview; see ``buffers.py``.
 
 Invariants:
 - One thread creates, uses and closes the ring. Other threads queue requests and wake it.
@@ -29,9 +29,9 @@ from typing import Any
 
 from ckstore.concurrency import Latch
 from ckstore.errors import UsageError
+from ckstore.io.buffers import leaks_views, release_leaked_view
 from ckstore.io.direct_io import IoQueue, IoRequest, Transfer, require_supported_processor
 from ckstore.io.syscalls import medium_errors
-from ckstore.io.uring_vectors import leaks_views, release_leaked_view
 
 # Must run before the import, which would crash the process on an unsupported processor.
 require_supported_processor()

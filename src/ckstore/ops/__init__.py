@@ -3,8 +3,8 @@
 Most have two parts: ``plan_…`` decides and changes nothing, then the operation carries the plan out. A dry run stops
 after the plan.
 
-- gc (``gc/__init__.py`` has the walk): delete checkpoints by retention rules, and free packs. ``full_disk.py`` runs it
-  for a commit that found the disk full, ``scheduled.py`` after every N commits.
+- gc (``gc/__init__.py`` has the walk): delete checkpoints by retention rules, and free packs. ``scheduled.py`` runs it
+  after every N commits.
 - commit (``commit.py``): free space and commit again when the disk is full; load quantization only if it is wanted.
 - demote (``demote.py``): store old checkpoints with a bounded loss.
 - repack (``repack.py``, ``repack_plan.py``): code a run again, so that the newest checkpoints are restored fastest.

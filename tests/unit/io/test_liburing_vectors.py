@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ckstore.io.uring_vectors import leaks_views, release_leaked_view
+from ckstore.io.buffers import leaks_views, release_leaked_view
 
 
 @pytest.mark.uring

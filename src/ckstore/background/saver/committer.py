@@ -32,8 +32,7 @@ from ckstore.errors import CapacityError, CkstoreError, SaverError
 from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
-from ckstore.ops.commit import CommitRequest, commit_checkpoint
-from ckstore.ops.full_disk import room_after
+from ckstore.ops.commit import CommitRequest, commit_checkpoint, room_after
 from ckstore.results import Receipt, Stopwatch
 from ckstore.store import history
 from ckstore.store.lease import Lease

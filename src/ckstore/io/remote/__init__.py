@@ -1,7 +1,7 @@
 """The bucket backend (S3, GCS, Azure), loaded only when a bucket is opened.
 
-Read ``backend.py`` first: it implements ``Backend`` with the requests of ``client.py``, the only module that imports
-obstore, and the pack uploads and range reads of ``packs.py``. ``errors.py`` says what a failed request means.
+Read ``backend.py`` first: it implements ``Backend``, pack uploads and range reads included, with the requests of
+``client.py``, the only module that imports obstore. ``errors.py`` says what a failed request means.
 
 This file knows what a bucket address is, and loads none of them.
 """
