@@ -1,7 +1,7 @@
-"""What the cases of commits in the background share: rivals, the copy they are held against, and training loops.
+"""Shared parts of the cases about background commits: other tools, the reference copy, and training loops.
 
-A rival begins a save and returns when its caller may go on and change the state; what it returns waits until the save
-is durable, under the same promise for everybody: who does not sync is followed by an fsync of all its files.
+``AsyncTool.begin`` starts a save and returns when the caller may change the state again. The function that it returns
+waits until the save is durable. If a tool does not sync its files, the bench calls fsync on all of them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from torch import nn
 
 from bench import machine
 from bench.histories import LAYERS, State, tensors_of
-from bench.rivals import _quiet
+from bench.other_tools import _quiet
 
 PIECE_NBYTES = 4 << 20
 Finish = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Rival:
-    """A tool: how it begins to save a state into an empty folder; what that returns waits until it is durable."""
+class AsyncTool:
+    """A tool with an asynchronous save.
+
+    ``begin`` starts to save a state into an empty folder. The function that it returns waits until the save is durable.
+    """
 
     name: str
     begin: Callable[[State, Path], Finish]
 
 
-def dcp(*, is_pinned: bool = False) -> Rival:
-    """Return torch's distributed checkpointing, whose copies are kept and used again: that is its faster way.
+def dcp(*, is_pinned: bool = False) -> AsyncTool:
+    """Return torch's distributed checkpointing, with reused staging buffers, which are its faster mode.
 
     Args:
         is_pinned: Copy from a GPU into pinned memory, without waiting for each tensor.
@@ -61,11 +64,11 @@ def dcp(*, is_pinned: bool = False) -> Rival:
 
         return finish
 
-    return Rival("DCP async_save", begin)
+    return AsyncTool("DCP async_save", begin)
 
 
-def torchsnapshot() -> Rival:
-    """Return torchsnapshot, which copies to the host before it returns."""
+def torchsnapshot() -> AsyncTool:
+    """Return torchsnapshot, which copies to host memory before it returns."""
     with _quiet():
         import torchsnapshot as package
 
@@ -80,11 +83,11 @@ def torchsnapshot() -> Rival:
 
         return finish
 
-    return Rival("torchsnapshot async_take", begin)
+    return AsyncTool("torchsnapshot async_take", begin)
 
 
-def deepcopy_thread() -> Rival:
-    """Return what people write themselves: clone everything, and let a thread save it."""
+def deepcopy_thread() -> AsyncTool:
+    """Return what users write themselves: clone everything, and save it on a thread."""
 
     def begin(state: State, folder: Path) -> Finish:
         def clone(node: Any) -> Any:
@@ -106,10 +109,10 @@ def deepcopy_thread() -> Rival:
         thread.start()
         return thread.join
 
-    return Rival("clone, then torch.save on a thread", begin)
+    return AsyncTool("clone, then torch.save on a thread", begin)
 
 
-MAKERS: dict[str, Callable[[], Rival]] = {
+MAKERS: dict[str, Callable[[], AsyncTool]] = {
     "DCP": dcp,
     "torchsnapshot": torchsnapshot,
     "torch.save": deepcopy_thread,
@@ -120,9 +123,16 @@ def find(
     trial: State,
     folder: Path,
     names: list[str] | None,
-    otherwise: Mapping[str, Callable[[], Rival]] = MappingProxyType({}),
-) -> tuple[list[Rival], dict[str, str]]:
-    """Return the rivals that work here, with the reasons for the others; some may be made otherwise than by default."""
+    otherwise: Mapping[str, Callable[[], AsyncTool]] = MappingProxyType({}),
+) -> tuple[list[AsyncTool], dict[str, str]]:
+    """Return the tools that work here, and the reason for each one that does not.
+
+    Args:
+        trial: A small state that each tool has to save.
+        folder: Where to work.
+        names: The tools to try; None: all.
+        otherwise: Makers that replace the default ones, by name.
+    """
     found, reasons = [], {}
     for name, make in (MAKERS | dict(otherwise)).items():
         if names is not None and name not in names:
@@ -130,9 +140,9 @@ def find(
         place = folder / f"trial-{name}"
         place.mkdir()
         try:
-            rival = make()
-            rival.begin(trial, place)()
-            found.append(rival)
+            tool = make()
+            tool.begin(trial, place)()
+            found.append(tool)
         except Exception as error:
             reasons[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         finally:
@@ -141,16 +151,16 @@ def find(
 
 
 class Copies:
-    """The memory copy that staging is held against: the same tensors, into one buffer that is used again.
+    """Memory copies of a state into one reused buffer; stall times are compared with them.
 
-    Two ways, and in each round the faster one counts: numpy on threads, each of which takes the next piece of 4 MiB,
-    and torch's own copy, which splits a large tensor among its threads.
+    There are two ways to copy, and in each round the faster one counts: numpy on several threads, each of which takes
+    the next 4 MiB, and torch's own copy, which splits a large tensor among its threads.
     """
 
     def __init__(self, state: State, threads: int) -> None:
         self._sources = [tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in tensors_of(state)]
         self._buffer = torch.zeros(sum(len(source) for source in self._sources), dtype=torch.uint8)
-        # A zeroed buffer is mapped to one page of zeros until it is written to.
+        # A zeroed buffer maps a single page of zeros until it is written to.
         self._buffer.fill_(1)
         ends = np.cumsum([len(source) for source in self._sources])
         self._targets = [self._buffer[end - len(source) : end] for end, source in zip(ends, self._sources, strict=True)]
@@ -163,13 +173,13 @@ class Copies:
         self._pool = ThreadPoolExecutor(threads)
 
     def seconds(self) -> dict[str, float]:
-        """Copy everything, both ways, and return how long each took."""
+        """Copy everything in both ways; return the seconds of each."""
         return {"numpy on threads": self._by_numpy(), "torch": self._by_torch()}
 
     def shortest(self) -> float:
-        """Copy everything, both ways, and return the seconds of the faster one.
+        """Copy everything in both ways; return the seconds of the faster one.
 
-        How fast memory is changes from one second to the next where a host has other guests.
+        On a shared host the memory speed changes from second to second.
         """
         return min(self.seconds().values())
 
@@ -202,18 +212,18 @@ class Copies:
 
     @property
     def copied(self) -> bytes:
-        """What is in the buffer."""
+        """The content of the buffer."""
         return self._buffer.numpy().tobytes()
 
     def close(self) -> None:
-        """End the threads and let go of the buffer."""
+        """Stop the threads and release the buffer."""
         self._pool.shutdown()
         self._pieces.clear()
         self._targets.clear()
 
 
 def change(state: State) -> None:
-    """Change nearly every element a little, so that the next commit finds nothing that it has stored already."""
+    """Change nearly every element slightly, so that the next commit cannot reuse stored chunks."""
     with torch.no_grad():
         for _, tensor in tensors_of(state):
             if tensor.is_floating_point():
@@ -221,7 +231,7 @@ def change(state: State) -> None:
 
 
 def owner_of(state: State) -> torch.optim.Optimizer:
-    """Make the weights of a state parameters, and return an optimizer that owns them and the moments of the state."""
+    """Turn the weights of a state into parameters; return an optimizer that owns them and the moments."""
     weights = {name: torch.nn.Parameter(tensor) for name, tensor in state["model"].items()}
     state["model"] = weights
     optimizer = torch.optim.AdamW(weights.values())
@@ -232,14 +242,14 @@ def owner_of(state: State) -> torch.optim.Optimizer:
 
 @dataclass
 class Loop:
-    """A training loop with real forward and backward passes: a GPT of bytes and its AdamW, in any size.
+    """A training loop with real forward and backward passes: a byte-level GPT with AdamW, of any size.
 
     Args:
-        nbytes: Of weights and moments together.
-        tokens: Of one sequence.
-        batches: Of one step, which adds up their gradients.
-        sequences: Of one batch.
-        device: Where it is trained; on a GPU by the fused AdamW, and a step is over when the GPU is done with it.
+        nbytes: Bytes of weights and moments together.
+        tokens: Tokens of a sequence.
+        batches: Batches whose gradients are accumulated for one step.
+        sequences: Sequences of a batch.
+        device: Where to train. On a GPU the fused AdamW is used, and a step includes the synchronization with the GPU.
     """
 
     nbytes: int
@@ -259,11 +269,11 @@ class Loop:
         is_fused = self.device != "cpu"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, foreach=False, fused=is_fused)
         self._generator = torch.Generator().manual_seed(1)
-        # Moments exist from here on.
+        # The first step creates the moments.
         self.train_one_step()
 
     def train_one_step(self) -> None:
-        """Take one step."""
+        """Do one optimizer step."""
         self.optimizer.zero_grad(set_to_none=True)
         for _ in range(self.batches):
             shape = (self.sequences, self.tokens + 1)
@@ -278,14 +288,14 @@ class Loop:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a trainer commits."""
+        """The state that a trainer commits."""
         return {"model": self.model, "optimizer": self.optimizer, "step": self.step}
 
 
-def count_in_python(is_over: Callable[[], bool]) -> float:
-    """Run a loop of pure Python until told otherwise; return rounds of it a second.
+def run_python_loop(is_over: Callable[[], bool]) -> float:
+    """Run a loop of pure Python until ``is_over`` returns True; return rounds per second.
 
-    It asks every 64 rounds, about twice a millisecond, so that asking takes no part of it, whatever that costs.
+    ``is_over`` is called every 64 rounds, about twice a millisecond, so that its cost does not matter.
     """
     numbers, total, rounds = list(range(256)), 0, 0
     began = time.perf_counter()
@@ -294,19 +304,19 @@ def count_in_python(is_over: Callable[[], bool]) -> float:
             for number in numbers:
                 total += number * number % 7
         rounds += 64
-        # Not before the first rounds: what is over by then, on a busy machine, has a speed too.
+        # At least 64 rounds are run, so that the speed is defined even if the save has already ended.
         if is_over():
             return rounds / (time.perf_counter() - began)
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """A loop of pure Python beside one save.
+class LoopDuringSave:
+    """A loop of pure Python during one save.
 
     Args:
-        rate: Rounds a second.
-        delayed_share: Of its time, for which it could have run and had no processor.
-        seconds: What the save took; the loop may have begun later.
+        rate: Rounds per second.
+        delayed_share: Share of its time in which the loop was ready to run but had no processor.
+        seconds: Duration of the save; the loop may have started later.
     """
 
     rate: float
@@ -314,23 +324,23 @@ class Counted:
     seconds: float
 
 
-def count_delayed(is_over: Callable[[], bool], began: float) -> Counted:
-    """Run the loop until told otherwise, beside what began at that time by ``time.perf_counter``."""
+def run_loop_during_save(is_over: Callable[[], bool], began: float) -> LoopDuringSave:
+    """Run the loop until ``is_over``, during a save that began at ``began`` (``time.perf_counter``)."""
     loop_began, delayed = time.perf_counter(), delay_seconds()
-    rate = count_in_python(is_over)
+    rate = run_python_loop(is_over)
     ended = time.perf_counter()
-    return Counted(rate, (delay_seconds() - delayed) / (ended - loop_began), ended - began)
+    return LoopDuringSave(rate, (delay_seconds() - delayed) / (ended - loop_began), ended - began)
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """A loop of pure Python beside saves.
+class LoopSpeed:
+    """Speed of a loop of pure Python during saves.
 
     Args:
-        rate: Rounds a second.
-        share: Of the rounds a second of the same loop alone, right before and right after.
-        had_processor: Share of the time for which the loop did not wait for a processor.
-        seconds: What a save took.
+        rate: Rounds per second.
+        share: Speed relative to the same loop alone, right before and right after.
+        had_processor: Share of the time in which the loop did not wait for a processor.
+        seconds: Mean duration of a save.
     """
 
     rate: float
@@ -339,43 +349,43 @@ class Beside:
     seconds: float
 
 
-def count_beside(count: Callable[[], Counted], *, enough_seconds: float) -> Beside:
-    """Run the loop beside saves until so much of it was seen, and alone before and after each of them.
+def measure_loop_speed(count: Callable[[], LoopDuringSave], *, enough_seconds: float) -> LoopSpeed:
+    """Run the loop during saves for a given total time, and alone before and after each save.
 
     Args:
-        count: Saves once, and runs the loop until that is over.
-        enough_seconds: Of loops beside saves.
+        count: Saves once, and runs the loop until the save has ended.
+        enough_seconds: Total time of loops during saves.
     """
 
     def alone() -> float:
         until = time.perf_counter() + enough_seconds / 4
-        return count_in_python(lambda: time.perf_counter() >= until)
+        return run_python_loop(lambda: time.perf_counter() >= until)
 
-    found, quiet, total = list[Counted](), [alone()], 0.0
+    found, quiet, total = list[LoopDuringSave](), [alone()], 0.0
     while total < enough_seconds:
         found.append(count())
         total += found[-1].seconds
         quiet.append(alone())
-    rounds = sum(counted.rate * counted.seconds for counted in found)
-    beside = [(before + after) / 2 for before, after in itertools.pairwise(quiet)]
-    expected = sum(rate * counted.seconds for rate, counted in zip(beside, found, strict=True))
-    delayed = sum(counted.delayed_share * counted.seconds for counted in found)
-    return Beside(rounds / total, rounds / expected, 1 - delayed / total, total / len(found))
+    rounds = sum(measured.rate * measured.seconds for measured in found)
+    quiet_means = [(before + after) / 2 for before, after in itertools.pairwise(quiet)]
+    expected = sum(rate * measured.seconds for rate, measured in zip(quiet_means, found, strict=True))
+    delayed = sum(measured.delayed_share * measured.seconds for measured in found)
+    return LoopSpeed(rounds / total, rounds / expected, 1 - delayed / total, total / len(found))
 
 
 def delay_seconds() -> float:
-    """Return for how long the main thread of this process could have run and had no processor."""
+    """Return the time in which the main thread of this process was ready to run but had no processor."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return for how long a process has computed, the kernel's work for it included."""
+    """Return the processor time of a process, kernel time included."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def usage_of(pid: int) -> Iterator[tuple[str, int]]:
-    """Yield what a process has: memory of its own and of files in bytes, descriptors, threads, children."""
+    """Yield memory (own and mapped files, in bytes), descriptors, threads and children of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name in ("RssAnon", "RssFile"):

@@ -1,7 +1,7 @@
-"""What remembering the structure of a state saves a call of ``commit_async``: ``python -m bench.capture``.
+"""How much time ``commit_async`` saves by caching the structure of a state: ``python -m bench.capture``.
 
-Captures states of an Adam optimizer, once walking all of it and once with the memory of the last capture, in turns.
-Prints the median, and the least and the most, of the processor time of a call.
+Captures the states of an Adam optimizer with and without the cache, alternately. Prints median, minimum and maximum of
+the processor time of a call.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ckstore.state.capture import capture, loaded_adapters
 from ckstore.state.capture_cache import CaptureCache
 
 TENSOR_COUNTS = {294: 40, 10_000: 15}
-"""Tensors in a state, and how often it is captured in each way."""
+"""Tensors of a state, and how often it is captured in each way."""
 
 
 def state_of(tensor_count: int) -> dict[str, object]:
-    """Return a state of about so many small tensors: parameters and two moments of each."""
+    """Return a state of about this many small tensors: parameters and two moments of each."""
     count = tensor_count // 3
     moments = {
         index: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(16, 16), "exp_avg_sq": torch.zeros(16, 16)}
@@ -39,7 +39,7 @@ def processor_seconds(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Measure, and print one line for each size of a state."""
+    """Measure, and print one line for each size."""
     adapters = loaded_adapters()
     for tensor_count, repeats in TENSOR_COUNTS.items():
         state, cache = state_of(tensor_count), CaptureCache()

@@ -1,4 +1,4 @@
-"""The cases: what is prepared, who takes part, and what is timed."""
+"""The cases: preparation, participants, and what is timed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 from bench import (
     cases_async,
     cases_codec,
+    cases_device_copies,
     cases_engine,
     cases_gc,
     cases_gpu,
@@ -24,12 +25,11 @@ from bench import (
     cases_loops,
     cases_stages,
     cases_stall,
-    cases_telling,
     cases_training,
     device,
     histories,
     machine,
-    rivals,
+    other_tools,
 )
 from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, gigabytes_per_second, open_store, with_ckstore
@@ -39,10 +39,10 @@ LS_PROGRAM = "import sys; from ckstore.cli.main import main; sys.exit(main())"
 
 
 def commit_durable(bench: Bench) -> Result:
-    """Save the whole state, new to the store, until it would survive a power cut."""
+    """Save a state that is new to the store, until it is durable."""
     result = bench.result("commit_durable", "GB/s", is_higher_better=True)
     state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
-    result.unusable |= bench.rivals.unusable
+    result.unusable |= bench.other_tools.unusable
     buffers = device.Buffers()
 
     def on_device() -> Sample:
@@ -51,12 +51,12 @@ def commit_durable(bench: Bench) -> Result:
         speeds = {name: gigabytes_per_second(nbytes, seconds) for name, seconds in ways.items()}
         return Sample(max(speeds.values()), {"ways": speeds})
 
-    def by(rival: rivals.Rival) -> Participant:
+    def by(tool: other_tools.Tool) -> Participant:
         def run() -> Sample:
-            place = folder / "rival"
+            place = folder / "tool"
             place.mkdir()
             began = time.perf_counter()
-            rival.save(state, place)
+            tool.save(state, place)
             seconds = time.perf_counter() - began
             written = machine.tree_nbytes(place)
             machine.remove_tree(place)
@@ -80,16 +80,16 @@ def commit_durable(bench: Bench) -> Result:
 
     machine.check_space(folder, int(2.5 * nbytes))
     participants: dict[str, Participant] = {"device": on_device}
-    participants |= {rival.name: by(rival) for rival in bench.rivals.usable}
+    participants |= {tool.name: by(tool) for tool in bench.other_tools.usable}
     return with_ckstore(bench, result, participants, {f"ckstore {name}": by_ckstore(name) for name in VARIANTS})
 
 
 def restore_cold(bench: Bench) -> Result:
-    """Bring the whole state back after the caches were dropped, and compare it with what was saved."""
+    """Load the whole state after dropping the caches, and compare it with what was saved."""
     result = bench.result("restore_cold", "GB/s", is_higher_better=True)
     state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
-    result.unusable |= bench.rivals.unusable
-    machine.check_space(folder, int((len(bench.rivals.usable) + len(VARIANTS) + 2) * nbytes))
+    result.unusable |= bench.other_tools.unusable
+    machine.check_space(folder, int((len(bench.other_tools.usable) + len(VARIANTS) + 2) * nbytes))
     into, buffers = histories.blank_like(state), device.Buffers()
     raw = folder / "device.bin"
     device.write_durably(raw, nbytes, device.by_threads(buffers, 8))
@@ -114,11 +114,11 @@ def restore_cold(bench: Bench) -> Result:
         return run
 
     participants: dict[str, Participant] = {"device": on_device}
-    for rival in bench.rivals.usable:
-        place = folder / f"saved-{rival.name}"
+    for tool in bench.other_tools.usable:
+        place = folder / f"saved-{tool.name}"
         place.mkdir()
-        rival.save(state, place)
-        participants[rival.name] = timed(place, partial(rival.load, place, into))
+        tool.save(state, place)
+        participants[tool.name] = timed(place, partial(tool.load, place, into))
     mine: dict[str, Participant] = {}
     for compression in VARIANTS if bench.has_ckstore is None else ():
         place = folder / f"saved-ckstore-{compression}"
@@ -142,12 +142,12 @@ def _restore(place: Path, compression: str, into: Any = None) -> Any:
 
 
 def peak_memory(bench: Bench) -> Result:
-    """Measure what a save, and then a load into the living state, needs beyond that state."""
+    """Measure the memory that a save, and then a load into the existing state, needs beyond that state."""
     result = Result("peak_memory", "MiB", is_higher_better=False)
     result.setting = {"state_nbytes": histories.nbytes_of(bench.state), "rounds": bench.rounds}
     del bench.state
-    result.unusable |= bench.rivals.unusable
-    names = [rival.name for rival in bench.rivals.usable]
+    result.unusable |= bench.other_tools.unusable
+    names = [tool.name for tool in bench.other_tools.usable]
     if bench.has_ckstore is None:
         names += [f"ckstore {name}" for name in VARIANTS]
     else:
@@ -169,7 +169,7 @@ def peak_memory(bench: Bench) -> Result:
         return run
 
     interleave(result, {name: in_process(name) for name in names}, bench.rounds)
-    # Both phases were measured by one process; each becomes a row.
+    # One process measured both phases; each becomes a row.
     for name, samples in list(result.samples.items()):
         result.samples[f"{name}: save"] = [Sample(sample.value) for sample in samples]
         result.samples[f"{name}: load"] = [Sample(float(str(sample.facts["load"]))) for sample in samples]
@@ -179,7 +179,7 @@ def peak_memory(bench: Bench) -> Result:
 
 
 def commit_unchanged(bench: Bench) -> Result:
-    """Commit a state that the store has already: nothing is left but hashing it."""
+    """Commit a state that is already stored: only hashing remains."""
     result = bench.result("commit_unchanged", "GB/s", is_higher_better=True)
     state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
     threads = len(os.sched_getaffinity(0))
@@ -208,7 +208,7 @@ def commit_unchanged(bench: Bench) -> Result:
 
 
 def _many_commits(bench: Bench, place: Path) -> list[tuple[float, float]]:
-    """Commit a small state, of which one tensor changes, many times; return seconds and processor seconds of each."""
+    """Commit a small state of which one tensor changes, many times; return seconds and processor seconds of each."""
     state = histories.gpt_state(1_000_000, donors=histories.synthetic_donors())
     changing = next(tensor for _, tensor in histories.tensors_of(state))
     seconds = []
@@ -222,7 +222,7 @@ def _many_commits(bench: Bench, place: Path) -> list[tuple[float, float]]:
 
 
 def ls_1000(bench: Bench) -> Result:
-    """List a store of a thousand checkpoints in a new process, beside the bare interpreter."""
+    """List a store of 1,000 checkpoints in a new process; compare with starting the bare interpreter."""
     result = Result("ls_1000", "s", is_higher_better=False)
     result.setting = {"checkpoints": bench.count, "rounds": bench.rounds}
     if bench.has_ckstore is not None:
@@ -230,7 +230,7 @@ def ls_1000(bench: Bench) -> Result:
         return result
     place = bench.folder / "store"
     _many_commits(bench, place)
-    # As an installed program runs: byte code is cached, whatever the shell that runs this bench forbids.
+    # An installed program has cached byte code, so allow the cache even if this shell forbids it.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment = {**inherited, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
@@ -257,7 +257,7 @@ def ls_1000(bench: Bench) -> Result:
 
 
 def history_growth(bench: Bench) -> Result:
-    """Look whether a commit gets slower as the history behind it gets longer."""
+    """Check whether commits become slower as the history grows."""
     result = Result("history_growth", "ms", is_higher_better=False)
     result.setting = {"checkpoints": bench.count, "state": "1 MB in 294 tensors, one of them changed"}
     if bench.has_ckstore is not None:
@@ -300,7 +300,7 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     **cases_stall.CASES,
     **cases_training.CASES,
     **cases_gpu.CASES,
-    **cases_telling.CASES,
+    **cases_device_copies.CASES,
     **cases_stages.CASES,
     **cases_async.CASES,
 }

@@ -1,4 +1,4 @@
-"""What commits in the background cost beside synchronous ones: time until durable, memory, a thousand in a row."""
+"""Background commits compared with synchronous ones: time until durable, memory, and a thousand in a row."""
 
 from __future__ import annotations
 
@@ -24,34 +24,33 @@ from bench.workbench import Bench, facts_of, open_store
 from ckstore._testing import background_of
 
 LOOKS = 8
-"""Commits in a row after each of which memory is looked at."""
+"""Commits in a row, and after how many of them memory is measured."""
 
 MIB = 1 << 20
 VARIANTS = ("none", "fast")
 SAMPLE_SECONDS = 0.004
 
 RETURNED = "return_s"
-"""After how many seconds the call has returned."""
+"""Column: seconds until the call returned."""
 
 DISK = "the disk alone"
-"""As many bytes as the state has, written and made durable by a program that does nothing else.
+"""Participant: write as many bytes as the state has, and make them durable.
 
-In one way: at another depth a disk may be faster (``engine_write`` tries some).
+It uses one queue depth. A disk may be faster at another one; ``engine_write`` tries several.
 """
 
 _DISK_DEPTH = 8
 
 GUARDED = "guarded commit_async"
 WAYS = {"commit_async": "", GUARDED: ", behind a guard,"}
-"""How commits go into the background, and what notes call it."""
+"""Ways to commit in the background, and what the notes call them."""
 
 
 def async_wall(bench: Bench) -> Result:
-    """Commit a state that is new nearly everywhere until it is durable: in the background, and in this process."""
-    # In the background the call returns when all is copied or, behind the guard of an optimizer that owns nearly all of
-    # it, at once.
-    # The first commit of a store, whose saver has not seen the memory that it reads, and a second one, which may be
-    # coded against the first.
+    """Commit a state that is almost entirely new until it is durable: in the background, and synchronously."""
+    # Without a guard the call returns when everything is copied. With a guard on an optimizer that owns nearly all
+    # tensors it returns immediately. Two commits are measured: the first one of a store, when the saver has not yet
+    # mapped the memory, and a second one, which may be encoded against the first.
     result = bench.result("async_wall", "s", is_higher_better=False)
     result.columns = (RETURNED,)
     state, nbytes, folder = dict(bench.state), histories.nbytes_of(bench.state), bench.folder
@@ -77,7 +76,7 @@ def async_wall(bench: Bench) -> Result:
                     receipt = store.commit(state, step) if pending is None else pending.result()
                     seconds = time.perf_counter() - began
             machine.remove_tree(place)
-            # A synchronous call returns when all is done.
+            # A synchronous call returns when the checkpoint is durable.
             return Sample(seconds, {**facts_of(receipt), RETURNED: returned if is_async else seconds})
 
         return run
@@ -94,7 +93,10 @@ def async_wall(bench: Bench) -> Result:
 
 
 def _writing(nbytes: int, path: Path) -> Participant:
-    """Return what writes so many bytes to a new file until they are durable, in whole pages, as O_DIRECT asks."""
+    """Return a participant that writes this many bytes to a new file until they are durable.
+
+    It writes whole pages, because O_DIRECT requires that.
+    """
     transfer = device.by_threads(device.Buffers(_DISK_DEPTH), _DISK_DEPTH)
 
     def run() -> Sample:
@@ -107,7 +109,7 @@ def _writing(nbytes: int, path: Path) -> Participant:
 
 
 def _note_walls(result: Result, kinds: list[tuple[str, str]]) -> None:
-    """Note how long commits in the background take beside synchronous ones, and what one that blocks cannot hide."""
+    """Note how background commits compare with synchronous ones, and how much of the time a blocking call waits."""
     for which, name in kinds:
         base, what = f"{which}commit {name}", f"{name}, {'a later' if which else 'the first'} commit of a store"
         for way, how in WAYS.items():
@@ -118,7 +120,7 @@ def _note_walls(result: Result, kinds: list[tuple[str, str]]) -> None:
                     f"{what}: in the background{how} it takes {_spread(rounds)} as long as a synchronous commit; "
                     f"the call has returned after {_share_waited(result, other, base):.2f} of that one"
                 )
-        # What is coded is fewer bytes.
+        # Encoded data is smaller.
         blocking = f"{which}commit_async {name}"
         if name == "none" and {DISK, base, blocking} <= set(result.samples):
             result.notes.append(
@@ -132,24 +134,24 @@ def _spread(times: list[float]) -> str:
 
 
 def _one_after_the_other(result: Result, name: str, base: str) -> list[float]:
-    """Return how long a call of each round, and after it the disk alone, took beside a synchronous commit."""
+    """Return, for each round, call time plus plain disk time, relative to a synchronous commit."""
     triples = zip(_numbers(result, name, RETURNED), result.samples[DISK], result.samples[base], strict=True)
     return [(returned + disk.value) / other.value for returned, disk, other in triples]
 
 
 def _share_waited(result: Result, name: str, base: str) -> float:
-    """Return after what part of the time of a synchronous commit the call returned; the median over rounds."""
+    """Return when the call returned, as a share of the time of a synchronous commit; the median over rounds."""
     pairs = zip(_numbers(result, name, RETURNED), result.samples[base], strict=True)
     return statistics.median(returned / other.value for returned, other in pairs)
 
 
 def _numbers(result: Result, name: str, fact: str) -> list[float]:
-    """Return one of the facts of each round."""
+    """Return one fact of each round."""
     return [float(str(sample.facts[fact])) for sample in result.samples[name]]
 
 
 def async_pages(bench: Bench) -> Result:
-    """Take the memory that a state is staged in, and commit through it: in huge pages, and in small ones only."""
+    """Allocate the arena and commit through it: with huge pages, and with small pages only."""
     result = bench.result("async_pages", "s", is_higher_better=False)
     result.columns = ("prewarm_s", RETURNED, "huge_share")
     state, place, nbytes = dict(bench.state), bench.folder / "store", histories.nbytes_of(bench.state)
@@ -162,8 +164,8 @@ def async_pages(bench: Bench) -> Result:
     def committing(*, is_huge: bool, is_prewarmed: bool) -> Participant:
         def run() -> Sample:
             small = patch.object(Mapping, "take_huge_pages", lambda *_, **__: None)
-            # A virtual machine's host may give it memory when that is used for the first time, in milliseconds a huge
-            # page, and that is not what is measured here.
+            # A virtual machine's host may allocate memory at first use, which takes milliseconds for a huge page. Touch
+            # the memory first, so that this is not measured.
             np.ones(nbytes + nbytes // 4, np.uint8)
             with nullcontext() if is_huge else small, open_store(place, "none") as store:
                 began = time.perf_counter()
@@ -204,7 +206,7 @@ def async_pages(bench: Bench) -> Result:
 
 
 def _nbytes_huge() -> int:
-    """Return how many bytes of arenas lie on huge pages, and are mapped as such by this process."""
+    """Return how many bytes of arenas this process has mapped as huge pages."""
     found, is_arena = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
@@ -215,7 +217,7 @@ def _nbytes_huge() -> int:
 
 
 def async_memory(bench: Bench) -> Result:
-    """Measure what trainer and saver need together beyond state and arena, at the highest, over three commits."""
+    """Measure the peak memory of trainer and saver beyond state and arena, over three commits."""
     result = Result("async_memory", "MiB", is_higher_better=False)
     result.setting = {"state_nbytes": bench.nbytes, "rounds": bench.rounds}
     result.columns = ("arena", "trainer", "saver")
@@ -248,7 +250,7 @@ def async_memory(bench: Bench) -> Result:
 
 
 def async_thousand(bench: Bench) -> Result:
-    """Commit a small state many times in a row in the background, and look what grows on either side."""
+    """Commit a small state many times in the background; check whether trainer or saver grow."""
     result = Result("async_thousand", "ms", is_higher_better=False)
     result.setting = {"checkpoints": bench.count, "state": "1 MB in 294 tensors, one of them changed"}
     if bench.has_ckstore is not None:
@@ -292,14 +294,14 @@ def async_thousand(bench: Bench) -> Result:
 
 
 def _lowest(usages: dict[str, dict[str, int]] | None, found: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Return the lowest of each number: what a process has for a moment is no growth."""
+    """Return the lowest of each number, because a short peak is not growth."""
     if usages is None:
         return found
     return {side: {name: min(value, usages[side][name]) for name, value in had.items()} for side, had in found.items()}
 
 
 def peaks_while(work: Callable[[], object], pids: dict[str, int]) -> dict[str, int]:
-    """Return the highest that each process had of memory of its own and of files, while this worked, in bytes."""
+    """Return the peak of own and of file-mapped memory of each process while ``work`` ran, in bytes."""
     highest = dict.fromkeys(pids, 0)
     is_over = threading.Event()
 
@@ -324,7 +326,7 @@ def _own_nbytes(pid: int) -> int:
 
 
 def main() -> int:
-    """Measure one way of compressing in this process, the trainer, and print one line of JSON."""
+    """Measure one compression in this process, the trainer, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--compression", required=True)
     parser.add_argument("--size", type=int, required=True)

@@ -1,8 +1,7 @@
-"""The cases codec_*: bytes and speed of one core, every coder on the same really trained tensors.
+"""The cases codec_*: size and single-core speed of every coder on the same trained tensors.
 
-A round of a coder encodes the whole state, then decodes it and compares; the tensors' order, the core and
-the state of the memory allocator are the same for everybody. What a form costs beside coding (hashing,
-checking, writing) is no part of these cases.
+In a round a coder encodes the whole state, then decodes it and compares. The order of tensors, the core and the state
+of the memory allocator are the same for all. Hashing, checking and writing are not included.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from bench import coders, histories, ours, peers
+from bench import ckstore_coder, coders, histories, peers
 from bench.coders import Coder, Piece
 from bench.measure import Participant, Result, Sample, interleave
 from bench.training import Arrays
@@ -21,7 +20,7 @@ DIRECTIONS = ("encode", "decode")
 
 
 def _case(name: str, pieces: list[Piece], bench: Bench) -> Result:
-    """Measure every coder on these tensors; each becomes two rows, one a direction."""
+    """Measure every coder on these tensors; each becomes two rows, one for each direction."""
     plain_nbytes = sum(piece.words.nbytes for piece in pieces)
     bound_nbytes = sum(piece.bound for piece in pieces)
     result = Result(name, "GB/s", is_higher_better=True, columns=("ratio", "over_bound"))
@@ -41,7 +40,7 @@ def _case(name: str, pieces: list[Piece], bench: Bench) -> Result:
             try:
                 participants[coder.name] = _participant(coder, pieces, bound_nbytes)
             except Exception as error:
-                # Whatever stops a coder here is worth a line in the table and no more.
+                # Any failure of a coder becomes a line in the table and does not stop the case.
                 result.unusable[coder.name] = f"{type(error).__name__}: {error}"
         interleave(result, participants, bench.rounds)
     _split_by_direction(result)
@@ -53,10 +52,10 @@ def _case(name: str, pieces: list[Piece], bench: Bench) -> Result:
 
 
 def _coders(nbytes: int, result: Result, bench: Bench) -> list[Coder]:
-    arena = ours.Arena(nbytes)
+    arena = ckstore_coder.Arena(nbytes)
     makers: dict[str, Callable[[], Coder]] = {
-        "memcpy": partial(ours.memcpy, arena),
-        "ckstore": partial(ours.ckstore, arena),
+        "memcpy": partial(ckstore_coder.memcpy, arena),
+        "ckstore": partial(ckstore_coder.ckstore, arena),
         **peers.MAKERS,
     }
     found: list[Coder] = []
@@ -66,14 +65,14 @@ def _coders(nbytes: int, result: Result, bench: Bench) -> list[Coder]:
         try:
             found.append(make())
         except Exception as error:
-            # A peer that is not installed, or not built for this machine, is a line in the table.
+            # A peer that is not installed, or not built for this machine, becomes a line in the table.
             result.unusable[name] = f"{type(error).__name__}: {error}"
     return found
 
 
 def _participant(coder: Coder, pieces: Sequence[Piece], bound_nbytes: float) -> Participant:
     forms = [coder.form_for(piece) for piece in pieces]
-    # First uses (memory, tables, threads) are not what is measured.
+    # Warm up: the first use allocates memory, tables and threads.
     coders.measure(coder, pieces[:1], forms[:1])
 
     def run() -> Sample:
@@ -108,7 +107,7 @@ def _bound_by_role(pieces: Sequence[Piece]) -> dict[str, float]:
 
 
 def _note_sizes(result: Result) -> None:
-    """Say in words what the sizes are, the smallest first."""
+    """Describe the sizes in words, smallest first."""
     sizes: dict[str, float] = {}
     for name in result.samples:
         ratio = result.fact(name, "ratio")

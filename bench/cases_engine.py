@@ -1,4 +1,4 @@
-"""The cases engine_*: what each I/O engine moves when nothing else is done, beside the plainest programs."""
+"""The cases engine_*: the throughput of each I/O engine alone, compared with the simplest programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENGINES = ("uring", "pwrite")
 
 
 def by_engine(buffers: device.Buffers, name: str, folder: str, *, is_write: bool) -> device.Transfer:
-    """Return a transfer through one of ckstore's engines, as many blocks in flight as a store has."""
+    """Return a transfer through one of ckstore's engines, with as many blocks in flight as a store uses."""
     from ckstore.io.direct_io import IoRequest
     from ckstore.io.engine_choice import choose_engine
     from ckstore.io.local import READ_DEPTH, WRITE_DEPTH
@@ -58,13 +58,13 @@ def engine_write(bench: Bench) -> Result:
 
 
 def engine_read(bench: Bench) -> Result:
-    """Read aligned blocks, cold, through each engine."""
+    """Read aligned blocks through each engine, with cold caches."""
     return _moved(bench, "engine_read", is_write=False)
 
 
 def _moved(bench: Bench, name: str, *, is_write: bool) -> Result:
     result = Result(name, "GB/s", is_higher_better=True)
-    # Whole pages, as O_DIRECT asks.
+    # Whole pages, because O_DIRECT requires that.
     nbytes, folder, buffers = bench.nbytes // 4096 * 4096, bench.folder, device.Buffers()
     result.setting = {"nbytes": nbytes, "block_nbytes": device.BLOCK_NBYTES, "rounds": bench.rounds}
     machine.check_space(folder, 2 * nbytes)

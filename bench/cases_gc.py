@@ -1,4 +1,4 @@
-"""The cases gc_*: what a collection costs in time and memory, and what it costs a commit beside it."""
+"""The cases gc_*: time and memory of a collection, and its effect on commits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _planning(place: Path, manifests_nbytes: int, options: tuple[str, ...]) -> P
 
 
 def gc_beside(bench: Bench) -> Result:
-    """Commit again and again, alone and beside a collection that begins anew whenever it has ended."""
+    """Commit repeatedly, alone and while another process collects again and again."""
     sizes = BESIDE_NBYTES[:1] if bench.is_small else BESIDE_NBYTES
     result = Result("gc_beside", "ms", is_higher_better=False, columns=("p90", "mean", "commits", "dropped_meanwhile"))
     result.setting = {"checkpoints": bench.count, "seconds a sample": BESIDE_SECONDS, "rounds": bench.rounds}
@@ -104,9 +104,9 @@ def gc_beside(bench: Bench) -> Result:
     seconds = 0.3 if bench.is_small else BESIDE_SECONDS
     participants: dict[str, Participant] = {}
     for nbytes in sizes:
-        for is_beside in (False, True):
-            name = f"{nbytes // 10**6} MB {'beside a collection' if is_beside else 'alone'}"
-            participants[name] = _committing(place, nbytes, seconds, is_beside=is_beside)
+        for has_collector in (False, True):
+            name = f"{nbytes // 10**6} MB {'beside a collection' if has_collector else 'alone'}"
+            participants[name] = _committing(place, nbytes, seconds, has_collector=has_collector)
     interleave(result, participants, bench.rounds)
     for nbytes in sizes:
         size = f"{nbytes // 10**6} MB"
@@ -116,8 +116,8 @@ def gc_beside(bench: Bench) -> Result:
     return result
 
 
-def _committing(place: Path, nbytes: int, seconds: float, *, is_beside: bool) -> Participant:
-    """Return what commits to a run of its own while a process of its own collects, or nobody does."""
+def _committing(place: Path, nbytes: int, seconds: float, *, has_collector: bool) -> Participant:
+    """Return a participant that commits to its own run; another process may collect meanwhile."""
     import ckstore
 
     counter = iter(range(10**9))
@@ -126,14 +126,14 @@ def _committing(place: Path, nbytes: int, seconds: float, *, is_beside: bool) ->
 
     def commit(store: Any) -> float:
         step = next(counter)
-        # Other values every time, at the price of one pass, and outside of what is measured.
+        # Change the values every time, outside the measured section.
         values.view(np.uint32)[:] ^= np.uint32((step + 1) * 2_654_435_761 & 0x7FFFFF)
         began = time.perf_counter()
         store.commit({"w": values}, step)
         return time.perf_counter() - began
 
     def run() -> Sample:
-        # Whoever ran before has left nothing: else one pays for the garbage of another.
+        # Remove the data of earlier participants, so that nobody pays for their garbage.
         with ckstore.open(place, run="beside") as store:
             commit(store)
         clean = [sys.executable, "-m", "ckstore", *rules]
@@ -142,7 +142,7 @@ def _committing(place: Path, nbytes: int, seconds: float, *, is_beside: bool) ->
         with ckstore.open(place, run="beside") as store:
             commit(store)
             before = _count(place)
-            other = _collector(rules) if is_beside else None
+            collector = _collector(rules) if has_collector else None
             took: list[float] = []
             try:
                 end = time.monotonic() + seconds
@@ -150,9 +150,9 @@ def _committing(place: Path, nbytes: int, seconds: float, *, is_beside: bool) ->
                     took.append(commit(store))
                 left = _count(place)
             finally:
-                if other is not None:
-                    other.kill()
-                    other.communicate()
+                if collector is not None:
+                    collector.kill()
+                    collector.communicate()
         dropped = before + len(took) - left
         ordered = sorted(took)
         facts: dict[str, object] = {"p90": 1e3 * ordered[len(ordered) * 9 // 10], "mean": 1e3 * statistics.mean(took)}
@@ -167,12 +167,14 @@ def _count(place: Path) -> int:
 
 
 def _collector(rules: tuple[str, ...]) -> subprocess.Popen[str]:
-    """Start what collects without end, and wait until it begins."""
+    """Start a process that collects in a loop; wait until it begins."""
     command = [sys.executable, "-c", LOOP, *rules]
-    other = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment())
-    assert other.stderr is not None
-    other.stderr.readline()
-    return other
+    collector = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment()
+    )
+    assert collector.stderr is not None
+    collector.stderr.readline()
+    return collector
 
 
 CASES: dict[str, Callable[[Bench], Result]] = {"gc_plan": gc_plan, "gc_beside": gc_beside}

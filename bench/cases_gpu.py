@@ -1,4 +1,4 @@
-"""How long training on a GPU waits for a commit in the background, and what it loses while that is being written."""
+"""How long training on a GPU waits for a background commit, and how much slower it is meanwhile."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ import torch
 
 from bench import background, cases_training, histories, machine
 from bench.cases_stall import VARIANTS, blocked_by, if_possible, note_stalls
-from bench.measure import Participant, Result, Sample, interleave, tell
+from bench.measure import Participant, Result, Sample, interleave, log
 from bench.workbench import Bench, facts_of, open_store
 
 DEVICE = "cuda"
 TOKENS, SEQUENCES, BATCHES = 1024, 8, 3
-"""Of a sequence, a batch and a step: a step then takes some tenths of a second on an H100, a commit longer."""
+"""Tokens of a sequence, sequences of a batch, and batches of a step.
+
+On an H100 a step then takes some tenths of a second, and a commit takes longer.
+"""
 
 COMMITS = 3
-"""Of each participant in a round."""
+"""Commits of each participant in a round."""
 
 STEPS_MAX = 60
-"""Beside one commit: what is not written by then is waited for, and that counts."""
+"""Steps during one commit. If the commit has not ended by then, training waits for it, and the wait counts."""
 
 COPY = "a copy into pinned memory"
 
 
 def stall_gpu_blocking(bench: Bench) -> Result:
-    """Wait until a state in a GPU may be changed again, nothing guarded, beside a copy of it into pinned memory."""
+    """Wait until a state on a GPU may be changed again, without a guard; compare with a copy into pinned memory."""
     result = Result("stall_gpu_blocking", "s", is_higher_better=False)
     if not _is_there(result):
         return result
     loop, folder = _loop(bench), bench.folder
-    # Plain dictionaries: what a module adds to its own is no part of the state.
+    # Plain dictionaries: a module adds attributes to its own, which are not part of the state.
     state = {"model": dict(loop.model.state_dict()), "optimizer": loop.optimizer.state_dict(), "step": 1}
     nbytes = histories.nbytes_of(state)
     result.setting = {"state_nbytes": nbytes, "rounds": bench.rounds, "gpu": _gpu_name()}
     result.columns = ("durable_seconds", "copy_seconds")
     machine.check_space(folder, int(2.5 * nbytes))
-    found, reasons = _rivals(state, folder, bench.tools)
+    found, reasons = _other_tools(state, folder, bench.tools)
     result.unusable |= reasons
     copies = _Copies(state)
 
@@ -66,7 +69,7 @@ def stall_gpu_blocking(bench: Bench) -> Result:
         return run
 
     participants: dict[str, Participant] = {COPY: lambda: Sample(copies.seconds())}
-    participants |= {rival.name: blocked_by(rival, state, folder, copies.seconds) for rival in found}
+    participants |= {tool.name: blocked_by(tool, state, folder, copies.seconds) for tool in found}
     mine = {f"ckstore {name}": by_ckstore(name, is_async=True) for name in VARIANTS}
     waiting = {f"ckstore {name}, commit": by_ckstore(name, is_async=False) for name in VARIANTS}
     interleave(result, participants | if_possible(bench, result, {**mine, **waiting}), bench.rounds)
@@ -77,7 +80,7 @@ def stall_gpu_blocking(bench: Bench) -> Result:
 
 
 def stall_gpu_guarded(bench: Bench) -> Result:
-    """Train on a GPU, commit behind the guard of the fused optimizer, and look what is lost."""
+    """Train on a GPU with the fused optimizer guarded, commit in the background, and measure the slowdown."""
     result = Result("stall_gpu_guarded", "s a step", is_higher_better=False)
     if not _is_there(result):
         return result
@@ -90,15 +93,15 @@ def stall_gpu_guarded(bench: Bench) -> Result:
 
 
 def no_gpu_reason() -> str:
-    """Return why nothing can be measured on a GPU, or nothing."""
+    """Return why nothing can be measured on a GPU, or None."""
     return "" if torch.cuda.is_available() else "there is no CUDA GPU here"
 
 
 def _is_there(result: Result) -> bool:
-    """Return whether there is a GPU; else say why not, here and in the result."""
+    """Return whether there is a GPU; if not, report why, here and in the result."""
     reason = no_gpu_reason()
     if reason:
-        tell(f"  {result.case} is left out: {reason}")
+        log(f"  {result.case} is left out: {reason}")
         result.unusable["GPU"] = reason
     return not reason
 
@@ -113,10 +116,10 @@ def _gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else DEVICE
 
 
-def _rivals(
+def _other_tools(
     state: histories.State, folder: Path, names: list[str] | None
-) -> tuple[list[background.Rival], dict[str, str]]:
-    """Return the rivals that work here, having saved the state itself: what they keep for the next time is there."""
+) -> tuple[list[background.AsyncTool], dict[str, str]]:
+    """Return the tools that work here. Each has saved the state once, so that its reusable buffers exist."""
     return background.find(state, folder, names, {"DCP": lambda: background.dcp(is_pinned=torch.cuda.is_available())})
 
 
@@ -126,7 +129,7 @@ def _wait_for_device() -> None:
 
 
 class _Copies:
-    """The copy that staging is held against: the same tensors, into one pinned buffer that is used again."""
+    """A copy of a state into one reused pinned buffer; stall times are compared with it."""
 
     def __init__(self, state: histories.State) -> None:
         sources = [tensor.detach().reshape(-1) for _, tensor in histories.tensors_of(state)]
@@ -137,7 +140,7 @@ class _Copies:
         self._targets = self._buffer.split(lengths)
 
     def seconds(self) -> float:
-        """Copy everything, and return how long it took."""
+        """Copy everything, and return the seconds."""
         _wait_for_device()
         began = time.perf_counter()
         for target, source in zip(self._targets, self._sources, strict=True):
@@ -147,7 +150,7 @@ class _Copies:
 
 
 def _note_walls(result: Result) -> None:
-    """Note how much longer a commit takes in the background than a synchronous one of the same round."""
+    """Note how much longer a background commit takes than a synchronous one of the same round."""
     for name in VARIANTS:
         one, other = result.samples.get(f"ckstore {name}"), result.samples.get(f"ckstore {name}, commit")
         if one and other:

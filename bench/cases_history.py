@@ -1,8 +1,8 @@
-"""The cases history_* and stored_real: what whole checkpoints of the trained run take, on disk.
+"""The cases history_* and stored_real: the size on disk of whole checkpoints of the trained run.
 
-Sizes come from the checkpoints as they are; for the speed of durable commits and cold restores ten of them
-stand side by side as one larger state, followed by the ten that came 25 steps later. So every byte that is
-coded is a byte of the run, and none occurs twice.
+Sizes are measured with the checkpoints as they are. Speeds of durable commits and cold restores are measured with a
+larger state, which combines ten checkpoints; its successor combines the ten that are 25 steps later. So all encoded
+bytes come from the run, and no chunk occurs twice.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import coders, device, histories, machine
-from bench import filed as peers_files
-from bench.measure import Participant, Result, Sample, interleave, tell
+from bench import coders, device, histories, machine, peer_file_sizes
+from bench.measure import Participant, Result, Sample, interleave, log
 from bench.training import Arrays
 from bench.workbench import Bench, facts_of, gigabytes_per_second, open_store, with_ckstore
 
@@ -28,7 +27,7 @@ LoadArrays = Callable[[], Arrays]
 
 
 def _history(name: str, loaders: Sequence[LoadArrays], bench: Bench) -> Result:
-    """Store successive checkpoints with every tool, and compare the bytes of all."""
+    """Store successive checkpoints with every tool, and compare the sizes."""
     result = Result(name, "stored bytes / state bytes", is_higher_better=False, columns=("first", "later", "bounded"))
     result.setting = {"checkpoints": len(loaders)}
     keyframes: set[int] = set()
@@ -37,21 +36,21 @@ def _history(name: str, loaders: Sequence[LoadArrays], bench: Bench) -> Result:
             try:
                 sample = _by_ckstore(bench.folder / "store", loaders, options)
             except Exception as error:
-                # The sizes of the others are worth having all the same; run.py reports the failure.
+                # Continue, because the sizes of the other tools are still useful; run.py reports the failure.
                 result.unusable[label] = f"{type(error).__name__}: {error}"
                 machine.remove_tree(bench.folder / "store")
                 continue
             result.samples[label] = [sample]
-            tell(f"  {label}: {sample.value:.4f}")
+            log(f"  {label}: {sample.value:.4f}")
             keyframes = keyframes or set(sample.facts["keyframes"])  # type: ignore[call-overload]
     else:
         result.unusable["ckstore"] = bench.has_ckstore
-    filed = peers_files.measure(loaders, keyframes, bench.tools)
-    result.unusable |= filed.unusable
-    result.setting |= {"state_nbytes": filed.plain[-1], "keyframes": sorted(keyframes)}
-    for label, sizes in filed.best.items():
-        bounded = sum(filed.bounded[label]) / sum(filed.plain)
-        result.samples[label] = [_sample(filed.plain, sizes, bounded=bounded)]
+    peers = peer_file_sizes.measure(loaders, keyframes, bench.tools)
+    result.unusable |= peers.unusable
+    result.setting |= {"state_nbytes": peers.plain[-1], "keyframes": sorted(keyframes)}
+    for label, sizes in peers.best.items():
+        bounded = sum(peers.bounded[label]) / sum(peers.plain)
+        result.samples[label] = [_sample(peers.plain, sizes, bounded=bounded)]
     result.add_ratios(list(OURS), [label for label in result.samples if label not in OURS])
     result.notes.append("first: the first checkpoint; later: the mean of the others")
     result.notes.append("bounded: the total when a tool, too, makes a keyframe wherever ckstore makes one")
@@ -82,13 +81,13 @@ def _by_ckstore(place: Path, loaders: Sequence[LoadArrays], options: dict[str, A
             if not histories.is_same(histories.state_of(loaders[step](), step), store.restore(step)):
                 raise AssertionError(f"checkpoint {step} is not what was committed")
     machine.remove_tree(place)
-    # A commit that took no difference although it wrote: its bytes stand for themselves.
+    # This commit wrote chunks but no delta: it counts as a keyframe.
     keyframes = [step for step, receipt in enumerate(receipts) if not receipt.chunks_delta]
     return _sample(plain, stored, keyframes=keyframes, commits=[facts_of(receipt) for receipt in receipts])
 
 
 def _loaders(bench: Bench, kind: str) -> list[LoadArrays]:
-    """Return what loads each checkpoint of a history, one at a time."""
+    """Return a function for each checkpoint of a history that loads it."""
     trained = bench.training
     if kind == "rl":
         return [partial(_item, trained.rl, index) for index in range(len(trained.rl()))]
@@ -113,7 +112,7 @@ def history(kind: str, bench: Bench) -> Result:
 
 
 def _side_by_side(bench: Bench, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two large states: every other checkpoint, and the one after each of these."""
+    """Return two large states: every other checkpoint combined, and the successor of each one combined."""
     loaders = _loaders(bench, kind)
     count = min(len(loaders) // 2, max(1, bench.nbytes // histories.nbytes_of(histories.state_of(loaders[0](), 0))))
     states: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
@@ -123,7 +122,7 @@ def _side_by_side(bench: Bench, kind: str) -> tuple[dict[str, Any], dict[str, An
 
 
 def history_commit(kind: str, bench: Bench) -> Result:
-    """Commit a large state, then its successor, each until durable, beside the device's plain writes."""
+    """Commit a large state, then its successor, each until durable; compare with plain writes to the device."""
     older, newer = _side_by_side(bench, kind)
     nbytes, folder, buffers = histories.nbytes_of(older), bench.folder, device.Buffers()
     result = Result(f"history_commit_{kind}", "GB/s", is_higher_better=True, columns=("stored",))
@@ -157,7 +156,7 @@ def history_commit(kind: str, bench: Bench) -> Result:
 
 
 def history_restore(kind: str, bench: Bench) -> Result:
-    """Bring back a keyframe and a delta checkpoint, cold, beside the device's reads of the plain bytes."""
+    """Restore a keyframe and a delta checkpoint with cold caches; compare with plain reads from the device."""
     older, newer = _side_by_side(bench, kind)
     nbytes, folder, buffers = histories.nbytes_of(older), bench.folder, device.Buffers()
     result = Result(f"history_restore_{kind}", "GB/s", is_higher_better=True)
@@ -203,7 +202,7 @@ def history_restore(kind: str, bench: Bench) -> Result:
 
 
 def stored_real(bench: Bench) -> Result:
-    """Store checkpoints of the trained run whole; compare with what order-0 coding of byte planes can reach."""
+    """Store checkpoints of the trained run without a base; compare with ideal order-0 coding of byte planes."""
     import zstandard
 
     result = Result("stored_real", "stored bytes / state bytes", is_higher_better=False, columns=("over_bound",))
@@ -221,7 +220,7 @@ def stored_real(bench: Bench) -> Result:
             "zstd -3": sum(len(coder.compress(values.data)) for values in arrays.values()) / nbytes,
         }
         for compression in ("none", "fast", "best") if bench.has_ckstore is None else ():
-            # A store of its own for each commit: nothing to reuse, and no base.
+            # A new store for each commit: nothing to reuse, and no base.
             with open_store(bench.folder / "real", compression, delta=False) as store:
                 shares[f"ckstore {compression}"] = store.commit(state, step).bytes_written / nbytes
             machine.remove_tree(bench.folder / "real")
@@ -235,7 +234,7 @@ def _cases() -> dict[str, Callable[[Bench], Result]]:
         "fp32": "Store a history of fp32 checkpoints, 25 steps apart.",
         "bf16": "Store a history of bf16 checkpoints with fp32 masters, 25 steps apart.",
         "rl": "Store successive bf16 weights of which one in a hundred changes.",
-        "lora": "Store successive adapters beside a frozen base.",
+        "lora": "Store successive adapters of a frozen base.",
     }
     found: dict[str, Callable[[Bench], Result]] = {"stored_real": stored_real}
     for kind, line in lines.items():

@@ -1,4 +1,4 @@
-"""The plane coder in every set of instructions that this processor has: what each set earns."""
+"""The plane coder with every instruction set that this processor supports."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from bench.workbench import Bench, gigabytes_per_second
 from ckstore.codec.kernels import plane_bound, reference
 
 PLANE_NBYTES = 1 << 20
-"""What a chunk of 4 MiB of fp32 has of each plane."""
+"""Elements of one byte plane in a 4 MiB chunk of fp32."""
 
 SPARSE_SHARE = 0.05
-"""Of bytes that are not the common one, as in the high planes of differences."""
+"""Share of bytes that differ from the most common one, as in the high planes of deltas."""
 
 SAMPLE_SECONDS = 0.05
 
@@ -30,8 +30,8 @@ Decode = Callable[[Plane, Plane], bool]
 
 
 def coder_loops(bench: Bench) -> Result:
-    """Code a dense plane, exponents of weights, and a sparse one, on one core, by every set of loops."""
-    # Here, since ckstore can be installed without it.
+    """Encode a dense plane (exponents of weights) and a sparse one on one core, with every instruction set."""
+    # Imported here, because ckstore can be installed without the extension.
     from ckstore import _native
 
     result = Result("coder_loops", "GB/s", is_higher_better=True, columns=("stored_nbytes",))
@@ -75,7 +75,7 @@ def _with_bits(decode: Callable[[Plane, Plane, Plane], bool], bits: Plane, paylo
 
 
 def _seconds_of(call: Callable[[], T]) -> tuple[float, T]:
-    """Call again and again for a while; return the seconds of one call, and what it returned."""
+    """Call a function repeatedly for a while; return the seconds of one call, and its result."""
     calls, began = 0, time.perf_counter()
     while True:
         returned = call()

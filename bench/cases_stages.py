@@ -1,4 +1,4 @@
-"""What each stage of a commit costs training on another core: in caches and memory, since processors it has enough."""
+"""What each stage of a commit costs training on other cores, through shared caches and memory bandwidth."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from pathlib import Path
 import torch
 
 from bench import background
-from bench.floor import NICENESS
 from bench.measure import Participant, Result, Sample, interleave
-from bench.stages import CHUNK_NBYTES, REST
+from bench.minimal_commit import NICENESS
+from bench.stage_process import CHUNK_NBYTES, REST
 from bench.workbench import Bench
 
 CHUNKS, CHUNKS_SMALL = 64, 2
-"""Of 4 MiB, beside as many bases: more than caches hold."""
+"""Chunks of 4 MiB, and as many bases: more than caches hold."""
 
 STEPS = 3
-"""Beside a stage, in each round; each is held against the quiet ones before and after it."""
+"""Steps during a stage, in each round; each is compared with the quiet steps before and after it."""
 
 
 class Helper:
     """The process that repeats a stage."""
 
     def __init__(self, chunks: int) -> None:
-        command = [sys.executable, "-m", "bench.stages", f"--chunks={chunks}"]
+        command = [sys.executable, "-m", "bench.stage_process", f"--chunks={chunks}"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent
         )
-        ready, *self.stages = self._said()
+        ready, *self.stages = self._read_line()
         assert ready == "ready", ready
         os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
 
     def do(self, stage: str) -> tuple[int, float]:
-        """Let it do this from now on; return how many chunks it has seen since the last call, and in what time."""
+        """Switch to this stage; return the chunks and seconds since the last call."""
         assert self._process.stdin is not None
         self._process.stdin.write(stage + "\n")
         self._process.stdin.flush()
-        chunks, seconds = self._said()
+        chunks, seconds = self._read_line()
         return int(chunks), float(seconds)
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
-    def _said(self) -> list[str]:
+    def _read_line(self) -> list[str]:
         assert self._process.stdout is not None
-        said = self._process.stdout.readline().rstrip("\n")
-        if not said:
-            raise RuntimeError("the process beside has died")
-        return said.split("\t")
+        line = self._process.stdout.readline().rstrip("\n")
+        if not line:
+            raise RuntimeError("the stage process has died")
+        return line.split("\t")
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def _helper(chunks: int) -> Iterator[Helper]:
 
 
 def stages_beside(bench: Bench) -> Result:
-    """Train on half of the cores beside a process that repeats one stage of a commit, and look what is lost."""
+    """Train on half of the cores while a process repeats one stage of a commit; measure the slowdown."""
     half = max(1, len(os.sched_getaffinity(0)) // 2)
     loop = background.Loop(bench.nbytes, tokens=16 if bench.is_small else 64)
     chunks = CHUNKS_SMALL if bench.is_small else CHUNKS
@@ -96,16 +96,16 @@ def stages_beside(bench: Bench) -> Result:
 
 
 def _lost(loop: background.Loop, helper: Helper, stage: str) -> Sample:
-    """Hold steps beside a stage against quiet ones before and after; a sample is the share that is lost, in %."""
+    """Compare steps during a stage with quiet ones before and after; the sample is the loss in %."""
     lost, chunks, seconds = [], 0, 0.0
     quiet = _step_seconds(loop)
     for _ in range(STEPS):
         helper.do(stage)
-        beside = _step_seconds(loop)
+        during = _step_seconds(loop)
         done, took = helper.do(REST)
         chunks, seconds = chunks + done, seconds + took
         after = _step_seconds(loop)
-        lost.append(beside / ((quiet + after) / 2) - 1)
+        lost.append(during / ((quiet + after) / 2) - 1)
         quiet = after
     share = statistics.median(lost)
     facts: dict[str, object] = {"lost": lost}

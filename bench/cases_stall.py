@@ -1,4 +1,4 @@
-"""How long training waits for a commit in the background, and what it loses while that is being written."""
+"""How long training waits for a background commit, and how much slower it is meanwhile."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import background, histories, machine
-from bench.floor import NICENESS
 from bench.measure import Participant, Result, Sample, interleave
+from bench.minimal_commit import NICENESS
 from bench.workbench import Bench, facts_of, open_store
 
 VARIANTS = ("none", "fast")
@@ -27,7 +27,7 @@ COMPUTING = "a process that computes"
 
 
 def stall_blocking(bench: Bench) -> Result:
-    """Wait until a state may be changed again, nothing guarded, beside a plain copy of the same memory."""
+    """Wait until a state may be changed again, without a guard; compare with a plain copy of the same memory."""
     result = bench.result("stall_blocking", "s", is_higher_better=False)
     result.columns = ("durable_seconds", "copy_seconds")
     state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
@@ -61,7 +61,7 @@ def stall_blocking(bench: Bench) -> Result:
     copy = f"a copy on {threads} threads"
     participants: dict[str, Participant] = {
         copy: copying,
-        **{rival.name: blocked_by(rival, state, folder, copies.shortest) for rival in found},
+        **{tool.name: blocked_by(tool, state, folder, copies.shortest) for tool in found},
     }
     mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
     interleave(result, participants | if_possible(bench, result, mine), bench.rounds)
@@ -72,23 +72,25 @@ def stall_blocking(bench: Bench) -> Result:
     return result
 
 
-def blocked_by(rival: background.Rival, state: histories.State, folder: Path, copy: Callable[[], float]) -> Participant:
-    """Return what waits until a rival lets the state be changed again, with a plain copy right before it."""
+def blocked_by(
+    tool: background.AsyncTool, state: histories.State, folder: Path, copy: Callable[[], float]
+) -> Participant:
+    """Return a participant that waits until the tool lets the state change; a plain copy runs right before it."""
 
     def run() -> Sample:
         background.change(state)
-        place = folder / "rival"
+        place = folder / "tool"
         place.mkdir()
         try:
             copied = copy()
             began = time.perf_counter()
-            finish = rival.begin(state, place)
+            finish = tool.begin(state, place)
             stall = time.perf_counter() - began
             finish()
             durable = time.perf_counter() - began
             del finish
         finally:
-            # One that fails must not keep the next one from its folder.
+            # Remove the folder even after a failure, so that the next tool can use it.
             machine.remove_tree(place)
         return Sample(stall, {"durable_seconds": durable, "copy_seconds": copied})
 
@@ -96,7 +98,7 @@ def blocked_by(rival: background.Rival, state: histories.State, folder: Path, co
 
 
 def note_stalls(result: Result, mine: list[str], others: list[str]) -> None:
-    """Note how long stalls are beside those of others."""
+    """Note how stalls compare with those of other tools."""
     for name in mine:
         for other in others:
             rounds = result.ratios.get(f"{name} / {other}")
@@ -109,7 +111,7 @@ def note_stalls(result: Result, mine: list[str], others: list[str]) -> None:
 
 
 def _note_stalls_in_copies(result: Result, mine: list[str], others: list[str]) -> None:
-    """Note how long stalls are for how fast memory was right before them, which differs within a round too."""
+    """Note stalls relative to the copy right before them, because memory speed changes even within a round."""
     found = {name: _in_copies(result.samples[name]) for name in [*mine, *others] if name in result.samples}
     for name, stalls in found.items():
         if not stalls:
@@ -124,12 +126,12 @@ def _note_stalls_in_copies(result: Result, mine: list[str], others: list[str]) -
 
 
 def _in_copies(samples: list[Sample]) -> list[float]:
-    """Return stalls, each held against a copy right before it, where there was one."""
+    """Return each stall divided by the copy right before it, where there was one."""
     return [sample.value / float(str(copied)) for sample in samples if (copied := sample.facts.get("copy_seconds"))]
 
 
 def stall_return(bench: Bench) -> Result:
-    """Commit behind the guard of an optimizer that owns nearly all of the state: until ``commit_async`` returns."""
+    """Commit with nearly all of the state guarded: the time until ``commit_async`` returns."""
     state = histories.gpt_state(bench.nbytes, donors=histories.synthetic_donors())
     optimizer = background.owner_of(state)
     result = Result("stall_return", "ms", is_higher_better=False)
@@ -149,7 +151,8 @@ def stall_return(bench: Bench) -> Result:
                     began = time.perf_counter()
                     pending = store.commit_async({**state, "step": step}, step)
                     returns.append(1e3 * (time.perf_counter() - began))
-                    # As a step does: what it changes has been copied, and no cache holds anything else afterwards.
+                    # Wait as a step does: afterwards everything that it changes has been copied, and the caches hold
+                    # nothing else.
                     began = time.perf_counter()
                     with store.guard(optimizer):
                         waits.append(1e3 * (time.perf_counter() - began))
@@ -170,19 +173,19 @@ def stall_return(bench: Bench) -> Result:
     return result
 
 
-def _count_beside_spinning() -> background.Counted:
-    """Count beside a process that uses neither memory nor disk: what the loop loses to it, it loses to the machine."""
+def _loop_speed_with_compute_load() -> background.LoopDuringSave:
+    """Measure the loop next to a process that only computes: this loss is due to the machine, not to a store."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
             os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
             began = time.perf_counter()
-            return background.count_delayed(lambda: time.perf_counter() - began > QUIET_SECONDS, began)
+            return background.run_loop_during_save(lambda: time.perf_counter() - began > QUIET_SECONDS, began)
         finally:
             process.kill()
 
 
 def stall_python_loop(bench: Bench) -> Result:
-    """Run a loop of pure Python while a state is being saved, beside the same loop alone."""
+    """Run a loop of pure Python during a save, and alone."""
     result = bench.result("stall_python_loop", "rounds/s", is_higher_better=True)
     result.columns = ("kept_share", "had_processor", "durable_seconds")
     state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
@@ -190,40 +193,40 @@ def stall_python_loop(bench: Bench) -> Result:
     result.unusable |= reasons
     machine.check_space(folder, int(2.5 * nbytes))
 
-    def sampled(count: Callable[[], background.Counted]) -> Sample:
-        found = background.count_beside(count, enough_seconds=QUIET_SECONDS)
+    def sampled(count: Callable[[], background.LoopDuringSave]) -> Sample:
+        found = background.measure_loop_speed(count, enough_seconds=QUIET_SECONDS)
         facts: dict[str, object] = {"kept_share": found.share, "had_processor": found.had_processor}
         return Sample(found.rate, facts | {"durable_seconds": found.seconds})
 
-    def by(rival: background.Rival) -> Participant:
-        def count() -> background.Counted:
+    def by(tool: background.AsyncTool) -> Participant:
+        def count() -> background.LoopDuringSave:
             background.change(state)
-            place = folder / "rival"
+            place = folder / "tool"
             place.mkdir()
             began = time.perf_counter()
-            counted = _counting(rival.begin(state, place), began)
+            counted = _counting(tool.begin(state, place), began)
             machine.remove_tree(place)
             return counted
 
         return partial(sampled, count)
 
     def by_ckstore(compression: str) -> Participant:
-        def count() -> background.Counted:
+        def count() -> background.LoopDuringSave:
             background.change(state)
             place = folder / "store"
             with open_store(place, compression) as store:
                 store.prewarm(state)
                 began = time.perf_counter()
                 pending = store.commit_async(state, 1)
-                counted = background.count_delayed(lambda: pending.is_done, began)
+                counted = background.run_loop_during_save(lambda: pending.is_done, began)
                 pending.result()
             machine.remove_tree(place)
             return counted
 
         return partial(sampled, count)
 
-    participants: dict[str, Participant] = {rival.name: by(rival) for rival in found}
-    participants[COMPUTING] = partial(sampled, _count_beside_spinning)
+    participants: dict[str, Participant] = {tool.name: by(tool) for tool in found}
+    participants[COMPUTING] = partial(sampled, _loop_speed_with_compute_load)
     mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
     interleave(result, participants | if_possible(bench, result, mine), bench.rounds)
     for name, samples in result.samples.items():
@@ -241,7 +244,7 @@ def stall_python_loop(bench: Bench) -> Result:
 
 
 def stall_nice(bench: Bench) -> Result:
-    """Run a loop of pure Python on every core while the saver writes, with more and less niceness of the saver."""
+    """Run a loop of pure Python on every core while the saver writes, at several nice values of the saver."""
     result = bench.result("stall_nice", "share kept", is_higher_better=True)
     result.columns = ("durable_seconds",)
     state, folder = bench.state, bench.folder
@@ -251,7 +254,7 @@ def stall_nice(bench: Bench) -> Result:
     def rate_until(is_over: Callable[[], bool]) -> float:
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(others)]
         try:
-            return background.count_in_python(is_over)
+            return background.run_python_loop(is_over)
         finally:
             for process in busy:
                 process.kill()
@@ -278,8 +281,8 @@ def stall_nice(bench: Bench) -> Result:
     return interleave(result, if_possible(bench, result, mine), bench.rounds)
 
 
-def _counting(finish: background.Finish, began: float) -> background.Counted:
-    """Run the loop while something that began at that time finishes on a thread."""
+def _counting(finish: background.Finish, began: float) -> background.LoopDuringSave:
+    """Run the loop while a started operation finishes on another thread."""
     ended: list[float] = []
 
     def wait() -> None:
@@ -288,7 +291,7 @@ def _counting(finish: background.Finish, began: float) -> background.Counted:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    counted = background.count_delayed(lambda: bool(ended), began)
+    counted = background.run_loop_during_save(lambda: bool(ended), began)
     thread.join()
     return replace(counted, seconds=ended[0] - began)
 
@@ -298,7 +301,7 @@ def _trial() -> histories.State:
 
 
 def if_possible(bench: Bench, result: Result, mine: dict[str, Any]) -> dict[str, Participant]:
-    """Return participants that need ckstore, none where it cannot take part."""
+    """Return participants that need ckstore; an empty dict if ckstore cannot be used."""
     if bench.has_ckstore is None:
         return mine
     result.unusable["ckstore"] = bench.has_ckstore

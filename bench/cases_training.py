@@ -1,4 +1,4 @@
-"""What training with real forward and backward passes loses to commits in the background."""
+"""How much slower training with real forward and backward passes is during background commits."""
 
 from __future__ import annotations
 
@@ -16,66 +16,69 @@ import torch
 
 from bench import background, histories, machine
 from bench.cases_stall import VARIANTS, if_possible
-from bench.floor import Floor
+from bench.load_processes import ComputeLoad, LoadProcess, MemoryReadLoad
 from bench.measure import Participant, Result, Sample, interleave
-from bench.spinning import Companion, Reading, Spinning
+from bench.minimal_commit import MinimalCommit
 from bench.workbench import Bench, facts_of, open_store
 from ckstore._testing import background_of
 
 COMMITS, TOKENS = 6, 64
-"""In a round, and of a batch: steps as short as they make sense, so that what a commit costs is seen best."""
+"""Commits in a round, and tokens of a batch. Steps are short, so that the cost of a commit is clearly visible."""
 
 BATCHES, COMMITS_OF_LONG_STEPS = 8, 3
-"""Of which gradients are accumulated for one step: a short one still, for a model of this size. And commits a round."""
+"""Batches whose gradients are accumulated for a long step, and commits in a round with such steps."""
 
 QUIET_STEPS = 2
-"""Before and after every commit: a commit is held against them."""
+"""Steps before and after every commit, with which the commit is compared."""
 
 STEPS_MAX = 3
-"""Beside one commit, where a step takes longer than a commit."""
+"""Steps during one commit, if a step takes longer than a commit."""
 
 NOTHING = "nothing"
-"""In place of a commit: what comes out then is what the measurement is off by."""
+"""Participant without a commit; it shows the error of the measurement."""
 
-SPIN_SECONDS = 2.0
-"""About as long as a saver computes for ``fast`` where it is quick."""
+COMPUTE_SECONDS = 2.0
+"""About the processor time that a saver needs with ``fast`` on a quick machine."""
 
 READ_GB = 16
-"""About eight times the state of the full size: a number of passes that is not hard to think of."""
+"""About eight times the full state."""
 
 MEMORY_NBYTES, CACHE_NBYTES = 1 << 30, 512 << 10
-"""More than any cache has, and no more than a processor's own one has."""
+"""A buffer larger than any cache, and one that fits into the cache of a core."""
 
-COMPANIONS: Mapping[str, Callable[[], Companion]] = {
-    f"a process that computes for {SPIN_SECONDS:.0f} s": partial(Spinning, SPIN_SECONDS),
-    f"a process that reads {READ_GB} GB of memory": partial(Reading, READ_GB * 10**9, MEMORY_NBYTES),
-    f"a process that reads {READ_GB} GB out of its cache": partial(Reading, READ_GB * 10**9, CACHE_NBYTES),
+LOAD_PROCESSES: Mapping[str, Callable[[], LoadProcess]] = {
+    f"a process that computes for {COMPUTE_SECONDS:.0f} s": partial(ComputeLoad, COMPUTE_SECONDS),
+    f"a process that reads {READ_GB} GB of memory": partial(MemoryReadLoad, READ_GB * 10**9, MEMORY_NBYTES),
+    f"a process that reads {READ_GB} GB out of its cache": partial(MemoryReadLoad, READ_GB * 10**9, CACHE_NBYTES),
 }
-"""In place of a commit: one thing only, so that is seen what it is of a commit that training loses to."""
+"""Participants that replace the commit with one kind of load, to see which kind slows training."""
 
-FLOORS = {
+MINIMAL_COMMITS = {
     "one copy, one hash": "",
     "one copy, one hash, one write": "write",
     "one copy, one hash, one coding": "code",
     "one copy, one hash, one coding, one write of that": "code and write",
-    **dict.fromkeys(COMPANIONS, "beside"),
+    **dict.fromkeys(LOAD_PROCESSES, "process"),
 }
-"""In place of a commit: about the least that any takes, that a durable one takes, one that codes by ``fast``, and a
-durable one that does; and processes that do one thing."""
+"""Participants that replace the commit: minimal commits, and processes with one kind of load.
+
+The minimal commits do about the minimum work of any commit, of a durable one, of one that encodes with ``fast``, and of
+a durable one that encodes.
+"""
 
 
 def stall_guarded(bench: Bench) -> Result:
-    """Train with real forward and backward passes, commit behind the guard of the optimizer, and look what is lost."""
+    """Train with the optimizer guarded, commit in the background, and measure the slowdown."""
     cores = len(os.sched_getaffinity(0))
     half = max(1, cores // 2)
-    plan = {cores: VARIANTS, half: (*VARIANTS, NOTHING, *FLOORS)}
+    plan = {cores: VARIANTS, half: (*VARIANTS, NOTHING, *MINIMAL_COMMITS)}
     return compare(bench, "stall_guarded", plan, _loop(bench, batches=1), commits=COMMITS)
 
 
 def stall_accumulation(bench: Bench) -> Result:
-    """Do as in ``stall_guarded``, with longer steps: each accumulates the gradients of some batches."""
+    """The same as ``stall_guarded``, with longer steps: each accumulates the gradients of several batches."""
     half = max(1, len(os.sched_getaffinity(0)) // 2)
-    plan = {half: (*VARIANTS, NOTHING, *FLOORS)}
+    plan = {half: (*VARIANTS, NOTHING, *MINIMAL_COMMITS)}
     return compare(bench, "stall_accumulation", plan, _loop(bench, batches=BATCHES), commits=COMMITS_OF_LONG_STEPS)
 
 
@@ -92,15 +95,16 @@ def compare(
     commits: int,
     steps_max: int = STEPS_MAX,
 ) -> Result:
-    """Compare what training loses.
+    """Compare the slowdown of training.
 
     Args:
-        bench: Where, and how large.
-        case: Its name.
-        plan: Threads that train -> what is done beside.
+        bench: Folder, size and rounds.
+        case: Name of the case.
+        plan: Number of training threads -> the participants.
         loop: What is trained.
-        commits: Of each participant in a round.
-        steps_max: Steps beside one commit; what is not written by then is waited for, and that counts.
+        commits: Commits of each participant in a round.
+        steps_max: Steps during one commit. If the commit has not ended by then, training waits for it, and the wait
+            counts.
     """
     cores = len(os.sched_getaffinity(0))
     nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
@@ -119,7 +123,7 @@ def compare(
     for threads in sorted(plan):
         for compression in plan[threads]:
             name = f"ckstore {compression}" if compression in VARIANTS else compression
-            if name in FLOORS and bench.tools is not None and name not in bench.tools:
+            if name in MINIMAL_COMMITS and bench.tools is not None and name not in bench.tools:
                 continue
             participants[f"training on {threads} of {cores} cores, {name}"] = partial(
                 _train, bench, loop, threads, compression, commits, steps_max
@@ -135,11 +139,11 @@ def compare(
 
 
 def _cost_note(name: str, samples: list[Sample]) -> str:
-    """Return what a commit costs, with how sure that is: 95% of such medians, of rounds drawn again and again.
+    """Return the cost of a commit with its 95 % interval, by bootstrap over rounds.
 
-    Commits of one round have steps and the machine's mood in common, so that whole rounds are drawn.
+    Commits of one round share the state of the machine, so that whole rounds are resampled.
     """
-    held_up, worked = (
+    waits, worked = (
         statistics.median(float(str(sample.facts[fact])) for sample in samples)
         for fact in ("held_up_share", "saver_cpu_seconds")
     )
@@ -148,15 +152,15 @@ def _cost_note(name: str, samples: list[Sample]) -> str:
     )
     return (
         f"{name}: a commit costs {share[0]:.1%} of a step (median; 95%: {share[1]:.1%} to {share[2]:.1%}), "
-        f"{1e3 * seconds[0]:.0f} ms ({1e3 * seconds[1]:.0f} to {1e3 * seconds[2]:.0f}); of {held_up:.1%} of a step it "
+        f"{1e3 * seconds[0]:.0f} ms ({1e3 * seconds[1]:.0f} to {1e3 * seconds[2]:.0f}); of {waits:.1%} of a step it "
         f"is known that the loop waited or had no processor; the process beside it computes for {worked:.2f} s"
     )
 
 
 def _median_of(rounds: list[np.ndarray]) -> tuple[float, float, float]:
-    """Return the median of the values of all rounds, and between what it lies for 95% of draws of rounds."""
+    """Return the median of the values of all rounds, and its 95 % interval over resampled rounds."""
     picks = np.random.default_rng(0).integers(0, len(rounds), (10_000, len(rounds)))
-    # Every round has as many commits.
+    # Every round has the same number of commits.
     values = np.stack(rounds)
     low, high = np.quantile(np.median(values[picks].reshape(len(picks), -1), axis=1), (0.025, 0.975))
     return float(np.median(values)), float(low), float(high)
@@ -164,43 +168,43 @@ def _median_of(rounds: list[np.ndarray]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class _Running:
-    """A commit that is under way, or what stands in its place."""
+    """A commit in progress, or what replaces it."""
 
     is_over: Callable[[], bool]
     finish: Callable[[], float]
-    """Waits for its end; returns for how many seconds it has stalled the loop."""
+    """Wait for the end; return the seconds for which the loop was stalled."""
 
 
 @dataclass
 class _Commits:
-    """How commits begin."""
+    """How to start commits."""
 
     begin: Callable[[], _Running]
     pid: int
-    """Of the process that does the work."""
+    """The process that does the work."""
     facts: dict[str, object] = field(default_factory=dict)
-    """Of the last one."""
+    """Facts of the last commit."""
 
 
 @contextmanager
 def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[_Commits]:
-    """Yield what commits the state of a loop, or stands in its place."""
-    if compression in COMPANIONS:
-        with COMPANIONS[compression]() as companion:
-            # Whatever it does first, it does now.
-            companion.begin()()
-            yield _Commits(lambda: _Running(is_over=companion.is_over, finish=companion.begin()), companion.pid)
-    elif compression in FLOORS:
+    """Yield what commits the state of a loop, or what replaces it."""
+    if compression in LOAD_PROCESSES:
+        with LOAD_PROCESSES[compression]() as load:
+            # Warm up.
+            load.begin()()
+            yield _Commits(lambda: _Running(is_over=load.is_over, finish=load.begin()), load.pid)
+    elif compression in MINIMAL_COMMITS:
         tensors = (tensor for _, tensor in histories.tensors_of([loop.model.state_dict(), loop.optimizer.state_dict()]))
-        path = bench.folder / "floor" if "write" in FLOORS[compression] else None
-        with Floor(tensors, is_coded="code" in FLOORS[compression], path=path) as floor:
-            floor.begin()()
+        path = bench.folder / "floor" if "write" in MINIMAL_COMMITS[compression] else None
+        with MinimalCommit(tensors, is_coded="code" in MINIMAL_COMMITS[compression], path=path) as minimal:
+            minimal.begin()()
 
-            def begin_floor() -> _Running:
-                finish = floor.begin()
-                return _Running(floor.is_over, finish)
+            def begin_minimal() -> _Running:
+                finish = minimal.begin()
+                return _Running(minimal.is_over, finish)
 
-            yield _Commits(begin_floor, floor.pid, {"writes_by": floor.writes_by})
+            yield _Commits(begin_minimal, minimal.pid, {"writes_by": minimal.writes_by})
     else:
         place = bench.folder / "store"
         with open_store(place, "none" if compression == NOTHING else compression) as store:
@@ -224,9 +228,9 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
 
 
 def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, count: int, steps_max: int) -> Sample:
-    """Train some steps without and with a commit, in turns; a sample is seconds a step beside a commit."""
+    """Train some steps without and with a commit, alternately; the sample is seconds per step during a commit."""
     torch.set_num_threads(threads)
-    busy, steps, held_up, returns, worked = [], [], [], [], 0.0
+    busy, steps, waits, returns, worked = [], [], [], [], 0.0
     with _commits(bench, loop, compression) as commits:
         loop.train_one_step()
         quiet = [_step_seconds(loop, QUIET_STEPS)]
@@ -240,23 +244,23 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, 
             stalled = commit.finish()
             ended = time.perf_counter()
             busy.append((ended - began) / steps[-1])
-            held_up.append(background.delay_seconds() - delayed + stalled + ended - waited)
+            waits.append(background.delay_seconds() - delayed + stalled + ended - waited)
             worked += background.cpu_seconds(commits.pid) - computed
             quiet.append(_step_seconds(loop, QUIET_STEPS))
-    # The machine drifts: what is right before and what is right after count alike.
-    beside = [(one + other) / 2 for one, other in itertools.pairwise(quiet)]
-    lost = [taken * (one - other) / other for one, taken, other in zip(busy, steps, beside, strict=True)]
+    # The speed of the machine drifts, so the quiet steps before and after count equally.
+    quiet_means = [(one + other) / 2 for one, other in itertools.pairwise(quiet)]
+    lost = [taken * (one - other) / other for one, taken, other in zip(busy, steps, quiet_means, strict=True)]
     facts: dict[str, object] = {"quiet_seconds": statistics.median(quiet), "lost_shares": lost, "steps": steps}
-    # A step does not always take as long: what is lost in seconds is what participants are compared by.
-    facts |= {"lost_seconds": [share * other for share, other in zip(lost, beside, strict=True)], "quiet": quiet}
+    # Step times vary, so participants are compared by lost seconds.
+    facts |= {"lost_seconds": [share * other for share, other in zip(lost, quiet_means, strict=True)], "quiet": quiet}
     facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / count}
-    facts |= {"held_up_share": statistics.median(held_up) / statistics.median(quiet)}
+    facts |= {"held_up_share": statistics.median(waits) / statistics.median(quiet)}
     facts |= {"return_ms": statistics.median(returns), "returns_ms": returns}
     return Sample(statistics.median(busy), facts | commits.facts)
 
 
 def _step_seconds(loop: background.Loop, count: int) -> float:
-    """Take some steps; return the seconds of one."""
+    """Do some steps; return the seconds per step."""
     began = time.perf_counter()
     for _ in range(count):
         loop.train_one_step()
@@ -264,7 +268,7 @@ def _step_seconds(loop: background.Loop, count: int) -> float:
 
 
 def _steps_until(loop: background.Loop, is_over: Callable[[], bool], steps_max: int) -> int:
-    """Take steps until something is over, one at least; return how many."""
+    """Do steps until something is over, at least one; return how many."""
     count, is_done = 0, False
     while count < steps_max and not is_done:
         loop.train_one_step()

@@ -1,8 +1,7 @@
-"""Coders of single tensors under one roof: what each is given, what it makes, and how it is timed.
+"""One interface for coders of single tensors: input, output and timing.
 
-A coder has a form without a base, one with a base, or both. Where it has both, the caller says which one a
-tensor takes. Whatever a coder does to its own input (zipnn reorders it in place) happens to a copy that is
-made before the clock starts.
+A coder has a form without a base, one with a base, or both. If it has both, the caller chooses one for each tensor.
+Some coders modify their input (zipnn reorders it in place); they get a copy that is made before the clock starts.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ class Piece:
 
     @cached_property
     def bound_full(self) -> float:
-        """Bytes that ideal order-0 coding of its planes takes."""
+        """Bytes of ideal order-0 coding of its planes."""
         return entropy.full_nbytes(self.words)
 
     @cached_property
     def bound(self) -> float:
-        """The same, or that of the difference from its base if it is less."""
+        """The smaller one of that, and of the same for the difference from its base."""
         full = self.bound_full
         return full if self.base is None else min(full, entropy.delta_nbytes(self.words, self.base))
 
@@ -58,12 +57,12 @@ class Piece:
 
 
 def words_of(values: np.ndarray) -> np.ndarray:
-    """Return the bit patterns of fp32 or bf16 values, flat, without a copy where the memory allows it."""
+    """Return the bit patterns of fp32 or bf16 values, flat, without a copy where possible."""
     return np.ascontiguousarray(values).reshape(-1).view(f"u{values.dtype.itemsize}")
 
 
 def pieces_of(arrays: Arrays, base: Arrays | None = None) -> list[Piece]:
-    """Cut a state into what is coded as one: large tensors alone, small ones of a role joined."""
+    """Divide a state into pieces: each large tensor, and all small tensors of a role joined."""
     pieces: list[Piece] = []
     small: dict[str, list[str]] = {}
     for path, values in arrays.items():
@@ -82,17 +81,17 @@ def pieces_of(arrays: Arrays, base: Arrays | None = None) -> list[Piece]:
 
 Words = np.ndarray
 Base = Any
-"""Words where there is a base, else None: a form that needs one is never called without."""
+"""The words of the base. A form that needs a base is never called without one."""
 
 
 @dataclass(frozen=True)
-class StoragePlan:
+class Form:
     """One way to code a tensor.
 
     Attributes:
-        encode: (words or what ``prepare`` made of them, base) -> anything with a length in bytes.
-        decode: (what ``encode`` made, base, destination) -> the plain bytes: the destination or memory of its own.
-        prepare: Makes, before the clock starts, what ``encode`` may destroy.
+        encode: (words or the result of ``prepare``, base) -> anything with a length in bytes.
+        decode: (result of ``encode``, base, destination) -> the plain bytes: the destination or new memory.
+        prepare: Makes, before the clock starts, the copy that ``encode`` may destroy.
     """
 
     encode: Callable[[Any, Base], Any]
@@ -105,18 +104,18 @@ class Coder:
     """A tool with its forms.
 
     Attributes:
-        chooses: It decides between its forms by itself; the form with a base stands for both.
-        needs_base: Without a base it would only repeat another coder.
+        chooses: It chooses between its forms by itself; the form with a base stands for both.
+        needs_base: Without a base its result is the same as that of another coder.
     """
 
     name: str
-    full: StoragePlan | None = None
-    delta: StoragePlan | None = None
+    full: Form | None = None
+    delta: Form | None = None
     chooses: bool = False
     needs_base: bool = False
 
-    def form_for(self, piece: Piece) -> StoragePlan:
-        """Return the form that is better for a tensor; a coder that cannot tell is told, for free, by entropies."""
+    def form_for(self, piece: Piece) -> Form:
+        """Return the better form for a tensor. If the coder cannot choose, the entropies decide, outside the timing."""
         if piece.base is None or self.delta is None:
             assert self.full is not None
             return self.full
@@ -127,7 +126,7 @@ class Coder:
 
 @dataclass
 class Timing:
-    """What one coder did with a whole state."""
+    """The result of one coder for a whole state."""
 
     plain_nbytes: int = 0
     stored_nbytes: int = 0
@@ -139,7 +138,7 @@ class Timing:
     """Plain and stored bytes."""
 
     def facts(self) -> dict[str, object]:
-        """Return what belongs into a record."""
+        """Return the facts for a record."""
         speeds = {
             "decode": self.plain_nbytes / 1e9 / self.decode_seconds,
             "encode_by_cpu_time": self.plain_nbytes / 1e9 / max(1e-9, self.encode_cpu_seconds),
@@ -154,11 +153,11 @@ class Timing:
         }
 
 
-def measure(coder: Coder, pieces: Sequence[Piece], forms: Sequence[StoragePlan]) -> Timing:
+def measure(coder: Coder, pieces: Sequence[Piece], forms: Sequence[Form]) -> Timing:
     """Encode all pieces, then decode them all, and compare; only the coder's own calls are timed.
 
     Raises:
-        AssertionError: What came back is not what went in.
+        AssertionError: The decoded bytes differ.
     """
     timing, stored = Timing(), []
     for piece, form in zip(pieces, forms, strict=True):
@@ -193,9 +192,9 @@ def as_words(plain: Any, dtype: np.dtype[Any]) -> np.ndarray:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep every thread of this process on one core, and memory that is freed with the process.
+    """Pin this process to one core, and keep freed memory in the process.
 
-    Without the latter most peers would mainly be measured at getting zeroed pages for their results.
+    Otherwise most peers would mainly be measured on page faults for their results.
     """
     cores = os.sched_getaffinity(0)
     core = max(cores)

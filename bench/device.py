@@ -1,8 +1,8 @@
-"""What the machine can do: direct writes made durable, cold direct reads, copies and hashes in memory.
+"""The limits of the machine: durable direct writes, cold direct reads, copies and hashes in memory.
 
-These are the limits that the other numbers of a run are divided by. Each is the plainest program that
-reaches it: blocks of 4 MiB, aligned, O_DIRECT, at several depths, by threads and by io_uring where that is
-to be had. The best of them counts.
+Other numbers of a run are divided by these limits. Each one is measured by the simplest program that reaches it:
+aligned blocks of 4 MiB with O_DIRECT, at several depths, with threads and with io_uring where available. The best one
+counts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckstore.io.direct_io import require_supported_processor
 BLOCK_NBYTES = 4 << 20
 DEPTHS = (4, 8, 16, 32)
 Transfer = Callable[[int, int, bool], None]
-"""(descriptor, nbytes, is_write): move that many bytes from offset 0 on."""
+"""(descriptor, nbytes, is_write): transfer that many bytes, starting at offset 0."""
 
 
 class Buffers:
-    """Aligned blocks of noise, made once and used again: a device must not see zeros or fresh pages."""
+    """Reused aligned blocks of random bytes: a device must not see zeros or fresh pages."""
 
     def __init__(self, count: int = max(DEPTHS)) -> None:
         self._memory = [mmap.mmap(-1, BLOCK_NBYTES) for _ in range(count)]
@@ -37,7 +37,7 @@ class Buffers:
 
 
 def uring_reason() -> str | None:
-    """Return why io_uring cannot be used here, or None when it can."""
+    """Return why io_uring cannot be used here, or None."""
     try:
         require_supported_processor()
         ring_api: Any = importlib.import_module("liburing")
@@ -75,7 +75,7 @@ def by_uring(buffers: Buffers, depth: int) -> Transfer:
         prepare = ring_api.io_uring_prep_writev if is_write else ring_api.io_uring_prep_readv
         ring, completions = ring_api.Ring(), ring_api.Cqe()
         ring_api.io_uring_queue_init(depth, ring)
-        # The binding keeps no reference to what the kernel works on: this table does.
+        # The binding keeps no reference to the buffers that the kernel uses: this table does.
         in_flight: dict[int, tuple[Any, memoryview]] = {}
         free, offset = list(range(depth)), 0
         try:
@@ -105,7 +105,7 @@ def by_uring(buffers: Buffers, depth: int) -> Transfer:
 
 
 def transfers(buffers: Buffers, depths: Sequence[int] = DEPTHS) -> dict[str, Transfer]:
-    """Return every way of moving blocks that this machine offers, by name."""
+    """Return every way to transfer blocks on this machine, by name."""
     named = {f"threads x{depth}": by_threads(buffers, depth) for depth in depths}
     if uring_reason() is None:
         named |= {f"uring x{depth}": by_uring(buffers, depth) for depth in depths}
@@ -150,7 +150,7 @@ def read_cold(path: Path, nbytes: int, transfer: Transfer) -> float:
 
 
 def best_write(folder: Path, nbytes: int, buffers: Buffers, depths: Sequence[int] = DEPTHS) -> dict[str, float]:
-    """Return seconds of a durable write for every way of doing it; each file is removed."""
+    """Return the seconds of a durable write in every way; each file is removed."""
     path, seconds = folder / "device.bin", {}
     for name, transfer in transfers(buffers, depths).items():
         seconds[name] = write_durably(path, nbytes, transfer)
@@ -159,12 +159,12 @@ def best_write(folder: Path, nbytes: int, buffers: Buffers, depths: Sequence[int
 
 
 def best_read(path: Path, nbytes: int, buffers: Buffers, depths: Sequence[int] = DEPTHS) -> dict[str, float]:
-    """Return seconds of a cold read for every way of doing it."""
+    """Return the seconds of a cold read in every way."""
     return {name: read_cold(path, nbytes, transfer) for name, transfer in transfers(buffers, depths).items()}
 
 
 def copy_seconds(arrays: Sequence[np.ndarray], threads: int) -> float:
-    """Return seconds to copy all bytes, on some threads, into a buffer that is used again."""
+    """Return the seconds to copy all bytes, on several threads, into a reused buffer."""
     views = [array.reshape(-1).view(np.uint8) for array in arrays]
     buffer = np.ones(256 << 20, dtype=np.uint8)
     pieces = [view[begin : begin + BLOCK_NBYTES] for view in views for begin in range(0, len(view), BLOCK_NBYTES)]
@@ -179,7 +179,7 @@ def copy_seconds(arrays: Sequence[np.ndarray], threads: int) -> float:
 
 
 def hash_seconds(arrays: Sequence[np.ndarray], threads: int) -> float:
-    """Return seconds to take the BLAKE3 of every 4 MiB of all bytes, on some threads."""
+    """Return the seconds to compute the BLAKE3 of every 4 MiB of all bytes, on several threads."""
     import blake3
 
     views = [array.reshape(-1).view(np.uint8) for array in arrays]

@@ -1,8 +1,8 @@
-"""What order-0 coding of byte planes could reach at best: the bound that ratios are compared with.
+"""Ideal order-0 coding of byte planes: the bound with which compression ratios are compared.
 
-The maps are those of docs/FORMAT.md: a float is rotated left by one bit, so that its exponent fills the top
-byte; a difference is taken between patterns in the order of the numbers, and its sign goes to the lowest bit.
-All of it is numpy, apart from the code that is measured.
+The transformations are those of docs/FORMAT.md. A float is rotated left by one bit, so that its exponent fills the top
+byte. A difference is taken between patterns in the order of the numbers, and its sign is the lowest bit. This is numpy
+code, independent of the code that is measured.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def in_order(words: np.ndarray) -> np.ndarray:
 
 
 def out_of_order(numbers: np.ndarray) -> np.ndarray:
-    """Return the float patterns that ``in_order`` was given."""
+    """Invert ``in_order``."""
     one = numbers.dtype.type(1)
     sign = numbers.dtype.type(numbers.dtype.itemsize * 8 - 1)
     return np.where(numbers >> sign, numbers ^ (one << sign), ~numbers)
 
 
 def differences(words: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """Return differences of float patterns in their order, small ones of either sign as small numbers."""
+    """Return differences of ordered float patterns; small differences of either sign become small numbers."""
     signed = np.dtype(f"i{words.dtype.itemsize}")
     steps = (in_order(words) - in_order(base)).view(signed)
     shift = signed.type(words.dtype.itemsize * 8 - 1)
@@ -39,7 +39,7 @@ def differences(words: np.ndarray, base: np.ndarray) -> np.ndarray:
 
 
 def plane_bits(words: np.ndarray) -> float:
-    """Return the sum of the order-0 entropies of all byte planes, in bits an element."""
+    """Return the sum of the order-0 entropies of all byte planes, in bits per element."""
     if not words.size:
         return 0.0
     planes = words.view(np.uint8).reshape(-1, words.dtype.itemsize)
@@ -52,15 +52,15 @@ def plane_bits(words: np.ndarray) -> float:
 
 
 def full_nbytes(words: np.ndarray) -> float:
-    """Return the bytes that ideal coding of the rotated planes of one tensor takes."""
+    """Return the bytes of ideal coding of the rotated planes of one tensor."""
     return plane_bits(rotated(words)) * words.size / 8
 
 
 def delta_nbytes(words: np.ndarray, base: np.ndarray) -> float:
-    """Return the bytes that ideal coding of the planes of its differences takes."""
+    """Return the bytes of ideal coding of the planes of its differences."""
     return plane_bits(differences(words, base)) * words.size / 8
 
 
 def xor_nbytes(words: np.ndarray, base: np.ndarray) -> float:
-    """Return the bytes that ideal coding of the planes of an exclusive or takes."""
+    """Return the bytes of ideal coding of the planes of an exclusive or."""
     return plane_bits(words ^ base) * words.size / 8

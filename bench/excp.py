@@ -1,8 +1,8 @@
-"""ExCP (Li et al., ICML 2024) in ckstore's frames: what the published method takes with the coder that residuals have.
+"""ExCP (Li et al., ICML 2024) in ckstore's frames: the published method with the entropy coder of residuals.
 
-Written after the paper. Changes of weights below a multiple of their median are pruned; moments are kept where the
-weight has changed and the first moment is large; k-means tells what is left. Codebooks are fp32, as everything else
-that is compared; the published code has fp16. Readers of ckstore decode these frames; ckstore writes none.
+Implemented from the paper. Changes of weights below a multiple of their median are pruned. Moments are kept where the
+weight has changed and the first moment is large. K-means quantizes the rest. Codebooks are fp32, like everything else
+that is compared; the published code uses fp16. Readers of ckstore decode these frames; ckstore writes none.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _TURNS = 30
 
 @dataclass(frozen=True)
 class Pruning:
-    """Numbers of the method.
+    """Parameters of the method.
 
     Args:
-        alpha: A change is pruned below so many times the median magnitude, divided by the root of the mean second
+        alpha: A change is pruned below this many times the median magnitude, divided by the root of the mean second
             moment.
-        beta: First moments of at most so many times their mean magnitude become zero, and the second with them.
-        bits: Of a code; one code is zero.
-        factor_max: Bound on the multiple of the median, and the multiple itself where there is no second moment.
+        beta: First moments of at most this many times their mean magnitude become zero, and the second moments with
+            them.
+        bits: Bits of a code; one code is zero.
+        factor_max: Upper bound of the multiple of the median; the multiple itself where there is no second moment.
     """
 
     alpha: float = 5e-5
@@ -41,7 +42,7 @@ class Pruning:
     factor_max: float = 2.5
 
     def threshold_of(self, changes: np.ndarray, second_mean: float | None) -> float:
-        """Return below which magnitude changes are pruned, from the mean of the tensor's second moment, if known."""
+        """Return the magnitude below which changes are pruned, from the mean second moment of the tensor, if known."""
         factor = self.factor_max
         if second_mean is not None and second_mean > 0:
             factor = min(factor, self.alpha / math.sqrt(second_mean))
@@ -64,7 +65,7 @@ def encode_weights(
     reconstruction: memoryview,
     second_mean: float | None = None,
 ) -> QuantizedChunk | None:
-    """Quantize what has changed since the base; None where that does not pay."""
+    """Quantize what has changed since the base; None if that does not reduce the size."""
     grid = Grid(plain.nbytes // shape.width, shape.row_nelements, shape.phase)
     values, symbols = scratch.values(4 * grid.count), scratch.planes(grid.count)
     if not kernels.float_changes(plain, base, values, shape.kind):
@@ -85,7 +86,7 @@ def encode_moment(
     scratch: Scratch,
     reconstruction: memoryview,
 ) -> QuantizedChunk | None:
-    """Quantize the elements of a moment that are kept, the others becoming zero; None where that does not pay."""
+    """Quantize the moments that are kept and set the others to zero; None if that does not reduce the size."""
     grid = Grid(plain.nbytes // shape.width, shape.row_nelements, shape.phase)
     values, symbols = scratch.values(4 * grid.count), scratch.planes(grid.count)
     if not kernels.float_values(plain, values, shape.kind):
@@ -110,7 +111,7 @@ def _quantized(values: memoryview, symbols: memoryview, grid: Grid, threshold: f
     return Quantized(rows, cols, table, counts.astype(np.float64), found, NO_ESCAPES, sums.total, zero)
 
 
-# K-means in one dimension
+# One-dimensional k-means
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Clusters:
 
     Args:
         codebook: An entry for each of 256 symbols.
-        bounds: A value belongs to the symbol whose number is that of the bounds at most as great.
+        bounds: The symbol of a value is the number of bounds that are not greater than the value.
         zero: The symbol of 0.
     """
 
@@ -129,7 +130,7 @@ class Clusters:
 
 
 def clusters_of(values: np.ndarray, threshold: float, count: int) -> Clusters:
-    """Return at most ``count`` centroids of the values beyond a threshold; all within it become 0."""
+    """Return at most ``count`` centroids of the values above a threshold; all others become 0."""
     limit = np.float32(threshold)
     below = _centroids(values[values < -limit], values, limit, count)
     above = _centroids(values[values > limit], values, limit, count)
@@ -147,7 +148,7 @@ def _middles(centroids: np.ndarray) -> np.ndarray:
 
 
 def _centroids(side: np.ndarray, values: np.ndarray, limit: np.float32, count: int) -> np.ndarray:
-    """Return the centroids of the values on one side of zero; both sides share ``count`` by their sizes."""
+    """Return the centroids of the values on one side of zero; the two sides share ``count`` by their sizes."""
     kept = int(np.count_nonzero(np.abs(values) > limit))
     if not side.size:
         return np.empty(0, np.float32)
@@ -157,7 +158,7 @@ def _centroids(side: np.ndarray, values: np.ndarray, limit: np.float32, count: i
 
 
 def _lloyd(values: np.ndarray, count: int) -> np.ndarray:
-    """Return the centroids that Lloyd's iteration over a histogram ends in, in rising order."""
+    """Return the centroids, in rising order, after Lloyd's iteration over a histogram."""
     low, high = float(values.min()), float(values.max())
     if low == high or count == 1:
         return np.array([float(values.mean(dtype=np.float64))], np.float32)
@@ -167,7 +168,7 @@ def _lloyd(values: np.ndarray, count: int) -> np.ndarray:
     used = masses > 0
     masses, sums = masses[used], sums[used]
     means = sums / masses
-    # Density to the power of a third is where the best centroids lie when there are many.
+    # For many centroids the best density is the value density to the power of 1/3.
     spread = np.cumsum(np.cbrt(masses))
     starts = np.interp((np.arange(count) + 0.5) / count * spread[-1], spread, means)
     centroids = np.unique(starts)

@@ -1,14 +1,14 @@
-"""States and histories to measure with: one really trained, and large ones made from its values.
+"""States and histories for the measurements: one from a real training run, and large ones made from its values.
 
-- ``state_of`` makes a state from the arrays that ``training.py`` has kept of a real run: every *ratio* (bytes
-  stored against bytes of state) is measured on these and on nothing else.
-- ``gpt_state`` has the names and shapes of a GPT of twelve layers with a vocabulary of 16,384, in any size,
-  for measuring *speed*. Each tensor is filled from the trained tensor of the same kind and role (weight, first
-  or second moment) of one of its layers: repeated from a random place on, and every element multiplied by a
-  random factor within 1/16 of one. Exponents, signs and exact zeros thus keep their statistics, which is what
-  a codec's speed depends on, while the low mantissa bits of every repetition differ, so that no two chunks
-  are equal and no match finder sees a repetition. The bytes stored from it are *not* a ratio to quote.
-- ``synthetic_donors`` stands in for the trained values where training is not wanted (``--small``, tests).
+- ``state_of`` makes a state from the arrays that ``training.py`` has stored of a real run. Every *ratio* (stored
+  bytes to bytes of state) is measured only with these.
+- ``gpt_state`` has the names and shapes of a GPT of twelve layers with a vocabulary of 16,384, in any size, for
+  measuring *speed*. Each tensor is filled from the trained tensor of the same kind and role (weight, first or
+  second moment) of one layer: repeated from a random offset, with every element multiplied by a random factor
+  within 1/16 of one. Exponents, signs and exact zeros keep their statistics, on which the speed of a codec
+  depends. The low mantissa bits of every repetition differ, so that no two chunks are equal and no match finder
+  sees a repetition. Do not quote ratios from these states.
+- ``synthetic_donors`` replaces the trained values where training takes too long (``--small``, tests).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def state_of(arrays: training.Arrays, step: int) -> State:
 
 
 def mixed(arrays: training.Arrays) -> training.Arrays:
-    """Return the arrays of mixed precision: bf16 weights, which are roundings of an fp32 master, and the moments."""
+    """Return the arrays of mixed precision: bf16 weights rounded from an fp32 master, and the moments."""
     weights = {path: values for path, values in arrays.items() if path.startswith("model/")}
     masters = {path.replace("model/", "master/", 1): values for path, values in weights.items()}
     return {**rounded(weights), **masters, **{path: values for path, values in arrays.items() if path not in weights}}
@@ -80,7 +80,7 @@ def _tensor_of(values: np.ndarray) -> torch.Tensor:
 
 
 def synthetic_donors(seed: int = 0) -> Donors:
-    """Return drawn values whose magnitudes resemble those of a trained run."""
+    """Return random values whose magnitudes resemble those of a trained run."""
     rng = np.random.default_rng(seed)
     donors: Donors = {}
     for kind in {_kind_of(name) for name in shapes_of(64)}:
@@ -112,7 +112,7 @@ def shapes_of(width: int) -> dict[str, tuple[int, ...]]:
 
 
 def width_for(nbytes: int) -> int:
-    """Return the width, a multiple of 8, whose state comes nearest to this size."""
+    """Return the width, a multiple of 8, whose state is closest to this size."""
     return min(range(8, 8192, 8), key=lambda width: abs(_state_nbytes(width) - nbytes))
 
 
@@ -120,9 +120,9 @@ def gpt_state(nbytes: int, *, donors: Donors, seed: int = 0) -> State:
     """Return the training state of a GPT in fp32 with AdamW: 98 parameters and 196 moments, 294 tensors.
 
     Args:
-        nbytes: Wanted size; the width is chosen to come near it.
-        donors: Where the values come from.
-        seed: Another seed, other bits in every chunk.
+        nbytes: Wanted size; the width is chosen to be close to it.
+        donors: The source of the values.
+        seed: A different seed changes bits in every chunk.
     """
     shapes = shapes_of(width_for(nbytes))
     jobs: list[tuple[torch.Tensor, list[np.ndarray], int]] = []
@@ -188,7 +188,7 @@ def nbytes_of(state: object) -> int:
 
 
 def blank_like(state: Any) -> Any:
-    """Return the same structure with zeros in its tensors, every page of which has been touched."""
+    """Return the same structure with zeros in its tensors; every page has been written to."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state).fill_(0)
     if isinstance(state, dict):
@@ -199,7 +199,7 @@ def blank_like(state: Any) -> Any:
 
 
 def clear(state: object) -> None:
-    """Set every tensor of a state to zero, so that a load into it has to bring every byte."""
+    """Set every tensor of a state to zero, so that a load has to restore every byte."""
     for _, tensor in tensors_of(state):
         tensor.zero_()
 

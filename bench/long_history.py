@@ -1,8 +1,8 @@
-"""A store with thousands of checkpoints, made without writing their tensors: packs are files with holes.
+"""A store with thousands of checkpoints, made without writing tensors: packs are sparse files.
 
-What a collection looks at is real: manifests as commits write them, claims, and packs of the right size. Nothing but
-the first checkpoint can be restored. Each has some tensors of its own, in a pack of its own, and shares the others
-with those before it: what a history of a model looks like of which a part is trained.
+Everything that a collection reads is real: manifests as commits write them, claims, and packs of the right size. Only
+the first checkpoint can be restored. Each checkpoint has some new tensors in a pack of its own, and shares the others
+with earlier ones, like a model of which a part is trained.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 TENSORS = 300
 CHANGED = 6
-"""Tensors that a checkpoint has of its own, in turn: after 50 checkpoints all have changed."""
+"""New tensors of each checkpoint, in rotation: after 50 checkpoints all have changed."""
 
 _ELEMENTS = 65_536
 _STORED_NBYTES = 200_000
@@ -24,7 +24,7 @@ _STEP_NS = 600 * 10**9
 
 
 def make(place: Path, count: int, *, tensors: int = TENSORS, changed: int = CHANGED) -> int:
-    """Make a store with so many checkpoints, ten minutes apart; return the bytes of its manifests."""
+    """Make a store with this many checkpoints, ten minutes apart; return the bytes of its manifests."""
     import ckstore
     from ckstore.format.manifest import build_manifest, encode_manifest
 
@@ -68,7 +68,7 @@ def _new_pack(place: Path, frames: int, like: Any) -> Any:
     path = place / "packs" / pack_id[:1].hex() / f"{pack_id.hex()}.pack"
     with path.open("xb") as file:
         file.truncate(nbytes)
-    # Older than anything that is spared for its age.
+    # Old enough that the grace period does not protect it.
     os.utime(path, ns=(10**18, 10**18))
     return replace(like, pack_id=pack_id, nbytes=nbytes)
 

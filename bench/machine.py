@@ -1,4 +1,4 @@
-"""Facts about this machine and run, and the two ways of making a read cold."""
+"""Facts about this machine and run, and two ways to make a read cold."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DISTRIBUTIONS = (
 
 
 def facts(folder: Path) -> dict[str, object]:
-    """Return what a reader needs to know about the machine, with the file system of ``folder``."""
+    """Return the facts about the machine that a reader needs, with the file system of ``folder``."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -43,7 +43,7 @@ def facts(folder: Path) -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of every library that a number may depend on."""
+    """Return the versions of Python and of every library that affects the numbers."""
     installed = {dist.metadata["Name"].lower().replace("_", "-"): dist.version for dist in metadata.distributions()}
     return {"python": platform.python_version(), **{name: installed.get(name, "absent") for name in DISTRIBUTIONS}}
 
@@ -63,12 +63,12 @@ def commit() -> str:
 
 
 def now() -> str:
-    """Return the time in UTC, as it stands in names of result files."""
+    """Return the time in UTC, in the format of result file names."""
     return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
 
 
 def busy_cores(seconds: float = 1.0) -> float:
-    """Return how many cores are at work while this process sleeps; 0.0 where the kernel does not say."""
+    """Return how many cores other processes use while this process sleeps; 0.0 if the kernel does not report it."""
 
     def busy_ticks() -> int:
         user, nice, system, *_ = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
@@ -90,7 +90,7 @@ def can_drop_caches() -> bool:
 def make_cold(folder: Path) -> None:
     """Make the next read of anything in ``folder`` come from the device.
 
-    Without root only the pages of these files are given up; their inodes and folders stay in memory.
+    Without root only the pages of these files are dropped; their inodes and folders stay in memory.
     """
     os.sync()
     if can_drop_caches():
@@ -119,7 +119,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder and let the device forget it before anything else is measured."""
+    """Remove a folder, and wait until the device has processed that: the next measurement must not be affected."""
     shutil.rmtree(folder, ignore_errors=True)
     os.sync()
 
@@ -130,7 +130,7 @@ def tree_nbytes(folder: Path) -> int:
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """End the program when ``folder`` has not this much room left."""
+    """Exit if ``folder`` has less free space than this."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         sys.exit(f"{folder}: {free / 1e9:.1f} GB free, {nbytes / 1e9:.1f} GB needed; choose another --dir or --size")

@@ -1,8 +1,8 @@
-"""Interleaved rounds, medians and spread, and ratios that are taken inside a round.
+"""Interleaved rounds, medians and ranges, and ratios within a round.
 
-Disks that others share drift by a factor of two within minutes. So every participant runs once in each
-round, each round begins with another one, a ratio is computed from two samples of the same round, and only
-then is the median over the rounds taken. Numbers of different runs are never compared.
+The speed of shared disks drifts by a factor of two within minutes. Therefore every participant runs once in each round,
+each round starts with another one, a ratio is computed from two samples of the same round, and then the median over the
+rounds is taken. Numbers of different runs are never compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BUSY_CORES = 0.2
 
 @dataclass
 class Sample:
-    """One measurement: its value in the unit of the case, and what else was seen."""
+    """One measurement: its value in the unit of the case, and further facts."""
 
     value: float
     facts: dict[str, object] = field(default_factory=dict)
@@ -37,7 +37,7 @@ Participant = Callable[[], Sample]
 
 @dataclass
 class Result:
-    """What a case found, for people and for ``bench/results``."""
+    """The result of a case, for people and for ``bench/results``."""
 
     case: str
     unit: str
@@ -55,12 +55,12 @@ class Result:
         return statistics.median(sample.value for sample in self.samples[name])
 
     def fact(self, name: str, fact: str) -> float | None:
-        """Return the median over the rounds of a fact of one participant, if it has it."""
+        """Return the median over the rounds of a fact of one participant; None if it has no such fact."""
         values = [sample.facts[fact] for sample in self.samples[name] if fact in sample.facts]
         return statistics.median(float(str(value)) for value in values) if values else None
 
     def add_ratios(self, names: list[str], against: list[str]) -> None:
-        """Compare participants round by round; a ratio above one is a win, whichever way the unit points."""
+        """Compare participants round by round; a ratio above one means faster or smaller."""
         for name in names:
             for other in against:
                 if name == other or name not in self.samples or other not in self.samples:
@@ -105,7 +105,7 @@ class Result:
 
 
 def interleave(result: Result, participants: dict[str, Participant], rounds: int) -> Result:
-    """Run every participant once a round; one that fails is taken out and its reason is kept."""
+    """Run every participant once per round; a participant that fails is removed, and the reason is recorded."""
     names = list(participants)
     others = machine.busy_cores()
     result.setting["busy_cores_before"] = round(others, 2)
@@ -121,21 +121,21 @@ def interleave(result: Result, participants: dict[str, Participant], rounds: int
             try:
                 sample = participants[name]()
             except Exception as error:
-                # A rival that breaks must not end the run, nor vanish from the table.
+                # Record the failure and continue, so that the table shows it.
                 result.unusable[name] = f"{type(error).__name__}: {error}"
                 result.samples.pop(name, None)
-                tell(f"  {name}: {result.unusable[name]}")
+                log(f"  {name}: {result.unusable[name]}")
                 continue
-            # Of preparation and cleaning up too; it tells a busy machine from a slow participant.
+            # Includes preparation and cleanup; it distinguishes a busy machine from a slow participant.
             sample.facts["cpu_seconds"] = time.process_time() - used
             result.samples.setdefault(name, []).append(sample)
-            tell(f"  round {number + 1}/{rounds}  {name}: {sample.value:.3g} {result.unit}")
+            log(f"  round {number + 1}/{rounds}  {name}: {sample.value:.3g} {result.unit}")
     result.samples = {name: result.samples[name] for name in names if name in result.samples}
     return result
 
 
-def tell(line: str) -> None:
-    """Say what is going on, apart from the results."""
+def log(line: str) -> None:
+    """Print progress to stderr, separate from the results."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,8 +1,7 @@
-"""Measure, in a process of its own, how much memory a tool needs beyond the state that it saves and loads.
+"""Measure, in a separate process, how much memory a tool needs beyond the state that it saves and loads.
 
-The kernel's high-water mark of the resident size is reset before each phase. The load is the one of a trainer
-that starts again: a state exists, and afterwards *it* has the stored values; a tool that can only make a new
-state pays for that state.
+The kernel's high-water mark of the resident size is reset before each phase. The load is that of a restarted trainer: a
+state exists, and then gets the stored values. A tool that can only create a new state needs memory for that one too.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from bench import histories, machine, rivals
+from bench import histories, machine, other_tools
 from bench.workbench import open_store
 
 MIB = 1 << 20
@@ -30,7 +29,7 @@ def _status(field: str) -> int:
 
 
 def peak_of(work: Callable[[], object]) -> float:
-    """Return by how many MiB the resident size rose above what it was, at the highest, while this worked."""
+    """Return by how many MiB the peak resident size exceeded the size at the start while ``work`` ran."""
     Path("/proc/self/clear_refs").write_text("5\n")
     before = _status("VmRSS")
     work()
@@ -43,7 +42,7 @@ def digests_of(state: object) -> list[int]:
 
 
 def copy_into(target: Any, source: object) -> None:
-    """Do what ``load_state_dict`` does: give existing tensors the loaded values."""
+    """Do what ``load_state_dict`` does: copy the loaded values into existing tensors."""
     loaded = dict(histories.tensors_of(source))
     for path, tensor in histories.tensors_of(target):
         if loaded[path].data_ptr() != tensor.data_ptr():
@@ -66,7 +65,7 @@ def main() -> int:
     place = given.dir / "memory"
     place.mkdir()
     save, load = _tool(given.tool)
-    # Imports, thread pools and first uses are not what is measured.
+    # Warm up: imports and thread pools are not measured.
     (given.dir / "memory-warm").mkdir()
     save(small, given.dir / "memory-warm")
     load(given.dir / "memory-warm", small)
@@ -87,8 +86,8 @@ def main() -> int:
 
 def _tool(name: str) -> tuple[Callable[[Any, Path], object], Callable[[Path, Any], Any]]:
     if not name.startswith("ckstore "):
-        rival = rivals.MAKERS[name]()
-        return rival.save, rival.load
+        tool = other_tools.MAKERS[name]()
+        return tool.save, tool.load
     compression = name.partition(" ")[2]
 
     def save(state: Any, folder: Path) -> None:

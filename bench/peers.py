@@ -1,10 +1,10 @@
-"""Other coders of tensors, each as its users call it, on one thread, with the setting that shrinks states best.
+"""Other coders of tensors, each called as its users do, on one thread, with the settings that compress states best.
 
-- *xor* forms code the exclusive or with the base, which is all that these tools, or scripts around them, offer.
-- *BitX-like* is what ZipLLM does (xor, byte split, zstd), in numpy and zstandard: its sizes tell, its speed is
-  not that of their Rust.
-- blosc2 and pcodec are also given the integer differences that ckstore takes: what a user could build of them.
-  The subtraction is numpy's, and is timed.
+- *xor* forms encode the exclusive or with the base, the only delta that these tools, or scripts around them, offer.
+- *BitX-like* is the method of ZipLLM (xor, byte split, zstd) in numpy and zstandard: compare its sizes, not its
+  speed, because the original is written in Rust.
+- blosc2 and pcodec also get ckstore's integer differences, which a user could build. The subtraction is done by
+  numpy and is timed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from bench import entropy
-from bench.coders import Base, Coder, StoragePlan, Words, as_words
+from bench.coders import Base, Coder, Form, Words, as_words
 
 NAMES = {2: ("bfloat16", "bf16"), 4: ("float32", "fp32")}
 
 
-def _xored(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> StoragePlan:
-    """Return a form that codes the exclusive or with the base; the buffer for it exists before."""
+def _xored(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> Form:
+    """Return a form that codes the exclusive or with the base; its buffer is allocated in advance."""
     room: dict[int, Words] = {}
 
     def code(words: Words, base: Base) -> Any:
@@ -35,11 +35,11 @@ def _xored(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> Stor
         np.bitwise_xor(as_words(decode(stored), destination.dtype), base, out=destination)
         return destination
 
-    return StoragePlan(code, back)
+    return Form(code, back)
 
 
-def _plain(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> StoragePlan:
-    return StoragePlan(lambda words, _: encode(words), lambda stored, _, __: decode(stored))
+def _plain(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> Form:
+    return Form(lambda words, _: encode(words), lambda stored, _, __: decode(stored))
 
 
 def zipnn() -> Coder:
@@ -49,7 +49,7 @@ def zipnn() -> Coder:
     tools = {width: ZipNN(input_format="byte", bytearray_dtype=names[0], threads=1) for width, names in NAMES.items()}
 
     def encode(words: Words) -> Any:
-        # It reorders the bytes that it is given, in place.
+        # It reorders its input in place.
         return tools[words.itemsize].compress(words.view(np.uint8).data)
 
     def back(stored: Any, base: Base, destination: Words) -> Any:
@@ -62,8 +62,8 @@ def zipnn() -> Coder:
     xor = _xored(encode, lambda stored: stored)
     return Coder(
         "zipnn",
-        StoragePlan(lambda words, _: encode(words), back, np.ndarray.copy),
-        StoragePlan(xor.encode, xor_back, xor.prepare),
+        Form(lambda words, _: encode(words), back, np.ndarray.copy),
+        Form(xor.encode, xor_back, xor.prepare),
     )
 
 
@@ -79,8 +79,8 @@ def z4ai() -> Coder:
 
     return Coder(
         "z4ai",
-        StoragePlan(lambda words, _: encode(words, None), lambda stored, _, __: tool.decompress(stored)),
-        StoragePlan(encode, lambda stored, base, _: tool.decompress_delta(stored, base.view(np.uint8).data)),
+        Form(lambda words, _: encode(words, None), lambda stored, _, __: tool.decompress(stored)),
+        Form(encode, lambda stored, base, _: tool.decompress_delta(stored, base.view(np.uint8).data)),
     )
 
 
@@ -144,8 +144,8 @@ def blosc2_differences() -> Coder:
     return Coder("blosc2 on differences", _plain(encode, decode), _subtracted(encode, decode), needs_base=True)
 
 
-def _subtracted(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> StoragePlan:
-    """Return a form that codes differences of patterns in the order of the floats, signs in the lowest bit."""
+def _subtracted(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> Form:
+    """Return a form that codes differences of ordered float patterns, with the sign in the lowest bit."""
 
     def back(stored: Any, base: Base, destination: Words) -> Words:
         found = as_words(decode(stored), destination.dtype)
@@ -156,11 +156,11 @@ def _subtracted(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) ->
     def code(words: Words, base: Base) -> Any:
         return encode(entropy.differences(words, base))
 
-    return StoragePlan(code, back)
+    return Form(code, back)
 
 
 def openzl() -> Coder:
-    """OpenZL: its deconstruction of floats with FSE; on an exclusive or its transposition with entropy coding."""
+    """OpenZL: its float deconstruction with FSE; on an exclusive or, transposition with entropy coding."""
     import openzl.ext as tool
 
     graphs, nodes = tool.graphs, tool.nodes
@@ -174,7 +174,7 @@ def openzl() -> Coder:
         context.set_parameter(tool.CParam.StickyParameters, 1)
         context.set_parameter(tool.CParam.FormatVersion, tool.MAX_FORMAT_VERSION)
         context.ref_compressor(compressor)
-        # The context does not keep its compressor alive.
+        # The context does not keep a reference to its compressor.
         return lambda words, _kept=compressor: context.compress([tool.Input(tool.Type.Numeric, words)])
 
     def lanes(compressor: Any) -> Any:
@@ -194,7 +194,7 @@ def openzl() -> Coder:
 
 
 def pcodec() -> Coder:
-    """Pcodec at its usual level: floats as such, bf16 as integers; integer differences."""
+    """Pcodec at its default level: floats as such, bf16 as integers; integer differences."""
     from pcodec import ChunkConfig, DeltaSpec, standalone
 
     setting = ChunkConfig(compression_level=8, delta_spec=DeltaSpec.no_op())

@@ -1,14 +1,14 @@
-"""What residuals are compared with: ExCP as it was published, plain block-wise quantization, and yardsticks.
+"""Baselines for residuals: ExCP as published, plain block-wise quantization, and reference points.
 
-ExCP (Li et al., ICML 2024) is re-created from the description in the paper and of its code, with an entropy coder
-that it does not have: ideal, order 0, each code told only where the others leave it open (moments only where the
-weight was kept, second moments only where first ones were). Variants: ``factor`` is the multiple of the median below
-which a change is pruned, 2.5 or ``min(2.5, alpha / sqrt(mean(v)))``; codebooks are fp32 (as coded: fp16, in which
-small second moments vanish); k-means by Lloyd's iteration on a histogram. ``ExcpInFrames`` codes it as ckstore's
-residuals are coded instead (``excp.py``).
+ExCP (Li et al., ICML 2024) is implemented from its paper and code, with an ideal order-0 entropy coder that the
+original does not have. Each code counts only where the others leave it open: moments only where the weight was kept,
+and second moments only where first ones were. Variants: ``factor`` is the multiple of the median below which a change
+is pruned, 2.5 or ``min(2.5, alpha / sqrt(mean(v)))``. Codebooks are fp32 (the code uses fp16, in which small second
+moments vanish). K-means uses Lloyd's iteration on a histogram. ``ExcpInFrames`` encodes the result like ckstore's
+residuals (``excp.py``).
 
-A baseline turns a state into another one, given the one that was made of the checkpoint before, and says how many
-bits it took, by role. Tensors of one dimension stay exact for everybody and are counted with ``EXACT_BITS``.
+A baseline maps a state to another one, given the reconstruction of the previous checkpoint, and returns the number of
+bits by role. Tensors of one dimension always stay exact and are counted with ``EXACT_BITS``.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Maker = Callable[[Arrays, Arrays], tuple[Arrays, Bits]]
 """(state, the previous reconstruction) -> (reconstruction, bits)."""
 
 EXACT_BITS = 66.0
-"""Of a parameter and its moments, stored exactly by the lossless coder."""
+"""Bits of a parameter and its moments, stored exactly by the lossless coder."""
 CODEBOOK_BITS = 32
 BLOCK = 256
 HISTOGRAM_BINS = 8192
 LLOYD_STEPS = 25
 CHUNK_NELEMENTS = 1 << 20
-"""Of fp32: a chunk of a store with default limits."""
+"""Elements of fp32 in a chunk of a store with default limits."""
 
 
 def names_of(state: Arrays) -> list[str]:
@@ -47,12 +47,12 @@ def names_of(state: Arrays) -> list[str]:
 
 
 def is_exact(values: np.ndarray) -> bool:
-    """Return whether a tensor is stored exactly by every policy."""
+    """Return whether every policy stores this tensor exactly."""
     return values.ndim < 2
 
 
 def entropy_bits(codes: np.ndarray) -> float:
-    """Return the bits of codes under their own frequencies, a table of 16 bits a symbol included."""
+    """Return the bits of codes under their own frequencies, including a table of 16 bits per symbol."""
     if codes.size == 0:
         return 0.0
     counts = np.bincount(codes.reshape(-1).astype(np.int64))
@@ -61,7 +61,7 @@ def entropy_bits(codes: np.ndarray) -> float:
 
 
 def clusters(values: np.ndarray, count: int) -> np.ndarray:
-    """Return the centres of one-dimensional k-means, by Lloyd's iteration on a histogram."""
+    """Return the centers of one-dimensional k-means, by Lloyd's iteration on a histogram."""
     low, high = float(values.min()), float(values.max())
     weights, edges = np.histogram(values, HISTOGRAM_BINS, range=(low, high))
     middles = (edges[1:] + edges[:-1]) / 2
@@ -83,10 +83,10 @@ class Excp:
     """The published method.
 
     Args:
-        factor: The multiple of the median that a change must exceed, or the greatest one if there is an alpha.
-        alpha: The multiple is this over the root of the mean second moment.
+        factor: The multiple of the median that a change must exceed, or its maximum if there is an alpha.
+        alpha: The multiple is this divided by the root of the mean second moment.
         beta: First moments of at most this many times their mean magnitude are pruned.
-        levels: Of a codebook, zero not counted.
+        levels: Levels of a codebook, without zero.
     """
 
     factor: float = 2.5
@@ -95,7 +95,7 @@ class Excp:
     levels: int = 15
 
     def __call__(self, state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
-        """Prune, cluster, and count."""
+        """Prune, cluster, and count bits."""
         made: Arrays = {}
         bits: Bits = dict.fromkeys((*ROLES, "exact"), 0.0)
         for name in names_of(state):
@@ -133,12 +133,12 @@ class Excp:
 
 @dataclass(frozen=True)
 class ExcpInFrames:
-    """The maker of a chain: a state becomes what its frames decode to, chunk by chunk, and takes what they take."""
+    """A chain whose states are decoded from real frames, chunk by chunk, and counted with their real size."""
 
     pruning: excp.Pruning
 
     def __call__(self, state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
-        """Prune, cluster, and code."""
+        """Prune, cluster, and encode."""
         made: Arrays = {}
         bits: Bits = dict.fromkeys((*ROLES, "exact"), 0.0)
         scratch = Scratch(4 * CHUNK_NELEMENTS)
@@ -169,7 +169,7 @@ class ExcpInFrames:
         shape: ChunkShape,
         scratch: Scratch,
     ) -> list[int]:
-        """Write what a weight and its moments become into rooms; return the bytes of their frames."""
+        """Write the reconstruction of a weight and its moments to the buffers; return the bytes of their frames."""
         plain = [_bytes_of(chunk) for chunk in chunks]
         reconstructions = [_bytes_of(room) for room in rooms]
         mean = float(np.mean(chunks[2], dtype=np.float64))
@@ -190,7 +190,7 @@ def _bytes_of(values: np.ndarray) -> memoryview:
 
 
 def _stored(made: QuantizedChunk | None, plain: memoryview, room: memoryview) -> int:
-    """Return the bytes of a frame; what does not pay is counted, and kept, as it is."""
+    """Return the bytes of a frame; if encoding does not reduce the size, keep and count the plain chunk."""
     if made is not None:
         return made.encoded.nbytes
     room[:] = plain
@@ -198,7 +198,7 @@ def _stored(made: QuantizedChunk | None, plain: memoryview, room: memoryview) ->
 
 
 def block_wise(bits: int) -> Maker:
-    """Return the maker that rounds weights and moments to so many bits, scaled by the greatest of each 256 values."""
+    """Return a baseline that rounds weights and moments to this many bits, scaled by the maximum of each 256 values."""
 
     def make(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
         return _each(state, lambda role, values: (_blocks(values, bits, role == "v"), bits + 32 / BLOCK))
@@ -234,7 +234,7 @@ def weights_bf16(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
 
 
 def weights_one_ulp(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
-    """Move each weight to one of its neighbours, or not."""
+    """Move each weight to a neighboring value, or leave it."""
     rng = np.random.default_rng(11)
 
     def change(role: str, values: np.ndarray) -> tuple[np.ndarray, float]:
@@ -247,12 +247,12 @@ def weights_one_ulp(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
 
 
 def no_moments(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
-    """Begin with an optimizer that has seen nothing, but for its step."""
+    """Reset the optimizer, except for its step."""
     return _each(state, lambda role, values: (values, 32.0) if role == "w" else (np.zeros_like(values), 0.0))
 
 
 def stale_weights(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
-    """Take the weights of the checkpoint before, and exact moments."""
+    """Use the weights of the previous checkpoint, with exact moments."""
     made = {path: before[path] if path.startswith("w/") else values for path, values in state.items()}
     return made, {"w": 0.0, "m": 32.0 * _count(state), "v": 32.0 * _count(state), "exact": 0.0}
 

@@ -1,18 +1,18 @@
-"""Does training resume from a residual checkpoint as if nothing had happened? At how many bits a parameter?
+"""How well training resumes from a residual checkpoint, and at how many bits per parameter.
 
     python -m bench.resume_gap                        # trains twice, then every policy: hours of two cores, cached
     python -m bench.resume_gap --only 'near*,small*'  # some policies
-    python -m bench.resume_gap --beta2 0.999 --quick  # a tiny model, in a minute; keeps no record
+    python -m bench.resume_gap --beta2 0.999 --quick  # a tiny model, in a minute; saves no record
 
-A policy stores a chain of ten residuals after an exact keyframe, each told against what was reconstructed of the one
-before. Training then resumes from the last one (and, of the policies that matter most, from the fifth) for 100 steps
-with the data that the run itself saw, and every loss is compared with that of the run itself, which an exact resume
-repeats bit for bit. Told are bits by part and the ratio to 96 bits a parameter; the loss on held-out text at restore;
-the mean of the differences of training losses (excess) and of their magnitudes (gap); the largest first update,
-against that of the exact resume; and the closed-form bound on it. See docs/BENCH.md.
+A policy stores an exact keyframe and then a chain of ten residuals, each relative to the reconstruction of the previous
+one. Training resumes from the last one (and, for the most important policies, from the fifth) for 100 steps with the
+data that the original run saw. Every loss is compared with that of the original run, which an exact resume repeats bit
+for bit. Results are: bits by part, and the ratio to 96 bits per parameter; the loss on held-out text at restore; the
+mean difference of training losses (excess) and the mean absolute difference (gap); the largest first update, compared
+with that of the exact resume, and its closed-form bound. See docs/BENCH.md.
 
-Every finished policy is kept in the cache folder, so that a run that is interrupted goes on. With
-``CKSTORE_BENCH_PAUSE_FILE`` naming a file, it waits between two steps while that file exists.
+The result of every finished policy is cached, so that an interrupted run continues. If ``CKSTORE_BENCH_PAUSE_FILE``
+names a file, the program waits between two steps while that file exists.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from rich.table import Table
 
 from bench import machine, measure, resume_baselines, resume_plots, resume_policies, resume_speed, resume_training
 from bench.measure import Result, Sample
-from bench.resume_policies import Contender, Link
+from bench.resume_policies import CandidatePolicy, Link
 from bench.resume_training import Plan, Trained
-from bench.training import Arrays, Tell
+from bench.training import Arrays, Log
 
 HERE = Path(__file__).resolve().parent
 PLAIN_BITS = 96.0
@@ -49,8 +49,8 @@ Found = dict[str, Any]
 def spike_bound(arrays: Arrays, beta2: float, step: int) -> float:
     """Return the largest |update| / lr that the next step of Adam can make, over every gradient.
 
-    By Cauchy and Schwarz, for constant betas, without epsilon and weight decay; infinite where a first moment has no
-    second one.
+    By Cauchy-Schwarz, for constant betas, without epsilon and weight decay; infinite where a first moment is nonzero
+    and its second moment is zero.
     """
     beta1, greatest = 0.9, 0.0
     for path, first in arrays.items():
@@ -63,9 +63,9 @@ def spike_bound(arrays: Arrays, beta2: float, step: int) -> float:
     return math.sqrt(inner) * math.sqrt(1 - beta2**step) / (1 - beta1**step)
 
 
-def follow(trained: Trained, contender: Contender, link: Link) -> Found:
-    """Resume from one link of a chain, and compare with the run itself."""
-    resumed = trained.resume(link.arrays, link.step, skipped_batches=contender.skipped_batches)
+def follow(trained: Trained, candidate: CandidatePolicy, link: Link) -> Found:
+    """Resume from one link of a chain, and compare with the original run."""
+    resumed = trained.resume(link.arrays, link.step, skipped_batches=candidate.skipped_batches)
     differences = np.array(resumed.losses) - np.array(trained.exact_losses(link.step))
     return {
         "step": link.step,
@@ -80,46 +80,46 @@ def follow(trained: Trained, contender: Contender, link: Link) -> Found:
     }
 
 
-def examine(trained: Trained, contender: Contender, folder: Path) -> Found:
-    """Store the chain by one policy, and resume from it."""
+def examine(trained: Trained, candidate: CandidatePolicy, folder: Path) -> Found:
+    """Store the chain with one policy, and resume from it."""
     plan = trained.plan
-    points = plan.points if contender.is_named else plan.points[-1:]
-    found: Found = {"name": contender.name, "kind": contender.kind, "beta2": plan.beta2, "bits": [], "points": []}
+    points = plan.points if candidate.is_named else plan.points[-1:]
+    found: Found = {"name": candidate.name, "kind": candidate.kind, "beta2": plan.beta2, "bits": [], "points": []}
     count = trained.facts()["parameters"]
-    for link in contender.chain(trained, folder):
+    for link in candidate.chain(trained, folder):
         found["bits"].append({role: bits / count for role, bits in link.bits.items()} | link.facts)
         if link.step in points:
-            found["points"].append(follow(trained, contender, link))
+            found["points"].append(follow(trained, candidate, link))
     return found
 
 
-def ensure(trained: Trained, contender: Contender, cache: Path, *, tell: Tell) -> Found:
-    """Return what was found of a policy, now or earlier."""
-    word = re.sub(r"[^a-z0-9.]+", "-", contender.name.lower()).strip("-")
+def ensure(trained: Trained, candidate: CandidatePolicy, cache: Path, *, log: Log) -> Found:
+    """Return the result of a policy; measure it if it is not cached."""
+    word = re.sub(r"[^a-z0-9.]+", "-", candidate.name.lower()).strip("-")
     path = cache / f"{trained.plan.name}-found" / f"{word}.json"
-    # Other numbers, other results: a policy whose parameters were changed is examined anew.
-    recipe = json.dumps(_recipe(contender), sort_keys=True, default=str)
+    # The key contains the parameters, so that a changed policy is measured again.
+    recipe = json.dumps(_recipe(candidate), sort_keys=True, default=str)
     if path.exists():
         found = json.loads(path.read_text())
         if found.pop("recipe") == recipe:
             return dict(found)
-    found = examine(trained, contender, cache / f"{trained.plan.name}-store")
+    found = examine(trained, candidate, cache / f"{trained.plan.name}-store")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"recipe": recipe, **found}) + "\n")
     last = found["points"][-1]
-    tell(f"  {contender.name}, beta2 {trained.plan.beta2}: gap {last['gap']:.4f}, excess {last['excess']:+.4f}")
+    log(f"  {candidate.name}, beta2 {trained.plan.beta2}: gap {last['gap']:.4f}, excess {last['excess']:+.4f}")
     return found
 
 
-def _recipe(contender: Contender) -> dict[str, object]:
-    residual = None if contender.residual is None else asdict(contender.residual)
-    return {"residual": residual, "make": repr(contender.make).split(" at 0x")[0], "skipped": contender.skipped_batches}
+def _recipe(candidate: CandidatePolicy) -> dict[str, object]:
+    residual = None if candidate.residual is None else asdict(candidate.residual)
+    return {"residual": residual, "make": repr(candidate.make).split(" at 0x")[0], "skipped": candidate.skipped_batches}
 
 
 def sample_of(found: Found, exact: Found) -> Sample:
-    """Return what the table and the record show of a policy."""
+    """Return the values of a policy for the table and the record."""
     links = found["bits"]
-    # The first residual is told against an exact base, and is smaller than those that follow.
+    # The first residual has an exact base, and is smaller than those that follow.
     steady = links[1:] or links
     bits = {role: float(np.mean([link[role] for link in steady])) for role in ("w", "m", "v", "exact")}
     last = found["points"][-1]
@@ -145,7 +145,7 @@ def result_of(
     plans: dict[float, Plan],
     keyframes: dict[float, float],
 ) -> Result:
-    """Gather the table and the record; ``keyframes`` says how many times smaller than the state one is, by beta2."""
+    """Make the table and the record; ``keyframes`` is the compression ratio of a keyframe, by beta2."""
     result = Result("resume_gap", "nats of mean absolute gap", is_higher_better=False)
     for beta2, findings in everything.items():
         for found in findings:
@@ -159,10 +159,10 @@ def result_of(
     plan = next(iter(plans.values()))
     result.setting |= {"residuals": plan.residuals, "gap_steps": plan.gap, "resumed": plan.resumed}
     result.setting["keyframe_every"] = resume_policies.KEYFRAME_EVERY
-    told = ", ".join(f"{ratio:.2f}x at beta2 {beta2}" for beta2, ratio in keyframes.items())
+    described = ", ".join(f"{ratio:.2f}x at beta2 {beta2}" for beta2, ratio in keyframes.items())
     result.notes += [
         f"ratio: of a residual; all: of a history of which one checkpoint in {resume_policies.KEYFRAME_EVERY} is exact"
-        f" ({told})",
+        f" ({described})",
         "gap, excess: training loss against the exact resume, mean magnitude and mean over the resumed steps (nats)",
         "first: largest first update, against the exact resume's; bound: largest next update / lr over every gradient",
         "bits of baselines: ideal entropy; of ckstore: frames as stored; exact tensors are counted in the ratio",
@@ -188,7 +188,7 @@ def show(result: Result) -> None:
         ]
         table.add_row(name, *cells, f"{facts['held_out']:.4f}", f"{facts['first']:.2f}", f"{facts['bound']:.3g}")
     console = Console()
-    # Names and numbers of one policy belong into one line, wherever that is read.
+    # Names and numbers of one policy stay on one line, however narrow the terminal is.
     console.width = max(console.width, WIDTH)
     console.print(table)
     for note in result.notes:
@@ -196,7 +196,7 @@ def show(result: Result) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train what is missing, examine what was asked for, show and keep what was found."""
+    """Train what is missing, measure the selected policies, print and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few policies; keeps no record")
     parser.add_argument("--only", default="*", help="names or patterns of policies, with commas")
@@ -210,11 +210,13 @@ def main(arguments: list[str] | None = None) -> int:
     known = resume_training.TINY_PLANS if given.quick else resume_training.PLANS
     plans = {beta2: known[beta2] for beta2 in given.beta2 or sorted(known)}
     wanted = given.only.split(",") if given.only != "*" or not given.quick else list(QUICK)
-    chosen = [one for one in resume_policies.contenders() if any(fnmatch.fnmatch(one.name, name) for name in wanted)]
+    chosen = [
+        one for one in resume_policies.candidate_policies() if any(fnmatch.fnmatch(one.name, name) for name in wanted)
+    ]
     if not chosen:
         parser.error(f"no such policy: {given.only}")
     everything, exact = examine_all(plans, chosen, given.cache, is_cached=given.cached)
-    trained = {beta2: resume_training.ensure(given.cache, plan, tell=measure.tell) for beta2, plan in plans.items()}
+    trained = {beta2: resume_training.ensure(given.cache, plan, log=measure.log) for beta2, plan in plans.items()}
     keyframes = {beta2: resume_policies.keyframe_ratio(run, given.cache / "keyframe") for beta2, run in trained.items()}
     result = result_of(everything, exact, plans, keyframes)
     others = machine.busy_cores()
@@ -225,33 +227,33 @@ def main(arguments: list[str] | None = None) -> int:
     show(result)
     resume_speed.show(result.setting["speed"])
     if not given.quick:
-        measure.tell(f"kept in {measure.save(result, given.results, given.cache)}")
+        measure.log(f"kept in {measure.save(result, given.results, given.cache)}")
         for path in resume_plots.draw(everything, exact, given.plots):
-            measure.tell(f"drawn: {path}")
+            measure.log(f"drawn: {path}")
     else:
         shutil.rmtree(given.cache / "speed", ignore_errors=True)
     return 0
 
 
 def examine_all(
-    plans: dict[float, Plan], chosen: list[Contender], cache: Path, *, is_cached: bool = False
+    plans: dict[float, Plan], chosen: list[CandidatePolicy], cache: Path, *, is_cached: bool = False
 ) -> tuple[dict[float, list[Found]], dict[float, Found]]:
-    """Return what was found of every policy, and of the exact resume, by beta2."""
-    trained = {beta2: resume_training.ensure(cache, plan, tell=measure.tell) for beta2, plan in plans.items()}
-    yardstick = Contender("exact", "yardstick", make=resume_baselines.exact)
+    """Return the results of every policy, and of the exact resume, by beta2."""
+    trained = {beta2: resume_training.ensure(cache, plan, log=measure.log) for beta2, plan in plans.items()}
+    yardstick = CandidatePolicy("exact", "yardstick", make=resume_baselines.exact)
     exact: dict[float, Found] = {}
     for beta2, run in trained.items():
-        exact[beta2] = ensure(run, yardstick, cache, tell=measure.tell)
+        exact[beta2] = ensure(run, yardstick, cache, log=measure.log)
         gap = exact[beta2]["points"][-1]["gap"]
         if gap != 0.0:
             raise AssertionError(f"an exact state does not resume exactly (gap {gap}): no other gap means anything")
     everything: dict[float, list[Found]] = {beta2: [] for beta2 in plans}
-    for contender in chosen:
+    for candidate in chosen:
         for beta2, run in trained.items():
             folder = cache / f"{run.plan.name}-found"
-            word = re.sub(r"[^a-z0-9.]+", "-", contender.name.lower()).strip("-")
+            word = re.sub(r"[^a-z0-9.]+", "-", candidate.name.lower()).strip("-")
             if not is_cached or (folder / f"{word}.json").exists():
-                everything[beta2].append(ensure(run, contender, cache, tell=measure.tell))
+                everything[beta2].append(ensure(run, candidate, cache, log=measure.log))
     return everything, exact
 
 

@@ -1,4 +1,4 @@
-"""Pictures of resumed losses and of the frontier between bits and quality, for docs/plots."""
+"""Plots of resumed losses and of quality against size, for docs/plots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GAP_MIN = 1e-5
 
 
 def draw(everything: dict[float, list[Found]], exact: dict[float, Found], folder: Path) -> list[Path]:
-    """Draw both pictures and return their paths; nothing without matplotlib."""
+    """Draw both plots and return their paths; return nothing without matplotlib."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -39,7 +39,7 @@ def draw(everything: dict[float, list[Found]], exact: dict[float, Found], folder
 
 
 def _paint_curves(axis: Any, findings: list[Found], exact: Found) -> None:
-    """Differences of training losses from the exact resume's, smoothed."""
+    """Differences of training losses from those of the exact resume, smoothed."""
     own = np.array(exact["points"][-1]["losses"])
     for found in findings:
         if found["name"] in CURVES:
@@ -56,7 +56,7 @@ def _paint_curves(axis: Any, findings: list[Found], exact: Found) -> None:
 
 
 def _paint_frontier(axis: Any, findings: list[Found], exact: Found) -> None:
-    """Mean absolute gap by ratio to fp32 state."""
+    """Mean absolute gap against the ratio to fp32 state."""
     for label, colour in COLOURS.items():
         points = sorted((_ratio(found), _gap(found), found["name"]) for found in findings if _family(found) == label)
         if points:

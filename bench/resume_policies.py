@@ -1,9 +1,9 @@
-"""The policies that ``resume_gap`` runs through a chain: ckstore's, by a real store, and what they are compared with.
+"""The policies of ``resume_gap``: ckstore's, with a real store, and the baselines.
 
-A chain begins with an exact keyframe. ckstore's policies commit every further state into a store, with
-``Policy(fidelity=...)``, and restore from it; bits are those of the frames, from the manifest's table of losses.
-Baselines turn arrays into arrays. Both are closed loops: every residual is told against what was reconstructed of the
-checkpoint before, so the last state carries whatever adds up.
+A chain begins with an exact keyframe. For ckstore's policies every further state is committed to a store with
+``Policy(fidelity=...)`` and restored; bits are those of the frames, from the manifest's table of losses. Baselines map
+arrays to arrays. Both are closed loops: every residual is relative to the reconstruction of the previous checkpoint, so
+that errors accumulate in the last state.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from bench.training import Arrays
 from ckstore.config import FirstMomentSettings, LowRank, Residual, SecondMomentSettings, TensorSettings, WeightSettings
 
 KEYFRAME_EVERY = Residual().keyframe_every
-"""One checkpoint in so many is exact, unless a policy says otherwise."""
+"""Interval of exact checkpoints, unless a policy says otherwise."""
 
 _ROLE_OF = {"weight": "w", "first": "m", "second": "v"}
-# Where no moment of the exact tensors can be told apart, they are counted as in the baselines.
+# Where the moments of exact tensors cannot be separated, they are counted as in the baselines.
 _NO_BITS: Bits = {"w": 0.0, "m": 0.0, "v": 0.0, "exact": 0.0}
 
 
 @dataclass(frozen=True)
 class Link:
-    """What became of one state of the chain.
+    """One reconstructed state of the chain.
 
     Args:
         step: Its step.
-        arrays: What is restored.
-        bits: By role, of the whole state.
-        facts: What else is known: bytes written, the greatest update that the store's guard allows.
+        arrays: The restored values.
+        bits: Bits of the whole state, by role.
+        facts: Further results: bytes written, and the greatest update that the store's guard allows.
     """
 
     step: int
@@ -49,16 +49,16 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Contender:
+class CandidatePolicy:
     """A policy.
 
     Args:
-        name: What tables call it.
-        kind: ``"ckstore"``, ``"baseline"`` (a method of compression) or ``"yardstick"``.
+        name: Its name in tables.
+        kind: ``"ckstore"``, ``"baseline"`` (a compression method) or ``"yardstick"``.
         residual: ckstore's fidelity.
         make: A baseline.
         skipped_batches: Batches that the resumed run skips: another order of the data.
-        is_named: Resumed from the middle of the chain, too.
+        is_named: Training is also resumed from the middle of the chain.
     """
 
     name: str
@@ -73,10 +73,10 @@ class Contender:
         if self.residual is not None:
             yield from _stored(trained, self.residual, folder)
             return
-        assert self.make is not None, "a contender is a fidelity or a baseline"
+        assert self.make is not None, "a candidate is a fidelity or a baseline"
         steps = trained.plan.chain
         if self.kind == "yardstick":
-            # What does not depend on what became of the checkpoints before.
+            # This baseline does not depend on earlier reconstructions.
             steps = steps[-2:]
         before = trained.state(steps[0])
         for step in steps[1:]:
@@ -95,7 +95,7 @@ def outer(weights: float, first: float, second: float, rank_max: int = 64) -> Re
 
 
 def near_of(weights: int, first: int, second: int) -> Residual:
-    """Return near() with other numbers of directions: at most so many of changes, of first and of second moments."""
+    """Return near() with other maximum ranks for changes, first moments and second moments."""
     near = Residual.near(keyframe_every=1000)
 
     def with_directions(settings: Any, rank_max: int) -> Any:
@@ -114,16 +114,18 @@ def grids(weights: float, first: float) -> Residual:
     return Residual(f"grids-{weights:g}-{first:g}", settings, keyframe_every=1000)
 
 
-def contenders() -> list[Contender]:
-    """Return all policies, those that matter most first."""
+def candidate_policies() -> list[CandidatePolicy]:
+    """Return all policies, the most important ones first."""
     endless: dict[str, Any] = {"keyframe_every": 1000}
-    named: list[Contender] = [
-        Contender("near()", "ckstore", Residual.near(**endless), is_named=True),
-        Contender("small()", "ckstore", Residual.small(**endless), is_named=True),
-        Contender("ExCP, c = 2.5", "baseline", make=baselines.Excp(), is_named=True),
+    named: list[CandidatePolicy] = [
+        CandidatePolicy("near()", "ckstore", Residual.near(**endless), is_named=True),
+        CandidatePolicy("small()", "ckstore", Residual.small(**endless), is_named=True),
+        CandidatePolicy("ExCP, c = 2.5", "baseline", make=baselines.Excp(), is_named=True),
     ]
     frontier = [
-        Contender(f"outer {weights:g} / {first:g} / {second:g}", "ckstore", outer(weights, first, second, rank_max))
+        CandidatePolicy(
+            f"outer {weights:g} / {first:g} / {second:g}", "ckstore", outer(weights, first, second, rank_max)
+        )
         for weights, first, second, rank_max in (
             (4.0, 0.8, 0.8, 64),
             (1.0, 0.2, 0.8, 64),
@@ -133,36 +135,36 @@ def contenders() -> list[Contender]:
     ]
     return [
         *named,
-        Contender("no moments", "yardstick", make=baselines.no_moments),
-        Contender("stale weights", "yardstick", make=baselines.stale_weights),
-        Contender("weights in bf16", "yardstick", make=baselines.weights_bf16),
-        Contender("moments in 8 bits", "yardstick", make=baselines.moments_8_bit),
-        Contender("8 bits, block-wise", "baseline", make=baselines.block_wise(8)),
-        Contender("4 bits, block-wise", "baseline", make=baselines.block_wise(4)),
+        CandidatePolicy("no moments", "yardstick", make=baselines.no_moments),
+        CandidatePolicy("stale weights", "yardstick", make=baselines.stale_weights),
+        CandidatePolicy("weights in bf16", "yardstick", make=baselines.weights_bf16),
+        CandidatePolicy("moments in 8 bits", "yardstick", make=baselines.moments_8_bit),
+        CandidatePolicy("8 bits, block-wise", "baseline", make=baselines.block_wise(8)),
+        CandidatePolicy("4 bits, block-wise", "baseline", make=baselines.block_wise(4)),
         *frontier,
-        Contender("near() of 96 / 96 / 64", "ckstore", near_of(96, 96, 64)),
-        Contender("grids 0.5 / 0.5", "ckstore", grids(0.5, 0.5)),
-        Contender("grids 2 / 1.5", "ckstore", grids(2.0, 1.5)),
-        Contender("ExCP, alpha = 5e-5", "baseline", make=baselines.Excp(alpha=5e-5)),
-        Contender("ExCP, c = 1", "baseline", make=baselines.Excp(factor=1.0)),
-        Contender("ExCP, c = 4", "baseline", make=baselines.Excp(factor=4.0)),
-        Contender("ExCP, c = 2.5, coded by ckstore", "baseline", make=baselines.ExcpInFrames(Pruning(alpha=1e9))),
-        Contender("one ulp", "yardstick", make=baselines.weights_one_ulp),
-        Contender("another order of the data", "yardstick", make=baselines.exact, skipped_batches=1000),
+        CandidatePolicy("near() of 96 / 96 / 64", "ckstore", near_of(96, 96, 64)),
+        CandidatePolicy("grids 0.5 / 0.5", "ckstore", grids(0.5, 0.5)),
+        CandidatePolicy("grids 2 / 1.5", "ckstore", grids(2.0, 1.5)),
+        CandidatePolicy("ExCP, alpha = 5e-5", "baseline", make=baselines.Excp(alpha=5e-5)),
+        CandidatePolicy("ExCP, c = 1", "baseline", make=baselines.Excp(factor=1.0)),
+        CandidatePolicy("ExCP, c = 4", "baseline", make=baselines.Excp(factor=4.0)),
+        CandidatePolicy("ExCP, c = 2.5, coded by ckstore", "baseline", make=baselines.ExcpInFrames(Pruning(alpha=1e9))),
+        CandidatePolicy("one ulp", "yardstick", make=baselines.weights_one_ulp),
+        CandidatePolicy("another order of the data", "yardstick", make=baselines.exact, skipped_batches=1000),
         *_between(),
     ]
 
 
-def _between() -> list[Contender]:
-    """Return policies of sizes that the others leave out, from 8 to 150 times smaller."""
+def _between() -> list[CandidatePolicy]:
+    """Return policies for sizes that the others do not cover, from 8 to 150 times smaller."""
     return [
-        Contender("grids 0.06 / 0.06", "ckstore", grids(0.06, 0.06)),
-        Contender("grids 0.25 / 0.25", "ckstore", grids(0.25, 0.25)),
-        Contender("outer 0.25 / 0.05 / 0.05", "ckstore", outer(0.25, 0.05, 0.05, 256)),
-        Contender("outer 2 / 0.5 / 1", "ckstore", outer(2.0, 0.5, 1.0)),
-        Contender("ExCP, c = 0.5, 64 levels", "baseline", make=baselines.Excp(factor=0.5, beta=0.5, levels=63)),
-        Contender("ExCP, c = 1.5", "baseline", make=baselines.Excp(factor=1.5, beta=1.5)),
-        Contender("2 bits, block-wise", "baseline", make=baselines.block_wise(2)),
+        CandidatePolicy("grids 0.06 / 0.06", "ckstore", grids(0.06, 0.06)),
+        CandidatePolicy("grids 0.25 / 0.25", "ckstore", grids(0.25, 0.25)),
+        CandidatePolicy("outer 0.25 / 0.05 / 0.05", "ckstore", outer(0.25, 0.05, 0.05, 256)),
+        CandidatePolicy("outer 2 / 0.5 / 1", "ckstore", outer(2.0, 0.5, 1.0)),
+        CandidatePolicy("ExCP, c = 0.5, 64 levels", "baseline", make=baselines.Excp(factor=0.5, beta=0.5, levels=63)),
+        CandidatePolicy("ExCP, c = 1.5", "baseline", make=baselines.Excp(factor=1.5, beta=1.5)),
+        CandidatePolicy("2 bits, block-wise", "baseline", make=baselines.block_wise(2)),
     ]
 
 
@@ -185,7 +187,7 @@ def state_of(arrays: Arrays, step: int, plan: Plan) -> dict[str, Any]:
 
 
 def keyframe_ratio(trained: Trained, folder: Path) -> float:
-    """Return how many times smaller the chain's keyframe is than the state, as a store holds it."""
+    """Return the compression ratio of the chain's keyframe in a store."""
     import ckstore
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -198,7 +200,7 @@ def keyframe_ratio(trained: Trained, folder: Path) -> float:
 
 
 def with_keyframes(ratio: float, keyframe: float, every: int = KEYFRAME_EVERY) -> float:
-    """Return how many times smaller a whole history is, of which one checkpoint in so many is a keyframe."""
+    """Return the compression ratio of a whole history with one keyframe per interval."""
     return every / ((every - 1) / ratio + 1 / keyframe)
 
 
@@ -213,12 +215,12 @@ def arrays_of(state: dict[str, Any]) -> Arrays:
 
 
 def _stored(trained: Trained, residual: Residual, folder: Path) -> Iterator[Link]:
-    """Commit the chain into a store and restore every link from it."""
+    """Commit the chain to a store and restore every link from it."""
     import ckstore
 
     shutil.rmtree(folder, ignore_errors=True)
     plan, steps = trained.plan, trained.plan.chain
-    # Chains of any length: what is measured is what adds up.
+    # Chains of any length, because accumulated error is what is measured.
     exact = ckstore.Policy(read_amplification_max=1000)
     try:
         with ckstore.open(str(folder), run="main", policy=exact) as store:
@@ -235,7 +237,7 @@ def _stored(trained: Trained, residual: Residual, folder: Path) -> Iterator[Link
 
 
 def _bits_of(contents: Any, arrays: Arrays) -> Bits:
-    """Return the bits of the frames by role; tensors of which nothing was lost count as in the baselines."""
+    """Return the bits of the frames by role; exact tensors are counted as in the baselines."""
     bits = dict(_NO_BITS)
     sizes = {row.path: row for row in contents.losses}
     for path, values in arrays.items():

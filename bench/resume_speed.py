@@ -1,9 +1,9 @@
-"""How fast residuals are made and read back, on one core: ckstore's forms and the re-creation of ExCP.
+"""The speed of encoding and decoding residuals on one core: ckstore's forms and ExCP.
 
-Bytes are those of the state: weights and both moments of every tensor that is not stored exactly. Encoding is
-everything from plain bytes to payload, the reconstruction and its errors included; decoding is everything back.
-Hashing and disks are no part of it. Time is the processor's, of the one thread that does all of it, and the best of
-the rounds counts: other programs only make it slower.
+Bytes are those of the state: weights and both moments of every tensor that is not stored exactly. Encoding covers
+everything from plain bytes to payload, including the reconstruction and its errors; decoding is the inverse. Hashing
+and disks are not included. Processor time of one thread is measured, and the best round counts, because other programs
+only make it slower.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _run(residual: Any, state: Arrays, before: Arrays, matrices: list[str]) -> t
 
 
 def _kept(made: Any) -> tuple[memoryview, Any]:
-    """Return payload and steps; the parts last only until the scratch is used again."""
+    """Copy payload and steps, because the scratch memory is reused."""
     assert made is not None, "the bench's states can be quantized"
     return memoryview(b"".join(bytes(part) for part in made.encoded.parts)), made.encoded.steps
 

@@ -1,14 +1,14 @@
-"""Two real training runs, and how training goes on from any of their states, exact or not.
+"""Two real training runs, and training resumed from any of their states, exact or lossy.
 
-The byte-level GPT of ``bench/training.py`` (12.8 million parameters, the standard library's sources), trained
-with AdamW once with beta2 0.95 and once with 0.999: lr 6e-4 after a warm-up of 50 steps, then a cosine that
-would reach a tenth of it at step 2000, weight decay 0.1, gradients clipped at 1, fp32, 768 bytes a batch. Kept
-are the states of a chain (a keyframe at step 1000, then every 25th step to 1250), and the losses of the run
-itself for 100 steps more. That run *is* the exact resume: a state that is put back gives the same losses, bit
-for bit, as going on would have, and ``check_exact`` proves it before anything is compared with it.
+The byte-level GPT of ``bench/training.py`` (12.8 million parameters, the standard library's sources) is trained with
+AdamW, once with beta2 0.95 and once with 0.999: lr 6e-4 after a warm-up of 50 steps, then a cosine that would reach a
+tenth of it at step 2000, weight decay 0.1, gradients clipped at 1, fp32, 768 bytes per batch. The states of a chain are
+kept (a keyframe at step 1000, then every 25th step to 1250), and the losses of 100 more steps. These losses are those
+of an exact resume: a restored state gives the same losses bit for bit, and ``check_exact`` verifies this before
+anything is compared.
 
-Weights and moments are in ``state-<step>.npz``; the data's order follows from the seeds, and a resume draws it
-again from the start, without training. Two threads: the same machine and libraries make the same bits again.
+Weights and moments are in ``state-<step>.npz``. The order of the data follows from the seeds, and a resume draws it
+again from the start without training. Two threads: the same machine and libraries give the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from examples.train_gpt import Settings, Trainer, read_corpus
 
 from bench import machine
-from bench.training import Arrays, Tell, read, write
+from bench.training import Arrays, Log, read, write
 
 ROLES = ("w", "m", "v")
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -40,7 +40,7 @@ HELD_OUT_BATCHES = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, which states form the chain, and how far a resume is followed."""
+    """The training parameters, the steps of the chain, and how many steps a resumed run takes."""
 
     name: str
     settings: Settings
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def points(self) -> tuple[int, int]:
-        """Steps that training is resumed from: in the middle and at the end of the chain."""
+        """Steps from which training is resumed: in the middle and at the end of the chain."""
         return self.chain[self.residuals // 2], self.chain[-1]
 
 
@@ -83,17 +83,17 @@ TINY_PLANS = {
 
 @dataclass
 class Resumed:
-    """How training went on from a state."""
+    """The result of training resumed from a state."""
 
     losses: list[float]
     held_out_before: float
     held_out_after: float
     first_update: float
-    """Largest |change of a weight| / lr of the first step, weight decay taken out."""
+    """Largest |change of a weight| / lr of the first step, without weight decay."""
 
 
 class Run(Trainer):
-    """The training of ``examples/train_gpt.py`` with the optimizer of large language models."""
+    """The training of ``examples/train_gpt.py`` with the usual optimizer of large language models."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan.settings)
@@ -112,8 +112,8 @@ class Run(Trainer):
         return found
 
     def put(self, arrays: Arrays, step: int) -> None:
-        """Become what the run was after ``step`` steps, but with these weights and moments."""
-        # The batches of the steps that are skipped are drawn and thrown away: the order of the data is state too.
+        """Set the run to its state after ``step`` steps, but with these weights and moments."""
+        # Draw the batches of the skipped steps, because the order of the data is part of the state.
         for _ in range(step - self.step_done):
             self._next_batch()
         self.step_done = step
@@ -128,12 +128,12 @@ class Run(Trainer):
         self.scheduler.last_epoch = step
 
     def skip_batches(self, count: int) -> None:
-        """Go on with later data: another order of the same text."""
+        """Continue with later data: another order of the same text."""
         for _ in range(count):
             self._next_batch()
 
     def held_out_loss(self) -> float:
-        """Return the mean loss on text that is never trained on."""
+        """Return the mean loss on held-out text."""
         settings = self.settings
         text = read_corpus(settings.corpus_nbytes + HELD_OUT_NBYTES)[settings.corpus_nbytes :]
         length = settings.window + 1
@@ -147,7 +147,7 @@ class Run(Trainer):
 
 @dataclass(frozen=True)
 class Trained:
-    """A chain of states that a run has left in a folder."""
+    """A chain of states of a run, stored in a folder."""
 
     folder: Path
     plan: Plan
@@ -157,16 +157,16 @@ class Trained:
         return read(self.folder / f"state-{step}.npz")
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of the run: parameters, losses by step, libraries, seconds."""
+        """Return the facts of the run: parameters, losses by step, libraries, seconds."""
         return json.loads((self.folder / DONE).read_text())
 
     def exact_losses(self, step: int) -> list[float]:
-        """Return the losses of the run itself after a step."""
+        """Return the losses of the original run after a step."""
         losses = self.facts()["losses"]
         return losses[step : step + self.plan.resumed]
 
     def resume(self, arrays: Arrays, step: int, *, count: int | None = None, skipped_batches: int = 0) -> Resumed:
-        """Train on from a state with the data that the run itself saw next, or with later data."""
+        """Train on from a state with the data that the original run saw next, or with later data."""
         with deterministic():
             run = Run(self.plan)
             run.put(arrays, step)
@@ -185,7 +185,7 @@ class Trained:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Leave torch's threads and its choice of algorithms as they were found."""
+    """Restore torch's thread count and choice of algorithms afterwards."""
     threads, was = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
         yield
@@ -195,14 +195,14 @@ def deterministic() -> Iterator[None]:
 
 
 def pause() -> None:
-    """Wait while the file that ``CKSTORE_BENCH_PAUSE_FILE`` names exists: somebody else is measuring."""
+    """Wait while the file named by ``CKSTORE_BENCH_PAUSE_FILE`` exists, because another measurement is running."""
     path = os.environ.get(PAUSE_VARIABLE)
     while path and Path(path).exists():
         time.sleep(2.0)
 
 
-def ensure(cache: Path, plan: Plan, *, tell: Tell = print) -> Trained:
-    """Return the chain of a run, trained now (five to ten minutes of two cores) unless it is there already."""
+def ensure(cache: Path, plan: Plan, *, log: Log = print) -> Trained:
+    """Return the chain of a run; train it (five to ten minutes of two cores) if it is not cached."""
     folder = cache / plan.name
     if (folder / DONE).exists():
         return Trained(folder, plan)
@@ -217,7 +217,7 @@ def ensure(cache: Path, plan: Plan, *, tell: Tell = print) -> Trained:
         while run.step_done < plan.chain[-1] + plan.resumed:
             losses.append(_train(run))
             if run.step_done % 50 == 0:
-                tell(f"  {plan.name} step {run.step_done}: loss {np.mean(losses[-25:]):.3f}")
+                log(f"  {plan.name} step {run.step_done}: loss {np.mean(losses[-25:]):.3f}")
             if run.step_done in plan.chain:
                 write(draft / f"state-{run.step_done}.npz", run.arrays())
     facts = {
@@ -232,10 +232,10 @@ def ensure(cache: Path, plan: Plan, *, tell: Tell = print) -> Trained:
 
 
 def check_exact(trained: Trained, *, count: int = 5) -> None:
-    """Make sure that an exact state resumes with exactly the losses of the run itself.
+    """Check that an exact state resumes with exactly the losses of the original run.
 
     Raises:
-        AssertionError: It does not; then no gap means anything.
+        AssertionError: The losses differ; then no gap is meaningful.
     """
     for step in trained.plan.points:
         expected = trained.exact_losses(step)[:count]

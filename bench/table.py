@@ -105,11 +105,11 @@ def _memory_cell(name: str, memory: dict[str, float]) -> str:
 def _ratios(records: Records) -> list[str]:
     ratios = records.get("commit_durable", {}).get("ratios", {})
     pairs = [(name, found["median"]) for name, found in ratios.items() if name.startswith("ckstore none / ")]
-    listed = ", ".join(f"{median:.2f} times {_rival(name)}" for name, median in pairs)
+    listed = ", ".join(f"{median:.2f} times {_other_tool(name)}" for name, median in pairs)
     return [f"Speed of a durable save without compression, round by round: {listed}."] if listed else []
 
 
-def _rival(ratio: str) -> str:
+def _other_tool(ratio: str) -> str:
     return ratio.partition(" / ")[2].replace("device", "the disk")
 
 

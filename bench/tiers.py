@@ -1,8 +1,8 @@
-"""Push, pull and restore through a bucket, beside what obstore alone reaches for the same bytes and server.
+"""Push, pull and restore through a bucket, compared with obstore alone for the same bytes and server.
 
-Run it as ``python -m bench.tiers [--mib 256] [--rounds 3] [--results bench/results]``: it starts a server on the
-loopback and prints medians of interleaved rounds. Compare only within one run. The server is the bottleneck, and reads
-an object whole for each range of it that is asked for: ratios between equal requests are what this shows.
+Usage: ``python -m bench.tiers [--mib 256] [--rounds 3] [--results bench/results]``. It starts a server on the loopback
+and prints medians of interleaved rounds. Compare only within one run. The server is the bottleneck, and reads a whole
+object for each requested range, so that only ratios between equal requests are meaningful.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def with_obstore(address: str, files: list[Path], folder: Path) -> dict[str, float]:
-    """Do by obstore alone what push, pull and restore do: parts up, a durable file down, ranges into memory."""
+    """Do the same as push, pull and restore with obstore alone: upload parts, write a durable file, read ranges."""
     store = from_url(address, client_options={"allow_http": True})
     up = timed(lambda: [obstore.put(store, path.name, path, use_multipart=True) for path in files])
 
@@ -57,7 +57,7 @@ def with_obstore(address: str, files: list[Path], folder: Path) -> dict[str, flo
 
 
 def measure(folder: Path, server: S3Server, mib: int, rounds: int) -> dict[str, list[float]]:
-    """Return seconds of each round, by what was done."""
+    """Return the seconds of each round, by operation."""
     seconds: dict[str, list[float]] = {name: [] for name in DONE}
     for number in range(rounds):
         path = folder / f"store-{number}"
@@ -84,17 +84,17 @@ def measure(folder: Path, server: S3Server, mib: int, rounds: int) -> dict[str, 
 
 
 def record_of(seconds: dict[str, list[float]], mib: int) -> Result:
-    """Return what was measured as other cases do; ratios compare what moves the same bytes."""
+    """Return the results in the format of other cases; ratios compare operations on the same bytes."""
     result = Result("tiers", "s", is_higher_better=False)
     result.setting = {"mib": mib, "rounds": len(seconds["push"]), "server": "moto on the loopback"}
     result.samples = {name: [Sample(value) for value in values] for name, values in seconds.items()}
-    for ours, theirs in (("push", "obstore put"), ("pull", "obstore get"), ("restore", "obstore ranges")):
-        result.add_ratios([ours], [theirs])
+    for ckstore_coder, theirs in (("push", "obstore put"), ("pull", "obstore get"), ("restore", "obstore ranges")):
+        result.add_ratios([ckstore_coder], [theirs])
     return result
 
 
 def main() -> None:
-    """Print the ratios, and keep the record."""
+    """Print the ratios, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)

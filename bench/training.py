@@ -1,14 +1,14 @@
-"""The real training run that every ratio is measured on, made once by this bench and kept in the cache folder.
+"""The training run with which every ratio is measured; this bench trains it once and stores it in the cache folder.
 
 A byte-level GPT (12.8 M parameters, 4 layers of width 512; AdamW, lr 6e-4 after a warm-up, then a cosine
 to a tenth of it at the end, betas 0.9 and 0.95, weight decay 0.1, gradients clipped at 1) learns the standard
-library's sources. What is kept:
+library's sources. Stored files:
 
 - ``step-<n>.npz``: weights and both moments in fp32 at step 300, at 301 and 310 (gaps 1 and 10), and then at
   every 25th step to 775: a history of twenty checkpoints, and the pair of gap 100. 154 MB each.
-- ``rl-<k>.npz``: bf16 weights of five successive steps of training on from there with lr 5e-7, as fine-tuning
-  by reinforcement does: about one value in a hundred changes a step.
-- ``lora-<k>.npz``: adapters and their moments, every tenth step of training on with the base frozen.
+- ``rl-<k>.npz``: bf16 weights of five successive further steps with lr 5e-7, as in reinforcement fine-tuning:
+  about one value in a hundred changes per step.
+- ``lora-<k>.npz``: adapters and their moments, every tenth further step with the base frozen.
 
 A bf16 model with an fp32 master is not stored: its weights are the exact roundings of the fp32 ones, as mixed
 precision makes them. One thread and fixed seeds: the same machine and libraries make the same bits again.
@@ -33,9 +33,9 @@ from torch import nn
 
 from bench import machine
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 Arrays = dict[str, np.ndarray]
-"""Path of a tensor, as in ``exp_avg/h.0.ln_1.weight`` -> its values; bf16 as ``uint16`` patterns."""
+"""Path of a tensor, for example ``exp_avg/h.0.ln_1.weight`` -> its values; bf16 as ``uint16`` patterns."""
 
 BETAS = (0.9, 0.95)
 RL_COUNT, RL_WARM_STEPS, RL_RATE = 6, 20, 5e-7
@@ -46,7 +46,7 @@ DONE = "training.json"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, and which of its steps are kept."""
+    """The training parameters, and the steps whose states are kept."""
 
     name: str
     settings: Settings
@@ -83,12 +83,12 @@ SMALL = Plan(
 
 
 def rne_bf16(values: np.ndarray) -> np.ndarray:
-    """Return the bf16 patterns nearest to fp32 values, ties to even, as torch rounds them."""
+    """Return the nearest bf16 patterns of fp32 values, ties to even, as torch rounds them."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
 
 
 class Run(Trainer):
-    """The training of ``examples/train_gpt.py`` with the optimizer of large language models."""
+    """The training of ``examples/train_gpt.py`` with the usual optimizer of large language models."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -102,7 +102,7 @@ class Run(Trainer):
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
 
     def arrays(self) -> Arrays:
-        """Return what is trained and its moments, by path; views of the living tensors."""
+        """Return the trained tensors and their moments, by path; views of the living tensors."""
         found: Arrays = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -113,7 +113,7 @@ class Run(Trainer):
 
 
 class Adapted(nn.Module):
-    """A linear layer that is frozen, beside a low-rank one that learns."""
+    """A frozen linear layer with a trained low-rank adapter."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ class Adapted(nn.Module):
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what the adapter has learnt."""
+        """Add the output of the adapter."""
         return self.base(x) + 2.0 * (x @ self.lora_a.T) @ self.lora_b.T
 
 
 @dataclass(frozen=True)
 class Training:
-    """The states that a run has left in a folder."""
+    """The stored states of a run, in a folder."""
 
     folder: Path
     plan: Plan
@@ -138,7 +138,7 @@ class Training:
         return read(self.folder / f"step-{number}.npz")
 
     def rl(self) -> list[Arrays]:
-        """Return the bf16 weights of successive steps with a tiny rate."""
+        """Return the bf16 weights of successive steps with a tiny learning rate."""
         return [read(self.folder / f"rl-{number}.npz") for number in range(RL_COUNT)]
 
     def lora(self) -> list[Arrays]:
@@ -147,36 +147,36 @@ class Training:
         return [{**base, **read(self.folder / f"lora-{number}.npz")} for number in range(LORA_COUNT)]
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of the run: parameters, losses, libraries, seconds."""
+        """Return the facts of the run: parameters, losses, libraries, seconds."""
         return json.loads((self.folder / DONE).read_text())
 
 
 def read(path: Path) -> Arrays:
-    """Return what a state file holds, in the order it was written."""
+    """Return the content of a state file, in the order in which it was written."""
     with np.load(path) as stored:
         return {name: stored[name] for name in stored.files}
 
 
 def write(path: Path, arrays: Arrays) -> None:
-    """Keep arrays, uncompressed."""
+    """Write arrays, uncompressed."""
     named: dict[str, Any] = dict(arrays)
     np.savez(path, **named)
 
 
-def ensure(cache: Path, plan: Plan = REAL, *, tell: Tell = print) -> Training:
-    """Return the states of a run, trained now (seven minutes of one core) unless they are there already."""
+def ensure(cache: Path, plan: Plan = REAL, *, log: Log = print) -> Training:
+    """Return the states of a run; train it (seven minutes of one core) if it is not cached."""
     folder = cache / plan.name
     if (folder / DONE).exists():
         return Training(folder, plan)
     if plan is REAL:
-        tell(f"training a GPT, once (some minutes); its states (3.5 GB) go to {folder}")
+        log(f"training a GPT, once (some minutes); its states (3.5 GB) go to {folder}")
         machine.check_space(cache, 4_000_000_000)
     draft = folder.with_suffix(".draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     began, threads = time.perf_counter(), torch.get_num_threads()
     try:
-        facts = _train_all(draft, tell, plan)
+        facts = _train_all(draft, log, plan)
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
@@ -186,26 +186,26 @@ def ensure(cache: Path, plan: Plan = REAL, *, tell: Tell = print) -> Training:
     return Training(folder, plan)
 
 
-def _train_all(folder: Path, tell: Tell, plan: Plan) -> dict[str, object]:
+def _train_all(folder: Path, log: Log, plan: Plan) -> dict[str, object]:
     run, last = Run(plan.settings), deque[float](maxlen=25)
     losses: dict[int, float] = {}
     while run.step_done < plan.kept[-1]:
         last.append(run.train_one_step())
         if run.step_done % 50 == 0:
-            tell(f"  step {run.step_done}: loss {statistics.fmean(last):.3f}")
+            log(f"  step {run.step_done}: loss {statistics.fmean(last):.3f}")
         if run.step_done in plan.kept:
             losses[run.step_done] = statistics.fmean(last)
             write(folder / f"step-{run.step_done}.npz", run.arrays())
     changed = _train_rl(run, folder)
-    tell(f"  rl-like: {changed[-1]:.2%} of the bf16 values change a step")
+    log(f"  rl-like: {changed[-1]:.2%} of the bf16 values change a step")
     loss = _train_lora(run, folder)
-    tell(f"  lora: loss {loss:.3f}")
+    log(f"  lora: loss {loss:.3f}")
     count = sum(parameter.numel() for parameter in run.model.parameters() if not parameter.requires_grad)
     return {"parameters": count, "losses": losses, "rl_changed": changed, "versions": machine.versions()}
 
 
 def _train_rl(run: Run, folder: Path) -> list[float]:
-    """Train on with a tiny rate; return which share of bf16 values each kept step changed."""
+    """Train on with a tiny learning rate; return the share of bf16 values that each kept step changed."""
     run.restart(run.model.parameters(), RL_RATE)
     for _ in range(RL_WARM_STEPS):
         run.train_one_step()
@@ -223,7 +223,7 @@ def _train_rl(run: Run, folder: Path) -> list[float]:
 
 
 def _train_lora(run: Run, folder: Path) -> float:
-    """Train adapters beside every linear layer of the blocks, all else frozen; return the last loss."""
+    """Train adapters on every linear layer of the blocks, with all else frozen; return the last loss."""
     base = {f"model/{name}": rne_bf16(values.detach().numpy()) for name, values in run.model.named_parameters()}
     write(folder / "lora-base.npz", base)
     run.model.requires_grad_(False)

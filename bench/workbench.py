@@ -1,4 +1,4 @@
-"""What the cases share: what the command line asked for, the state that is saved, the tools that work here."""
+"""Shared by all cases: command-line options, the saved state, and the usable tools."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bench import histories, machine, rivals, training
-from bench.measure import Participant, Result, interleave, tell
+from bench import histories, machine, other_tools, training
+from bench.measure import Participant, Result, interleave, log
 
 
 @dataclass
 class Bench:
-    """What the command line asked for, and the state that all cases share."""
+    """Command-line options, and the state that all cases share."""
 
     folder: Path
     cache: Path
@@ -25,30 +25,30 @@ class Bench:
 
     @cached_property
     def donors(self) -> histories.Donors:
-        """The values that states are made of."""
+        """The source of the values in states."""
         return histories.synthetic_donors() if self.is_small else histories.trained_donors(self.cache)
 
     @cached_property
     def state(self) -> histories.State:
-        """The state that is saved, of the asked size."""
-        tell(f"making a state of {self.nbytes / 1e9:.2f} GB")
+        """The state that is saved, of the requested size."""
+        log(f"making a state of {self.nbytes / 1e9:.2f} GB")
         return histories.gpt_state(self.nbytes, donors=self.donors)
 
     @cached_property
     def training(self) -> training.Training:
-        """The states of a run that was really trained; of a tiny model where all is small."""
+        """The states of a trained run; of a tiny model with ``--small``."""
         if self.is_small:
-            return training.ensure(self.folder, training.SMALL, tell=tell)
-        return training.ensure(self.cache, tell=tell)
+            return training.ensure(self.folder, training.SMALL, log=log)
+        return training.ensure(self.cache, log=log)
 
     @cached_property
-    def rivals(self) -> rivals.Rivals:
+    def other_tools(self) -> other_tools.AvailableTools:
         """The tools that work here."""
         trial = histories.gpt_state(8_000_000, donors=histories.synthetic_donors())
-        return rivals.find(trial, self.folder, self.tools)
+        return other_tools.find(trial, self.folder, self.tools)
 
     def result(self, case: str, unit: str, *, is_higher_better: bool) -> Result:
-        """Start the result of a case with the setting it runs under."""
+        """Make the result of a case, with its settings."""
         state_nbytes = histories.nbytes_of(self.state)
         tensor_count = sum(1 for _ in histories.tensors_of(self.state))
         values = "synthetic" if self.is_small else "trained"
@@ -57,11 +57,11 @@ class Bench:
 
     @cached_property
     def has_ckstore(self) -> str | None:
-        """Why ckstore cannot take part, or None."""
+        """Why ckstore cannot be used, or None."""
         try:
             open_store(self.folder / "trial-ckstore", "none").close()
         except Exception as error:
-            # The bench of the others is worth having while the store is being built.
+            # The other tools can be measured even if ckstore does not work.
             return f"{type(error).__name__}: {error}"
         finally:
             machine.remove_tree(self.folder / "trial-ckstore")
@@ -69,7 +69,7 @@ class Bench:
 
 
 def open_store(folder: Path, compression: str = "fast", **options: Any) -> Any:
-    """Open a store with a policy that differs from the default in its compression and what is named."""
+    """Open a store with this compression and these other policy fields."""
     import ckstore
 
     policy: Any = {"compression": compression, **options}
@@ -77,12 +77,12 @@ def open_store(folder: Path, compression: str = "fast", **options: Any) -> Any:
 
 
 def gigabytes_per_second(nbytes: int, seconds: float) -> float:
-    """Return a speed in 10^9 bytes a second."""
+    """Return a speed in 10^9 bytes per second."""
     return nbytes / 1e9 / seconds
 
 
 def facts_of(receipt: Any) -> dict[str, object]:
-    """Return what a record keeps of a receipt."""
+    """Return the facts of a receipt for a record."""
     return {
         "bytes_state": receipt.bytes_state,
         "bytes_written": receipt.bytes_written,
@@ -98,7 +98,7 @@ def facts_of(receipt: Any) -> dict[str, object]:
 def with_ckstore(
     bench: Bench, result: Result, participants: dict[str, Participant], mine: dict[str, Participant]
 ) -> Result:
-    """Run the rounds with ckstore last, and compare it with everybody else."""
+    """Run the rounds, ckstore last, and compare it with the other participants."""
     others = list(participants)
     if bench.has_ckstore is None:
         participants = participants | mine

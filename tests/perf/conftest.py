@@ -18,8 +18,8 @@ if str(ROOT) not in sys.path:
     # The bench is no part of the package; it is found from the root, as `python -m bench.run` finds it.
     sys.path.append(str(ROOT))
 
-from bench import cases_gpu, cases_stages, cases_stall, cases_training, floor, measure, spinning  # noqa: E402
-from bench.spinning import Reading, Spinning  # noqa: E402
+from bench import cases_gpu, cases_stages, cases_stall, cases_training, load_processes, measure, minimal_commit  # noqa: E402
+from bench.load_processes import ComputeLoad, MemoryReadLoad  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +47,15 @@ def small_bench(monkeypatch):
     ):
         monkeypatch.setattr(module, name, 1)
     monkeypatch.setattr(cases_training, "BATCHES", 2)
-    brief = [partial(Spinning, 0.02), partial(Reading, 10**8, 1 << 26), partial(Reading, 10**8, 1 << 18)]
-    monkeypatch.setattr(cases_training, "COMPANIONS", dict(zip(cases_training.COMPANIONS, brief, strict=True)))
+    brief = [
+        partial(ComputeLoad, 0.02),
+        partial(MemoryReadLoad, 10**8, 1 << 26),
+        partial(MemoryReadLoad, 10**8, 1 << 18),
+    ]
+    monkeypatch.setattr(cases_training, "LOAD_PROCESSES", dict(zip(cases_training.LOAD_PROCESSES, brief, strict=True)))
     # What gives way to everything else starves where other tests are at work.
     monkeypatch.setattr(cases_stall, "NICENESSES", (0, 5))
-    for module in (cases_stages, cases_stall, floor, spinning):
+    for module in (cases_stages, cases_stall, minimal_commit, load_processes):
         monkeypatch.setattr(module, "NICENESS", 0)
     monkeypatch.setattr(ckstore, "Policy", partial(ckstore.Policy, saver_nice=0))
     return monkeypatch

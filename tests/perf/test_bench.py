@@ -16,11 +16,11 @@ if str(ROOT) not in sys.path:
 
 from bench import (  # noqa: E402
     cases_gpu,
+    ckstore_coder,
     coders,
     entropy,
     histories,
     measure,
-    ours,
     peers,
     run,
     table,
@@ -125,8 +125,8 @@ def test_coders_bring_back_what_they_were_given(width, with_base):
     piece = pair(width)
     if not with_base:
         piece = coders.Piece(piece.path, piece.role, piece.words)
-    arena = ours.Arena(piece.words.nbytes)
-    for coder in (ours.memcpy(arena), ours.ckstore(arena), peers.bitx(), peers.zstd(3)):
+    arena = ckstore_coder.Arena(piece.words.nbytes)
+    for coder in (ckstore_coder.memcpy(arena), ckstore_coder.ckstore(arena), peers.bitx(), peers.zstd(3)):
         before = piece.words.copy()
         timing = coders.measure(coder, [piece, piece], [coder.form_for(piece)] * 2)
         assert timing.plain_nbytes == 2 * piece.words.nbytes
@@ -143,7 +143,7 @@ def test_a_coder_that_loses_a_bit_is_found_out():
         destination[7] ^= 1
         return destination
 
-    broken = coders.Coder("broken", coders.StoragePlan(lambda given, base: given.copy(), decode))
+    broken = coders.Coder("broken", coders.Form(lambda given, base: given.copy(), decode))
     piece = coders.Piece("model/w", "model", words(6))
     with pytest.raises(AssertionError, match="broken brings back other values of model/w"):
         coders.measure(broken, [piece], [broken.form_for(piece)])
@@ -161,8 +161,8 @@ def test_the_trained_run_repeats_itself_and_is_what_it_says(tmp_path):
     settings = Settings(layers=1, width=32, heads=2, window=16, batch=1, dropout=0.0, noise=0.0, corpus_nbytes=100_000)
     plan = training.Plan("run", settings, first=2, gap=2, count=2, pair_gaps=(1,))
     told: list[str] = []
-    first = training.ensure(tmp_path / "a", plan, tell=told.append)
-    again = training.ensure(tmp_path / "b", plan, tell=told.append)
+    first = training.ensure(tmp_path / "a", plan, log=told.append)
+    again = training.ensure(tmp_path / "b", plan, log=told.append)
     assert plan.kept == [2, 3, 4]
     for step in plan.kept:
         left, right = first.step(step), again.step(step)
@@ -170,7 +170,7 @@ def test_the_trained_run_repeats_itself_and_is_what_it_says(tmp_path):
         assert all(np.array_equal(left[path], right[path]) for path in left)
     assert not np.array_equal(first.step(2)["model/wpe.weight"], first.step(3)["model/wpe.weight"])
     told.clear()
-    assert training.ensure(tmp_path / "a", plan, tell=told.append) == first
+    assert training.ensure(tmp_path / "a", plan, log=told.append) == first
     assert told == []
     bases = [{path: state[path] for path in first.rl()[0]} for state in first.lora()]
     assert all(np.array_equal(bases[0][path], base[path]) for base in bases for path in base)

@@ -19,17 +19,17 @@ if str(ROOT) not in sys.path:
 
 from bench import (  # noqa: E402
     background,
-    beside,
     cases_async,
     cases_gpu,
     cases_stall,
     cases_training,
     histories,
+    work_process,
 )
 from bench.cases import CASES  # noqa: E402
-from bench.floor import Floor  # noqa: E402
+from bench.load_processes import ComputeLoad, MemoryReadLoad  # noqa: E402
 from bench.measure import Result, Sample  # noqa: E402
-from bench.spinning import Reading, Spinning  # noqa: E402
+from bench.minimal_commit import MinimalCommit  # noqa: E402
 from bench.workbench import Bench  # noqa: E402
 
 NBYTES = 1_500_000
@@ -64,11 +64,11 @@ def test_a_changed_state_is_new_nearly_everywhere(state):
 
 def test_rivals_save_what_the_state_was_when_they_returned(state, tmp_path):
     found, reasons = background.find(state, tmp_path, None)
-    assert {rival.name.split()[0] for rival in found} >= {"DCP", "clone,"}, reasons
+    assert {tool.name.split()[0] for tool in found} >= {"DCP", "clone,"}, reasons
     assert list(tmp_path.iterdir()) == []
     wanted = bytes_of(state)
-    rival = next(rival for rival in found if rival.name.startswith("clone"))
-    finish = rival.begin(state, tmp_path)
+    tool = next(tool for tool in found if tool.name.startswith("clone"))
+    finish = tool.begin(state, tmp_path)
     for _, tensor in histories.tensors_of(state):
         tensor.zero_()
     finish()
@@ -148,7 +148,7 @@ def test_what_a_process_has_is_counted():
 
 
 def test_a_loop_beside_what_is_over_already_has_a_speed():
-    assert background.count_in_python(lambda: True) > 0
+    assert background.run_python_loop(lambda: True) > 0
 
 
 def test_the_floor_of_a_commit_copies_all_tensors_and_waits_for_the_process_that_hashes():
@@ -158,34 +158,34 @@ def test_the_floor_of_a_commit_copies_all_tensors_and_waits_for_the_process_that
         torch.zeros(0),
         torch.ones(7).bfloat16(),
     ]
-    with Floor(tensors) as floor:
-        computed = background.cpu_seconds(floor.pid)
+    with MinimalCommit(tensors) as minimal:
+        computed = background.cpu_seconds(minimal.pid)
         for turn in range(20):
             tensors[0] += turn
-            assert floor.begin()() == 0
+            assert minimal.begin()() == 0
             wanted = b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
-            assert floor.copied == wanted
-            assert floor.nbytes == len(wanted)
-        assert background.cpu_seconds(floor.pid) > computed
+            assert minimal.copied == wanted
+            assert minimal.nbytes == len(wanted)
+        assert background.cpu_seconds(minimal.pid) > computed
     with pytest.raises(ProcessLookupError):
-        os.kill(floor.pid, 0)
+        os.kill(minimal.pid, 0)
 
 
 def test_the_floor_of_a_durable_commit_writes_every_byte_and_removes_its_file(tmp_path):
     path = tmp_path / "floor"
-    with Floor([torch.ones(3_000_001)], path=path) as floor:
-        assert floor.writes_by in ("O_DIRECT", "page cache")
-        assert floor.begin()() == 0
-        assert path.read_bytes() == bytes(beside.held_bytes(path.stat().st_size))
-        assert floor.nbytes <= path.stat().st_size < floor.nbytes + 4096
+    with MinimalCommit([torch.ones(3_000_001)], path=path) as minimal:
+        assert minimal.writes_by in ("O_DIRECT", "page cache")
+        assert minimal.begin()() == 0
+        assert path.read_bytes() == bytes(work_process.make_floats(path.stat().st_size))
+        assert minimal.nbytes <= path.stat().st_size < minimal.nbytes + 4096
     assert not path.exists()
 
 
 def test_the_floor_of_a_durable_commit_that_codes_writes_as_many_bytes_as_that_leaves(tmp_path):
     path = tmp_path / "floor"
-    with Floor([torch.ones(3_000_001)], is_coded=True, path=path) as floor:
-        assert floor.begin()() == 0
-        held, code = beside.held_bytes(path.stat().st_size), beside.coding(4 << 20)
+    with MinimalCommit([torch.ones(3_000_001)], is_coded=True, path=path) as minimal:
+        assert minimal.begin()() == 0
+        held, code = work_process.make_floats(path.stat().st_size), work_process.coding(4 << 20)
         pieces = [held[begin : begin + (4 << 20)] for begin in range(0, len(held), 4 << 20)]
         left = b"".join(bytes(piece[: -(-code(piece, 0).nbytes // 4096) * 4096]) for piece in pieces)
         assert len(left) < 0.95 * len(held)
@@ -193,22 +193,22 @@ def test_the_floor_of_a_durable_commit_that_codes_writes_as_many_bytes_as_that_l
 
 
 def test_a_process_that_computes_does_so_for_as_long_as_it_is_told():
-    with Spinning(0.3) as spinning:
-        spinning.begin()()
-        before = background.cpu_seconds(spinning.pid)
-        finish = spinning.begin()
-        assert not spinning.is_over()
+    with ComputeLoad(0.3) as load:
+        load.begin()()
+        before = background.cpu_seconds(load.pid)
+        finish = load.begin()
+        assert not load.is_over()
         assert finish() == 0
-        assert 0.25 <= background.cpu_seconds(spinning.pid) - before < 1
-        assert os.getpriority(os.PRIO_PROCESS, spinning.pid) == 19
+        assert 0.25 <= background.cpu_seconds(load.pid) - before < 1
+        assert os.getpriority(os.PRIO_PROCESS, load.pid) == 19
     with pytest.raises(ProcessLookupError):
-        os.kill(spinning.pid, 0)
+        os.kill(load.pid, 0)
 
 
 def test_a_process_that_reads_reads_more_slowly_out_of_memory_than_out_of_its_cache():
     seconds = []
-    for room_nbytes in (512 << 20, 256 << 10):
-        with Reading(2 << 30, room_nbytes) as reading:
+    for buffer_nbytes in (512 << 20, 256 << 10):
+        with MemoryReadLoad(2 << 30, buffer_nbytes) as reading:
             reading.begin()()
             computed = [background.cpu_seconds(reading.pid)]
             for _ in range(3):
@@ -234,7 +234,7 @@ def delayed_shares():
         for program in ("while True: pass", "input()"):
             with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as beside_it:
                 began = time.perf_counter() - 10
-                counted = background.count_delayed(lambda began=began: time.perf_counter() - began > 10.5, began)
+                counted = background.run_loop_during_save(lambda began=began: time.perf_counter() - began > 10.5, began)
                 beside_it.kill()
             assert counted.rate > 0
             assert counted.seconds > 10.5
@@ -246,13 +246,13 @@ def delayed_shares():
 
 def test_the_floor_of_a_coded_commit_works_longer_than_one_that_only_hashes():
     tensors = [torch.ones(4_000_000)]
-    with Floor(tensors, is_coded=False) as hashing, Floor(tensors, is_coded=True) as coding:
+    with MinimalCommit(tensors, is_coded=False) as hashing, MinimalCommit(tensors, is_coded=True) as coding:
         computed: list[list[float]] = [[], []]
         for _ in range(21):
-            for floor, seconds in zip((hashing, coding), computed, strict=True):
-                before = on_processor_seconds(floor.pid)
-                floor.begin()()
-                seconds.append(on_processor_seconds(floor.pid) - before)
+            for minimal, seconds in zip((hashing, coding), computed, strict=True):
+                before = on_processor_seconds(minimal.pid)
+                minimal.begin()()
+                seconds.append(on_processor_seconds(minimal.pid) - before)
     # The shortest but for the first, taken in turns: the machine's clock changes by the second.
     assert min(computed[1][1:]) > 1.5 * min(computed[0][1:])
 
@@ -264,21 +264,21 @@ def on_processor_seconds(pid):
 
 
 def test_what_a_floor_codes_repeats_no_bytes_and_gets_shorter():
-    held = beside.held_bytes(48 << 20)
+    held = work_process.make_floats(48 << 20)
     pieces = [held[begin : begin + (4 << 20)] for begin in range(0, len(held), 4 << 20)]
     assert len({bytes(piece) for piece in pieces}) == len(pieces)
-    code = beside.coding(4 << 20)
+    code = work_process.coding(4 << 20)
     assert all(0.5 * len(piece) < code(piece, 0).nbytes < 0.95 * len(piece) for piece in pieces)
 
 
 def test_the_floor_of_a_commit_is_over_when_its_process_is():
-    with Floor([torch.ones(1000)]) as floor:
-        os.kill(floor.pid, signal.SIGSTOP)
-        finish = floor.begin()
+    with MinimalCommit([torch.ones(1000)]) as minimal:
+        os.kill(minimal.pid, signal.SIGSTOP)
+        finish = minimal.begin()
         time.sleep(0.05)
-        assert not floor.is_over()
-        os.kill(floor.pid, signal.SIGCONT)
-        while not floor.is_over():
+        assert not minimal.is_over()
+        os.kill(minimal.pid, signal.SIGCONT)
+        while not minimal.is_over():
             time.sleep(0.001)
         assert finish() == 0
 
@@ -303,7 +303,7 @@ def test_floors_beside_training_can_be_chosen(tools, count, tmp_path, small_benc
     small_bench.setattr(cases_training, "_train", lambda *given: Sample(1.0, dict(FACTS)))
     bench = Bench(tmp_path, tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)
     names = CASES["stall_accumulation"](bench).samples
-    assert sum(name.endswith(tuple(cases_training.FLOORS)) for name in names) == count
+    assert sum(name.endswith(tuple(cases_training.MINIMAL_COMMITS)) for name in names) == count
     assert len(names) == count + 3
 
 
@@ -331,11 +331,11 @@ def test_a_step_of_many_batches_adds_up_their_gradients_and_steps_once(monkeypat
 
 
 def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():
-    with Floor([torch.ones(1000)]) as floor:
-        floor.begin()()
-        os.kill(floor.pid, signal.SIGKILL)
+    with MinimalCommit([torch.ones(1000)]) as minimal:
+        minimal.begin()()
+        os.kill(minimal.pid, signal.SIGKILL)
         with pytest.raises((RuntimeError, BrokenPipeError)):
-            floor.begin()()
+            minimal.begin()()
 
 
 @pytest.mark.deep(parts=12)
@@ -345,7 +345,7 @@ def test_every_case_of_background_commits_runs(case, tmp_path, small_bench):
     small_bench.setattr(cases_gpu, "DEVICE", "cpu")
     small_bench.setattr(cases_gpu, "no_gpu_reason", lambda: "")
     (tmp_path / "work").mkdir()
-    tools = ["torch.save", *cases_training.FLOORS]
+    tools = ["torch.save", *cases_training.MINIMAL_COMMITS]
     bench = Bench(tmp_path / "work", tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)
     result = CASES[case](bench)
     assert result.unusable == {}

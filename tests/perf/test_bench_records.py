@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 
 from bench import table, table_cases, table_coding
 from bench.cases import CASES
-from bench.cases_training import FLOORS, _cost_note
+from bench.cases_training import MINIMAL_COMMITS, _cost_note
 from bench.measure import Sample
 
 
@@ -87,7 +87,7 @@ def test_kept_speed_is_read_from_the_note_that_the_case_writes():
 
 
 def test_every_floor_of_a_training_case_has_a_label():
-    assert {name for name in FLOORS if name.startswith("one copy")} <= set(table_cases.LABELS)
+    assert {name for name in MINIMAL_COMMITS if name.startswith("one copy")} <= set(table_cases.LABELS)
 
 
 def test_residual_table_takes_the_newest_result_of_each_policy():

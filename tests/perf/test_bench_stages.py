@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("rich")
 
-from bench import background, cases_stages, stages
+from bench import background, cases_stages, stage_process
 from bench.cases import CASES
 from bench.measure import Sample
 from bench.workbench import Bench
@@ -20,14 +20,14 @@ from ckstore.format.wire import xxh3_64
 
 
 @pytest.fixture(scope="module")
-def chunks() -> stages.Chunks:
-    return stages.Chunks(2)
+def chunks() -> stage_process.Chunks:
+    return stage_process.Chunks(2)
 
 
 def test_chunks_differ_from_their_bases_and_are_stored_in_fewer_bytes(chunks):
     for plain, base, whole, residual in zip(chunks._plain, chunks._base, chunks._whole, chunks._residual, strict=True):
         assert plain != base
-        assert len(residual.payload) < len(whole.payload) < stages.CHUNK_NBYTES
+        assert len(residual.payload) < len(whole.payload) < stage_process.CHUNK_NBYTES
 
 
 @pytest.mark.parametrize("what", ["decode", "add to a base"])
@@ -38,7 +38,7 @@ def test_stages_that_decode_look_at_the_whole_chunk(what, chunks, monkeypatch):
         def update(self, piece):
             seen.append(bytes(piece))
 
-    monkeypatch.setattr(stages, "new_xxh3", Checksum)
+    monkeypatch.setattr(stage_process, "new_xxh3", Checksum)
     chunks.stages()[what](1)
     assert [xxh3_64(each) for each in seen] == [xxh3_64(chunks._plain[1])]
 
@@ -48,20 +48,20 @@ def test_copied_chunks_take_turns_in_the_blocks(chunks):
     for number in (0, 1):
         chunks.stages()["copy into blocks"](number)
         payload = chunks._whole[number].payload
-        begin = number * stages.CHUNK_NBYTES
+        begin = number * stage_process.CHUNK_NBYTES
         assert chunks._blocks[begin : begin + len(payload)] == payload
 
 
 def test_the_helper_says_what_it_has_done_and_gives_way():
     with cases_stages._helper(1) as helper:
-        assert helper.stages == list(stages.Chunks(1).stages())
+        assert helper.stages == list(stage_process.Chunks(1).stages())
         assert os.getpriority(os.PRIO_PROCESS, helper._process.pid) == cases_stages.NICENESS
         assert helper.do("hash")[0] == 0
         time.sleep(0.2)
-        chunks, seconds = helper.do(stages.REST)
+        chunks, seconds = helper.do(stage_process.REST)
         assert chunks > 0
         assert seconds >= 0.2
-        assert helper.do(stages.REST)[0] == 0
+        assert helper.do(stage_process.REST)[0] == 0
 
 
 def test_a_step_is_held_against_those_before_and_after_it(monkeypatch):
@@ -84,5 +84,5 @@ def test_case_of_stages_measures_the_stages_that_are_asked_for(tools, tmp_path, 
     bench = Bench(tmp_path, tmp_path, 2_000_000, rounds=1, is_small=True, count=8, tools=tools)
     result = CASES["stages_beside"](bench)
     assert result.unusable == {}
-    assert list(result.samples) == ["nothing", *(["hash"] if tools else stages.Chunks(1).stages())]
+    assert list(result.samples) == ["nothing", *(["hash"] if tools else stage_process.Chunks(1).stages())]
     assert all("ms_a_chunk" in samples[0].facts for name, samples in result.samples.items() if name != "nothing")

@@ -18,7 +18,7 @@ if str(ROOT) not in sys.path:
 
 from bench import resume_baselines as baselines  # noqa: E402
 from bench import resume_gap, resume_policies, resume_training  # noqa: E402
-from bench.resume_policies import Contender  # noqa: E402
+from bench.resume_policies import CandidatePolicy  # noqa: E402
 
 V_MIN = replace(
     resume_training.TINY_PLANS[0.999],
@@ -32,7 +32,7 @@ V_MIN = replace(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return resume_training.ensure(tmp_path_factory.mktemp("cache"), V_MIN, tell=lambda line: None)
+    return resume_training.ensure(tmp_path_factory.mktemp("cache"), V_MIN, log=lambda line: None)
 
 
 def state_of(seed: int, shape: tuple[int, int] = (64, 80)) -> dict[str, np.ndarray]:
@@ -58,7 +58,9 @@ def test_a_resume_that_is_not_exact_ends_the_bench(trained, monkeypatch):
 
 
 def test_policies_of_a_store_and_baselines_are_followed_through_the_chain(trained, tmp_path):
-    chosen = [one for one in resume_policies.contenders() if one.name in ("near()", "ExCP, c = 2.5", "stale weights")]
+    chosen = [
+        one for one in resume_policies.candidate_policies() if one.name in ("near()", "ExCP, c = 2.5", "stale weights")
+    ]
     plans = {0.999: trained.plan}
     (tmp_path / trained.plan.name).symlink_to(trained.folder)
     everything, exact = resume_gap.examine_all(plans, chosen, tmp_path)
@@ -75,7 +77,7 @@ def test_policies_of_a_store_and_baselines_are_followed_through_the_chain(traine
     kept[-1].write_text(json.dumps({**note, "kind": "marked"}))
     again, _ = resume_gap.examine_all(plans, chosen, tmp_path, is_cached=True)
     assert again[0.999][-1]["kind"] == "marked"
-    other = [Contender("stale weights", "yardstick", make=baselines.no_moments)]
+    other = [CandidatePolicy("stale weights", "yardstick", make=baselines.no_moments)]
     assert resume_gap.examine_all(plans, other, tmp_path)[0][0.999][-1]["kind"] == "yardstick"
 
 

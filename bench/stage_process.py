@@ -1,8 +1,8 @@
-"""A process beside training that repeats one stage of a commit; ``bench.cases_stages`` starts it.
+"""A process that repeats one stage of a commit while ``bench.cases_stages`` trains.
 
-It holds chunks of floats as a saver does, each with a base and as both are stored, more of all than any cache. A line
-on its standard input names what it does from then on, again and again, by one thread, or says ``rest``. The answer to
-the next line tells what came of it: chunks, and seconds.
+It holds chunks of floats, each with a base and with the stored form of both, together larger than any cache. A line on
+standard input names the stage to repeat from then on, on one thread, or is ``rest``. The answer to the next line has
+the number of chunks and the seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.beside import held_bytes
+from bench.work_process import make_floats
 from ckstore.codec import chunk_codec, kernels
 from ckstore.commit.pipeline import identity_and_checksum
 from ckstore.format.wire import new_xxh3
@@ -33,18 +33,18 @@ Stage = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Stored:
-    """A chunk as it is stored."""
+    """A stored chunk."""
 
     steps: tuple[tuple[int, bytes], ...]
     payload: memoryview
 
 
 class Chunks:
-    """Chunks, and what the stages of a commit do with them."""
+    """Chunks, and the stages of a commit."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        held = held_bytes(2 * count * CHUNK_NBYTES)
+        held = make_floats(2 * count * CHUNK_NBYTES)
         self._plain = [held[i * CHUNK_NBYTES : (i + 1) * CHUNK_NBYTES] for i in range(count)]
         self._base = [held[i * CHUNK_NBYTES : (i + 1) * CHUNK_NBYTES] for i in range(count, 2 * count)]
         drawn = 1e-5 * np.random.default_rng(1).standard_normal(CHUNK_NBYTES // _WIDTH).astype(np.float32)
@@ -57,7 +57,7 @@ class Chunks:
         self._residual = [self._stored(self.code_less_a_base(number)) for number in range(count)]
 
     def stages(self) -> dict[str, Stage]:
-        """Return what can be done, by name."""
+        """Return the stages by name."""
         return {
             "hash": lambda number: identity_and_checksum(self._plain[number]),
             "code": self.code,
@@ -68,19 +68,19 @@ class Chunks:
         }
 
     def code(self, number: int) -> chunk_codec.Encoded:
-        """Code a chunk whole, as ``fast`` does."""
+        """Encode a chunk without a base, as ``fast`` does."""
         plain = self._plain[number]
         return chunk_codec.encode(plain, width=_WIDTH, is_float=True, compression="fast", scratch=self._scratch)
 
     def code_less_a_base(self, number: int) -> chunk_codec.Encoded:
-        """Code what is left of a chunk when its base is subtracted."""
+        """Encode the difference of a chunk from its base."""
         how = {"width": _WIDTH, "is_float": True, "scratch": self._scratch}
         encoded = chunk_codec.encode_delta(self._plain[number], self._base[number], compression="fast", **how)
         assert encoded is not None, "such a difference pays"
         return encoded
 
     def copy(self, number: int) -> None:
-        """Copy what is stored of a chunk into the blocks, which take turns, and look at it there."""
+        """Copy the stored form of a chunk into the blocks, in rotation, and decode it there."""
         payload, checksum = self._whole[number].payload, new_xxh3()
         place = number * CHUNK_NBYTES % (len(self._blocks) - CHUNK_NBYTES)
         for begin in range(0, len(payload), _PIECE_NBYTES):
@@ -100,7 +100,7 @@ class Chunks:
 
 
 def main() -> int:
-    """Do what each line of the standard input says, until it ends."""
+    """Run the stage that each line of standard input names, until the end of input."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chunks", type=int, required=True)
     chunks = Chunks(parser.parse_args().chunks)

@@ -1,8 +1,8 @@
-"""Other tools, each saving and loading the same state under the same promise: what ``save`` returned is durable.
+"""Other tools that save and load the same state under the same promise: it is durable when ``save`` returns.
 
-Tools that do not sync by themselves are followed by an fsync of every file and folder that they made. Loads
-start cold; whatever a tool maps lazily is touched, one value a page, before its clock stops. Tools that load
-into existing tensors get tensors that exist already, with every page of them present.
+If a tool does not sync by itself, the bench calls fsync on every file and folder that it made. Loads start with cold
+caches. If a tool maps files lazily, one value of every page is read before the clock stops. Tools that load into
+existing tensors get tensors whose pages are all present.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PAGE_VALUES = 4096 // 8
 
 
 @dataclass(frozen=True)
-class Rival:
+class Tool:
     """A tool: how it saves, how it loads, and who makes its files durable.
 
     Attributes:
-        save: Writes a state into a folder that exists and is empty; durable when it returns.
-        load: Reads it back; given a state of the same shape it may, or may not, fill that one.
+        save: Writes a state into an empty folder; durable when it returns.
+        load: Reads it back; it may fill the given state of the same shape.
         is_in_place: Whether ``load`` fills the state it is given.
         durability: Who calls fsync, for the table.
     """
@@ -44,22 +44,22 @@ class Rival:
 
 
 @dataclass
-class Rivals:
-    """The tools that work here, and for every other one the reason why it does not."""
+class AvailableTools:
+    """The tools that work here, and the reason for every one that does not."""
 
-    usable: list[Rival] = field(default_factory=list)
+    usable: list[Tool] = field(default_factory=list)
     unusable: dict[str, str] = field(default_factory=dict)
 
 
 def _touch(state: Any) -> Any:
-    """Read one value of every page, so that lazily mapped tensors are really there."""
+    """Read one value of every page, so that lazily mapped tensors are in memory."""
     for _, tensor in tensors_of(state):
         if tensor.numel():
             tensor.detach().reshape(-1)[::PAGE_VALUES].sum()
     return state
 
 
-def _torch_save() -> Rival:
+def _torch_save() -> Tool:
     def save(state: State, folder: Path) -> None:
         with (folder / "state.pt").open("wb") as stream:
             torch.save(state, stream)
@@ -70,10 +70,10 @@ def _torch_save() -> Rival:
     def load(folder: Path, _into: State) -> Any:
         return torch.load(folder / "state.pt", weights_only=True)
 
-    return Rival("torch.save", save, load, is_in_place=False, durability="bench: fsync")
+    return Tool("torch.save", save, load, is_in_place=False, durability="bench: fsync")
 
 
-def _safetensors() -> Rival:
+def _safetensors() -> Tool:
     from safetensors.torch import load_file, save_file
 
     def save(state: State, folder: Path) -> None:
@@ -84,10 +84,10 @@ def _safetensors() -> Rival:
     def load(folder: Path, _into: State) -> Any:
         return _touch(load_file(folder / "state.safetensors"))
 
-    return Rival("safetensors", save, load, is_in_place=False, durability="bench: fsync")
+    return Tool("safetensors", save, load, is_in_place=False, durability="bench: fsync")
 
 
-def _dcp() -> Rival:
+def _dcp() -> Tool:
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -103,10 +103,10 @@ def _dcp() -> Rival:
             dcp_load(into, storage_reader=FileSystemReader(folder / "dcp"))
         return into
 
-    return Rival("DCP", save, load, is_in_place=True, durability="own sync_files=True, bench: folders")
+    return Tool("DCP", save, load, is_in_place=True, durability="own sync_files=True, bench: folders")
 
 
-def _torchsnapshot() -> Rival:
+def _torchsnapshot() -> Tool:
     with _quiet():
         import torchsnapshot
 
@@ -121,16 +121,16 @@ def _torchsnapshot() -> Rival:
             torchsnapshot.Snapshot(str(folder / "snapshot")).restore({"state": target})
         return dict(target)
 
-    return Rival("torchsnapshot", save, load, is_in_place=True, durability="bench: fsync")
+    return Tool("torchsnapshot", save, load, is_in_place=True, durability="bench: fsync")
 
 
-def _torch_checkpointing() -> Rival:
+def _torch_checkpointing() -> Tool:
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
     from torch_checkpointing.config import SyncCheckpointSaverConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-    # Its direct writes are not aligned, and ext4 and xfs refuse them: buffered is the way it works here.
+    # Its direct writes are not aligned; ext4 and xfs refuse them. Use buffered writes.
     storage = LocalFileSystemStorageConfig(use_direct_io=False)
     writer = CheckpointWriterConfig(file_write_max_threads=2)
     saver = SyncCheckpointSaverConfig(writer_config=writer)
@@ -145,18 +145,18 @@ def _torch_checkpointing() -> Rival:
         with _quiet():
             return _touch(manager.load(str(folder / "checkpoint"), into=into))
 
-    return Rival("torch_checkpointing", save, load, is_in_place=False, durability="bench: fsync; buffered")
+    return Tool("torch_checkpointing", save, load, is_in_place=False, durability="bench: fsync; buffered")
 
 
 def _quiet() -> AbstractContextManager[object]:
-    """Keep the warnings of other tools (no process group, old imports) out of our tables."""
+    """Suppress the warnings of other tools (no process group, old imports)."""
     for name in ("torch.distributed", "torchsnapshot", "torch_checkpointing"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     return nullcontext()
 
 
-MAKERS: dict[str, Callable[[], Rival]] = {
+MAKERS: dict[str, Callable[[], Tool]] = {
     "safetensors": _safetensors,
     "DCP": _dcp,
     "torch.save": _torch_save,
@@ -165,29 +165,29 @@ MAKERS: dict[str, Callable[[], Rival]] = {
 }
 
 
-def find(trial: State, folder: Path, names: list[str] | None = None) -> Rivals:
-    """Try every tool on a small state and return those that bring it back, with the reasons for the others."""
+def find(trial: State, folder: Path, names: list[str] | None = None) -> AvailableTools:
+    """Try every tool on a small state; return those that restore it, and the reasons for the others."""
     from bench.histories import blank_like, is_same
 
-    found = Rivals()
+    found = AvailableTools()
     for name, make in MAKERS.items():
         if names is not None and name not in names:
             continue
         place = folder / f"trial-{name}"
         place.mkdir()
         try:
-            rival = make()
-            rival.save(trial, place)
+            tool = make()
+            tool.save(trial, place)
             into = blank_like(trial)
             clear(into)
-            loaded = rival.load(place, into)
+            loaded = tool.load(place, into)
             is_right = is_same(trial, loaded)
         except Exception as error:
-            # Whatever stops a tool here is worth a line in the table and no more.
+            # Any failure of a tool becomes a line in the table.
             found.unusable[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         else:
             if is_right:
-                found.usable.append(rival)
+                found.usable.append(tool)
             else:
                 found.unusable[name] = "brings back other values than it was given"
         finally:

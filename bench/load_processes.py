@@ -1,9 +1,8 @@
-"""Processes beside training that do one thing only, each for itself: compute, or read memory, or read their own cache.
+"""Processes that create one kind of load next to training: computation, memory reads, or cache reads.
 
-What training loses to one that computes is what it loses to any process that computes for so long on another
-processor of this machine: two virtual ones may be halves of one, share its clock, or be more than their host gives.
-What it loses to one that reads memory, and not to one that reads as much out of its cache, it loses because memory and
-the last cache are everybody's.
+The effect of a computing process is that of any process on another processor of this machine: two virtual processors
+may be halves of one core, share its clock, or exceed what the host provides. If reading memory slows training more than
+reading the same amount from cache, the memory bus and the last-level cache are shared.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from bench.floor import NICENESS
+from bench.minimal_commit import NICENESS
 
 COMPUTE = """
 import sys, time
@@ -44,13 +43,13 @@ for line in sys.stdin:
 """
 
 
-class Companion:
-    """A process that does so much of one thing, each time that it is begun.
+class LoadProcess:
+    """A process that does a given amount of one kind of work each time it is started.
 
     Args:
-        program: What it does, in Python; it gets the amount as a line.
-        amount: Of what it does.
-        arguments: What it is given when it starts.
+        program: The Python program; it gets the amount as a line.
+        amount: The amount of work.
+        arguments: Command-line arguments of the program.
     """
 
     def __init__(self, program: str, amount: float, *arguments: str) -> None:
@@ -61,11 +60,11 @@ class Companion:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process id."""
         return self._process.pid
 
     def begin(self) -> Callable[[], float]:
-        """Begin; what is returned waits for the end, and returns for how long the caller was stalled: never."""
+        """Start the work; the returned function waits for the end and returns the stall of the caller, always 0."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{self._amount}\n".encode())
         self._process.stdin.flush()
@@ -73,16 +72,16 @@ class Companion:
         def finish() -> float:
             assert self._process.stdout is not None
             if self._process.stdout.readline() != b"done\n":
-                raise RuntimeError("the process beside training has died")
+                raise RuntimeError("the load process has died")
             return 0.0
 
         return finish
 
     def is_over(self) -> bool:
-        """Return whether what was begun has ended, without waiting."""
+        """Return whether the work has ended, without waiting."""
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
-    def __enter__(self) -> Companion:
+    def __enter__(self) -> LoadProcess:
         return self
 
     def __exit__(
@@ -92,24 +91,24 @@ class Companion:
         self._process.communicate()
 
 
-class Spinning(Companion):
+class ComputeLoad(LoadProcess):
     """Computes, and uses neither memory nor disk.
 
     Args:
-        seconds: Of a processor; where training wants all of them it takes longer.
+        seconds: Processor time. It takes longer if training uses all processors.
     """
 
     def __init__(self, seconds: float) -> None:
         super().__init__(COMPUTE, seconds)
 
 
-class Reading(Companion):
-    """Reads memory of its own, from its beginning to its end, again and again.
+class MemoryReadLoad(LoadProcess):
+    """Reads its own memory from beginning to end, repeatedly.
 
     Args:
-        nbytes: How many bytes it reads.
-        room_nbytes: In how many: more than any cache has, or less than its processor has for itself.
+        nbytes: Bytes to read in total.
+        buffer_nbytes: Size of the memory: larger than any cache, or smaller than the cache of one core.
     """
 
-    def __init__(self, nbytes: int, room_nbytes: int) -> None:
-        super().__init__(READ, nbytes, str(room_nbytes))
+    def __init__(self, nbytes: int, buffer_nbytes: int) -> None:
+        super().__init__(READ, nbytes, str(buffer_nbytes))

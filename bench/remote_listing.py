@@ -1,8 +1,8 @@
-"""Look at a long history in a bucket that answers late: list it, and plan a collection of it.
+"""List a long history in a bucket with high latency, and plan its collection.
 
-Run it as ``python -m bench.far [--count 1000] [--ms 30] [--rounds 3] [--results bench/results]``: it starts moto on the
-loopback, and a proxy before it that waits before it passes a request on. "one at a time" is the same with a client that
-makes one request at a time. moto answers few requests a second; a real server adds nothing but its latency.
+Usage: ``python -m bench.remote_listing [--count 1000] [--ms 30] [--rounds 3] [--results bench/results]``. It starts
+moto on the loopback, and a proxy that delays each request. "one at a time" uses a client without concurrent requests.
+moto serves few requests per second; with a real server only the latency counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AT_ONCE = {"": RemoteOptions(), ", one at a time": RemoteOptions(reads_at_once=1
 
 
 def fill(folder: Path, address: str, count: int) -> None:
-    """Make a store of so many small checkpoints in a folder, and put its files into the bucket as they are."""
+    """Make a store of this many small checkpoints in a folder, and copy its files to the bucket."""
     with ckstore.open(folder, policy=ckstore.Policy(threads=1)) as store:
         for step in range(count):
             store.commit({"w": np.arange(8) + step}, step, metrics={"loss": 1 / (step + 1)})
@@ -67,7 +67,7 @@ def measured(act: Callable[[], None], options: RemoteOptions, proxy: FaultProxy,
 
 
 def main() -> None:
-    """Print seconds and requests, and keep the record."""
+    """Print seconds and requests, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--ms", type=float, default=30.0)

@@ -1,4 +1,4 @@
-"""ckstore's own coder as a commit drives it, and copying memory: the other end of the scale."""
+"""ckstore's own coder as a commit calls it, and memcpy as the upper limit."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.coders import CHUNK_NBYTES, Base, Coder, StoragePlan, Words
+from bench.coders import CHUNK_NBYTES, Base, Coder, Form, Words
 
 
 class Arena:
-    """Memory that coded bytes are put into, one after another, as the write blocks of a commit take them."""
+    """Memory for encoded bytes, filled sequentially like the write blocks of a commit."""
 
     def __init__(self, nbytes: int) -> None:
-        # Twice the state, so that nothing that is still to be decoded is overwritten.
+        # Twice the state, so that encoded bytes are not overwritten before they are decoded.
         self._memory = np.full(2 * nbytes + CHUNK_NBYTES, 1, np.uint8)
         self._position = 0
 
     def take(self, nbytes: int) -> memoryview:
-        """Return room for so many bytes."""
+        """Return the next bytes of the memory."""
         if self._position + nbytes > len(self._memory):
             self._position = 0
         begin = self._position
@@ -37,7 +37,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Frames:
-    """The stored chunks of a tensor; their length is that of their bytes, headers included."""
+    """The stored chunks of a tensor; their length includes headers."""
 
     chunks: list[Frame]
 
@@ -48,7 +48,7 @@ class Frames:
 
 
 def ckstore(arena: Arena) -> Coder:
-    """Chunk by chunk: sample, choose for the whole tensor, encode into the arena; decode into the destination."""
+    """Encode chunk by chunk into the arena, with one form for the whole tensor; decode into the destination."""
     from ckstore.codec import chunk_codec, kernels
     from ckstore.delta.cost_model import TIE_SHARE
 
@@ -100,7 +100,7 @@ def ckstore(arena: Arena) -> Coder:
             )
         return destination
 
-    form = StoragePlan(encode, decode)
+    form = Form(encode, decode)
     return Coder("ckstore", form, form, chooses=True)
 
 
@@ -123,4 +123,4 @@ def memcpy(arena: Arena) -> Coder:
         np.copyto(destination.view(np.uint8), np.frombuffer(stored, np.uint8))
         return destination
 
-    return Coder("memcpy", StoragePlan(encode, decode))
+    return Coder("memcpy", Form(encode, decode))

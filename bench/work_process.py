@@ -1,9 +1,8 @@
-"""A process beside training that does one part of what a commit does, over as many bytes: ``bench.floor`` starts it.
+"""A process that does one part of a commit's work during training; ``bench.minimal_commit`` starts it.
 
-It holds memory of its own, in shared pages as those of an arena, and nothing of the trainer's. For each line that it
-reads it goes through all of that once, one piece after the other, by one thread, and says how many bytes it has seen.
-Hashed is always; coded or written if that is asked for. With both, as many bytes are written as coding leaves, the
-first of each piece.
+It has its own memory, in shared pages like those of an arena. For each input line it processes all of this memory once,
+piece by piece, on one thread, and prints the number of bytes. It always hashes; it encodes and writes if asked to. With
+both, it writes as many bytes of each piece as encoding would leave.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
     from ckstore.codec.chunk_codec import Encoded
 
 Work = Callable[[memoryview, int], object]
-"""Called with a piece, and where it begins in all of them."""
+"""Called with a piece and its offset."""
 
 _DRAWN = 1 << 22
-"""Floats that are drawn; the rest repeats them, each repetition with another factor."""
+"""Random floats that are drawn; the rest repeats them, each repetition with another factor."""
 
 
-def held_bytes(nbytes: int) -> memoryview:
-    """Return floats of plausible magnitudes, on whole pages, as O_DIRECT asks."""
+def make_floats(nbytes: int) -> memoryview:
+    """Return floats of plausible magnitudes, in whole pages, because O_DIRECT requires that."""
     memory = mmap.mmap(-1, nbytes)
     floats = np.frombuffer(memory, np.float32, nbytes // 4)
     drawn = (0.02 * np.random.default_rng(0).standard_normal(_DRAWN)).astype(np.float32)
@@ -41,12 +40,12 @@ def held_bytes(nbytes: int) -> memoryview:
 
 
 def hashing() -> Work:
-    """Return what takes the identity of a piece."""
+    """Return a function that hashes a piece."""
     return lambda piece, begin: blake3(piece).digest()
 
 
 def coding(piece_nbytes: int) -> Callable[[memoryview, int], Encoded]:
-    """Return what codes a piece as ``fast`` does, without a base."""
+    """Return a function that encodes a piece as ``fast`` does, without a base."""
     from ckstore.codec import chunk_codec
 
     scratch = chunk_codec.Scratch(piece_nbytes)
@@ -54,7 +53,7 @@ def coding(piece_nbytes: int) -> Callable[[memoryview, int], Encoded]:
 
 
 def writing(descriptor: int) -> Work:
-    """Return what writes a piece to its place."""
+    """Return a function that writes a piece at its offset."""
 
     def write(piece: memoryview, begin: int) -> None:
         while piece:
@@ -65,7 +64,7 @@ def writing(descriptor: int) -> Work:
 
 
 def open_direct(path: Path, nbytes: int) -> tuple[int, str]:
-    """Make a file of this size, open it so that writes pass the page cache where that can be, and say which it is."""
+    """Make a file of this size and open it, with O_DIRECT where possible; return the descriptor and the mode."""
     flags = os.O_WRONLY | os.O_CREAT
     try:
         descriptor, how = os.open(path, flags | os.O_DIRECT, 0o600), "O_DIRECT"
@@ -76,14 +75,14 @@ def open_direct(path: Path, nbytes: int) -> tuple[int, str]:
 
 
 def main() -> int:
-    """Work once for each line of the standard input, until it ends."""
+    """Process everything once for each line of standard input, until the end of input."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--nbytes", type=int, required=True)
     parser.add_argument("--piece", type=int, required=True)
     parser.add_argument("--code", action="store_true")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    held, hash_piece = held_bytes(given.nbytes), hashing()
+    held, hash_piece = make_floats(given.nbytes), hashing()
     code = coding(given.piece) if given.code else None
     descriptor, how = -1, "not at all"
     if given.write is not None:
@@ -95,7 +94,7 @@ def main() -> int:
         for begin in range(0, given.nbytes, given.piece):
             piece = held[begin : begin + given.piece]
             hash_piece(piece, begin)
-            # Whole pages, as O_DIRECT asks.
+            # Whole pages, because O_DIRECT requires that.
             stored = len(piece) if code is None else -(-code(piece, begin).nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
             if descriptor >= 0:
                 write(piece[:stored], position)

@@ -1,9 +1,9 @@
-"""About the least that storing a state takes beside training: one copy of it, and as many bytes hashed elsewhere.
+"""About the minimum work of a commit during training: copy the state once, and hash as many bytes in another process.
 
-No store does with less that wants the state as it was and knows its bytes by their identity; one that is to be durable
-writes them too, one that compresses codes them (here by the coder of ``fast``, whole) and writes what that leaves.
-Nothing else is done: no base is read, nothing is checked, packed or published. What training loses to this is the
-machine's affair: both use its cores, caches, memory and disk.
+Every store with consistent, content-addressed states does at least this. A durable one also writes the bytes. A
+compressing one also encodes them (here with the coder of ``fast``, without a base) and writes the result. Nothing else
+is done: no base is read, and nothing is verified, packed or published. The slowdown of training is due to shared cores,
+caches, memory and disk.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import torch
 
 PIECE_NBYTES = 4 << 20
 NICENESS = 19
-"""That of the saver, unless one asks for another."""
+"""The default nice value of the saver."""
 
 
-class Floor:
-    """Copies tensors into one buffer that is used again, and has a process hash as many bytes of its own.
+class MinimalCommit:
+    """Copies tensors into one reused buffer while another process hashes as many bytes of its own.
 
     Args:
-        tensors: What is copied; contiguous, and neither moved nor freed as long as this lives.
-        is_coded: The process codes them too, as ``fast`` does, on one thread.
-        path: It writes them too, or as many as coding leaves, durably, over this file, which is made, and removed at
-            the end; None: nowhere.
+        tensors: What is copied; contiguous, and neither moved nor freed while this object is in use.
+        is_coded: The process also encodes the bytes as ``fast`` does, on one thread.
+        path: The process also writes the bytes, or the encoded ones, durably to this file. The file is created, and
+            removed at the end. None: it writes nothing.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, is_coded: bool = False, path: Path | None = None) -> None:
@@ -49,27 +49,33 @@ class Floor:
                 position += piece.nbytes
         self._thread: threading.Thread | None = None
         self._path = path
-        # Whole pages, as O_DIRECT asks.
-        self._beside_nbytes = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        command = [sys.executable, "-m", "bench.beside", f"--nbytes={self._beside_nbytes}", f"--piece={PIECE_NBYTES}"]
+        # Whole pages, because O_DIRECT requires that.
+        self._work_nbytes = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        command = [
+            sys.executable,
+            "-m",
+            "bench.work_process",
+            f"--nbytes={self._work_nbytes}",
+            f"--piece={PIECE_NBYTES}",
+        ]
         command += (["--code"] if is_coded else []) + ([f"--write={path.resolve()}"] if path is not None else [])
         root = Path(__file__).parent.parent
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root)
-        self.writes_by = self._said()
+        self.writes_by = self._read_line()
         os.setpriority(os.PRIO_PROCESS, self.pid, NICENESS)
 
     @property
     def pid(self) -> int:
-        """Of the process beside."""
+        """The id of the other process."""
         return self._process.pid
 
     @property
     def copied(self) -> bytes:
-        """What was copied last."""
+        """The bytes that were copied last."""
         return self._buffer.tobytes()
 
     def begin(self) -> Callable[[], float]:
-        """Begin both; what is returned waits for their end, and returns for how long the caller was stalled: never."""
+        """Start both; the returned function waits for their end and returns the stall of the caller, always 0."""
         thread = self._thread = threading.Thread(target=self._copy, name="floor-copy")
         thread.start()
         stdin = self._process.stdin
@@ -79,32 +85,32 @@ class Floor:
 
         def finish() -> float:
             thread.join()
-            self._heard(str(self._beside_nbytes))
+            self._expect(str(self._work_nbytes))
             return 0.0
 
         return finish
 
     def is_over(self) -> bool:
-        """Return whether what was begun has ended, without waiting."""
-        said, _, _ = select.select([self._process.stdout], [], [], 0)
-        return bool(said) and self._thread is not None and not self._thread.is_alive()
+        """Return whether both have ended, without waiting."""
+        line, _, _ = select.select([self._process.stdout], [], [], 0)
+        return bool(line) and self._thread is not None and not self._thread.is_alive()
 
     def _copy(self) -> None:
         for target, source in self._pieces:
             np.copyto(target, source)
 
-    def _heard(self, word: str) -> None:
-        if (said := self._said()) != word:
-            raise RuntimeError(f"the process beside said {said!r} instead of {word!r}")
+    def _expect(self, word: str) -> None:
+        if (line := self._read_line()) != word:
+            raise RuntimeError(f"the work process reported {line!r} instead of {word!r}")
 
-    def _said(self) -> str:
+    def _read_line(self) -> str:
         assert self._process.stdout is not None
-        said = self._process.stdout.readline().decode().strip()
-        if not said:
-            raise RuntimeError("the process beside has died")
-        return said
+        line = self._process.stdout.readline().decode().strip()
+        if not line:
+            raise RuntimeError("the work process has died")
+        return line
 
-    def __enter__(self) -> Floor:
+    def __enter__(self) -> MinimalCommit:
         return self
 
     def __exit__(

@@ -1,8 +1,7 @@
-"""What a history takes as files of other tools: torch.save under zstd, and each peer's coder on every tensor.
+"""The size of a history in the files of other tools: torch.save with zstd, and each peer's coder on every tensor.
 
-Only sizes are measured here, so the checkpoints are spread over all cores. Every tensor of a checkpoint is
-coded against the checkpoint before it or alone, whichever ideal coding would make smaller: a choice that
-these tools leave to their user, and that costs nothing here.
+Only sizes are measured, so that all cores are used. Every tensor is encoded against the previous checkpoint or alone,
+whichever ideal coding would make smaller. With these tools the user has to make this choice; here it is free.
 """
 
 from __future__ import annotations
@@ -18,22 +17,23 @@ import torch
 import zstandard
 
 from bench import coders, histories, peers
-from bench.measure import tell
+from bench.measure import log
 from bench.training import Arrays
 
 LoadArrays = Callable[[], Arrays]
 NOT_ALONE = ("zstd -1", "zstd -3")
-"""These code whole files, as torch.save makes them."""
+"""These encode whole files as torch.save writes them."""
 
 
 @dataclass
-class Filed:
-    """What every tool's files take, and who could not take part.
+class PeerFileSizes:
+    """The file sizes of every tool, and the tools that cannot be used.
 
     Attributes:
-        best: Bytes of each checkpoint by tool, chains of any length allowed.
+        best: Bytes of each checkpoint by tool, with chains of any length.
         bounded: The same with keyframes where ckstore made some, so that restores read about as much.
         plain: Bytes of each state.
+        unusable: Reason by tool.
     """
 
     plain: list[int] = field(default_factory=list)
@@ -42,10 +42,10 @@ class Filed:
     unusable: dict[str, str] = field(default_factory=dict)
 
 
-def measure(loaders: Sequence[LoadArrays], keyframes: Collection[int], names: list[str] | None = None) -> Filed:
-    """Code every checkpoint with every tool; those in ``keyframes`` also without the one before."""
+def measure(loaders: Sequence[LoadArrays], keyframes: Collection[int], names: list[str] | None = None) -> PeerFileSizes:
+    """Encode every checkpoint with every tool; those in ``keyframes`` also without a base."""
     usable, unusable = _usable(names)
-    filed = Filed(unusable=unusable)
+    measured = PeerFileSizes(unusable=unusable)
     # Threads do not survive a fork, and torch has started some.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool:
@@ -55,12 +55,12 @@ def measure(loaders: Sequence[LoadArrays], keyframes: Collection[int], names: li
             jobs.append(pool.submit(_checkpoint, load, load_base, usable, is_keyframe=number in keyframes))
         for number, job in enumerate(jobs):
             plain_nbytes, sizes = job.result()
-            filed.plain.append(plain_nbytes)
+            measured.plain.append(plain_nbytes)
             for name, (best, bounded) in sizes.items():
-                filed.best.setdefault(name, []).append(best)
-                filed.bounded.setdefault(name, []).append(bounded)
-            tell(f"  peers' files: checkpoint {number + 1} of {len(jobs)}")
-    return filed
+                measured.best.setdefault(name, []).append(best)
+                measured.bounded.setdefault(name, []).append(bounded)
+            log(f"  peers' files: checkpoint {number + 1} of {len(jobs)}")
+    return measured
 
 
 def _usable(names: list[str] | None) -> tuple[list[str], dict[str, str]]:
@@ -72,7 +72,7 @@ def _usable(names: list[str] | None) -> tuple[list[str], dict[str, str]]:
         try:
             make()
         except Exception as error:
-            # Whatever stops a tool here is worth a line in the table and no more.
+            # Any failure of a tool becomes a line in the table.
             unusable[name] = f"{type(error).__name__}: {error}"
         else:
             usable.append(name)
@@ -82,7 +82,7 @@ def _usable(names: list[str] | None) -> tuple[list[str], dict[str, str]]:
 def _checkpoint(
     load: LoadArrays, load_base: LoadArrays | None, names: list[str], *, is_keyframe: bool
 ) -> tuple[int, dict[str, tuple[int, int]]]:
-    """Return the plain bytes of a checkpoint, and what it takes with each tool: at best, and with bounded chains."""
+    """Return the plain bytes of a checkpoint, and its size with each tool: at best, and with bounded chains."""
     arrays = load()
     pieces = coders.pieces_of(arrays, None if load_base is None else load_base())
     stream = io.BytesIO()
@@ -107,5 +107,5 @@ def _checkpoint(
     return sum(values.nbytes for values in arrays.values()), found
 
 
-def _coded_nbytes(form: coders.StoragePlan, piece: coders.Piece) -> int:
+def _coded_nbytes(form: coders.Form, piece: coders.Piece) -> int:
     return len(form.encode(form.prepare(piece.words), piece.base))

@@ -1,4 +1,4 @@
-"""How long it takes the host to tell a device of the copies of a state: a call for each, or one for many."""
+"""The time that the host needs to submit the copies of a state to a device: one call per copy, or one for all."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ckstore.state.capture import capture
 from ckstore.state.torch_adapter import TorchAdapter
 
 TENSOR_COUNT = 401
-"""As the state of ``stall_gpu_guarded`` has."""
+"""As many tensors as the state of ``stall_gpu_guarded`` has."""
 
 TENSOR_NBYTES = 4096
-"""So small that copying them costs little beside telling of them."""
+"""Small, so that submitting dominates copying."""
 
 CALLS = 7
-"""Of a sample, which is their median."""
+"""Calls of a sample; their median counts."""
 
 _DEVICE_TO_HOST = 2
 
@@ -37,8 +37,8 @@ Begin = Callable[[NDArray[np.uint64]], None]
 
 
 def telling_devices(bench: Bench) -> Result:
-    """Tell a device of many small copies; without a GPU the runtime is a call of libc."""
-    # Here, since ckstore can be installed without it.
+    """Submit many small copies to a device; without a GPU a libc call replaces the runtime."""
+    # Imported here, because ckstore can be installed without the extension.
     from ckstore import _native
 
     result = Result("telling_devices", "ms", is_higher_better=False)
@@ -49,7 +49,7 @@ def telling_devices(bench: Bench) -> Result:
     with _copies(state) as copies, _stream(place) as stream:
         function = cuda.address_of_copy() if is_there else _address_of_nothing()
         if function is None:
-            raise RuntimeError("the runtime of this torch cannot be told without torch")
+            raise RuntimeError("the runtime of this torch can only be called through torch")
 
         def by_torch(table: NDArray[np.uint64]) -> None:
             copies._begin(copies._runs, table, None)
@@ -99,7 +99,7 @@ def _stream(place: torch.device) -> Iterator[int]:
 
 
 def _address_of_nothing() -> int:
-    # A system call that takes no arguments, gives the processor to who wants it, and returns 0.
+    # A cheap system call that takes no arguments and returns 0.
     address = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
     assert address is not None
     return address
