@@ -48,8 +48,8 @@ def listed(address: str, count: int) -> None:
 
 
 def planned(address: str, count: int) -> None:
-    with open_existing(address) as keeping:
-        plan = keeping.gc(ckstore.Retention(keep_last=10), dry_run=True).plan
+    with open_existing(address) as store:
+        plan = store.gc(ckstore.Retention(keep_last=10), dry_run=True).plan
         assert len(plan.drops) == count - 10
 
 

@@ -1,19 +1,18 @@
-"""Train, be killed while a checkpoint is on its way, come back, and prove that nothing was lost. Twice.
+"""Train, kill the trainer during a checkpoint, resume, and check that nothing was lost. Twice.
 
     python examples/demo.py                     # about a minute; the store stays in ./demo-store
 
-1. A *reference* process trains a small GPT and is left in peace.
-2. A *trainer* process does the same and commits its whole state every few steps, in the background. Once a state is
-   staged, that is copied, and not yet published, the trainer is killed with SIGKILL. The saver process lives on,
-   publishes that checkpoint, and ends.
-3. A *second* process restores it and trains on; it commits and waits for each commit. In the middle of one it is
-   killed with SIGKILL.
-4. A *third* process restores the newest checkpoint and trains on to the end.
+1. A *reference* process trains a small GPT and is not disturbed.
+2. A *trainer* process does the same and commits its whole state every few steps, in the background. When a state is
+   staged (copied) but not yet published, the trainer is killed with SIGKILL. The saver process keeps running, publishes
+   that checkpoint, and ends.
+3. A *second* process restores it and trains on; it waits for each commit. During one of them it is killed with SIGKILL.
+4. A *third* process restores the newest checkpoint and trains to the end.
 
-Proved, or the exit status is 1: what was staged when the trainer died is there, bit for bit, although nobody was told;
-the third process finds, bit for bit, the last acknowledged state (or the one being committed, if that was complete);
-the losses after it equal those of the reference; and so does the whole state at the end: weights, moments, schedule,
-random number generators, position in the data.
+The demo checks four things, and exits with status 1 if one of them is false. The state that was staged when the trainer
+was killed exists, bit for bit. The third process finds the last acknowledged state, or the one that was being
+committed if it was complete, bit for bit. The losses after it equal those of the reference. The whole state at the end
+does too: weights, moments, schedule, random number generators, and position in the data.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ console = Console(highlight=False)
 
 
 class DemoError(Exception):
-    """A proof failed, or a process did what it should not."""
+    """A check failed, or a process did something unexpected."""
 
 
 @dataclass
 class Process:
-    """A training process and everything it has said so far."""
+    """A training process and the events that it has reported."""
 
     name: str
     popen: subprocess.Popen[str]
@@ -60,7 +59,7 @@ class Process:
 
     @classmethod
     def start(cls, name: str, *arguments: str) -> Process:
-        """Start ``train_gpt.py`` and listen to it on a thread."""
+        """Start ``train_gpt.py``, and read its output on a thread."""
         command = [sys.executable, str(HERE / "train_gpt.py"), "--events", *arguments]
         started = cls(name, subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         started.listener = threading.Thread(target=started._listen, daemon=True)
@@ -70,33 +69,33 @@ class Process:
     def _listen(self) -> None:
         assert self.popen.stdout is not None
         for line in self.popen.stdout:
-            # A process that is killed may leave half a line; what it did not finish saying, it did not say.
+            # A killed process may leave half a line; ignore it.
             if line.endswith("\n") and line.startswith("{"):
                 self.events.append(json.loads(line))
 
     def wait(self) -> int:
-        """Wait for its end, read all it has said, and return its exit status."""
+        """Wait for its end, read the rest of its output, and return its exit status."""
         status = self.popen.wait()
         assert self.listener is not None
         self.listener.join()
         return status
 
     def kill(self) -> None:
-        """Kill it as a power switch would, without a word."""
+        """Kill it with SIGKILL."""
         self.popen.kill()
         self.wait()
 
-    def said(self, event: str) -> list[Event]:
-        """Return every event of a kind, in order."""
-        return [told for told in list(self.events) if told["event"] == event]
+    def events_of(self, kind: str) -> list[Event]:
+        """Return all events of one kind, in order."""
+        return [event for event in list(self.events) if event["event"] == kind]
 
     def losses(self) -> dict[int, str]:
-        """Return the exact loss of each step it has trained."""
-        return {told["step"]: told["loss_hex"] for told in self.said("trained")}
+        """Return the exact loss of each step."""
+        return {event["step"]: event["loss_hex"] for event in self.events_of("trained")}
 
 
-def make_way(folder: Path) -> None:
-    """Remove the store of an earlier demo, and nothing that could be anything else."""
+def remove_old_store(folder: Path) -> None:
+    """Remove the store of an earlier demo; refuse to remove anything else."""
     if not folder.exists() and not folder.is_symlink():
         return
     entries = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else {"?"}
@@ -112,23 +111,23 @@ def files_of(store: Path) -> dict[str, int]:
     for root, _, names in os.walk(store):
         for name in names:
             path = Path(root) / name
-            # A file may be moved while we look; then it is not there, and that is all.
+            # Another process may move a file between listing and reading it.
             with contextlib.suppress(FileNotFoundError):
                 found[str(path.relative_to(store))] = path.stat().st_size
     return found
 
 
 def kill_when_staged(trainer: Process, store: Path, *, after_commits: int) -> Event | None:
-    """Kill the trainer once its next state is staged; return what it said of it, or None if it was published by then.
+    """Kill the trainer once its next state is staged; return that event, or None if it was already published.
 
-    Its saver is what the demo is about: it must be alive then, and is waited for.
+    The saver must still be running at that time; this function waits until it has published.
     """
-    _wait_for(trainer, lambda: len(trainer.said("committed")) >= after_commits)
-    begun = len(trainer.said("staged"))
-    _wait_for(trainer, lambda: len(trainer.said("staged")) > begun)
+    _wait_for(trainer, lambda: len(trainer.events_of("committed")) >= after_commits)
+    begun = len(trainer.events_of("staged"))
+    _wait_for(trainer, lambda: len(trainer.events_of("staged")) > begun)
     saver = _child_of(trainer.popen.pid)
     trainer.kill()
-    staged: Event = trainer.said("staged")[-1]
+    staged: Event = trainer.events_of("staged")[-1]
     step = staged["step"]
     if _is_published(store, step) or saver is None:
         return None
@@ -147,7 +146,7 @@ def kill_when_staged(trainer: Process, store: Path, *, after_commits: int) -> Ev
 
 
 def _child_of(pid: int) -> int | None:
-    """Return the process that a process has started, if there is one."""
+    """Return the child process of a process, or None."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     children = [child for task in tasks for child in (task / "children").read_text().split()]
     return int(children[0]) if children else None
@@ -158,33 +157,33 @@ def _is_running(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[-1].split()[0]
     except OSError:
         return False
-    # One that has ended and that nobody has asked for is a zombie.
+    # A process that has ended, but that nobody has waited for, is a zombie.
     return state not in {"Z", "X"}
 
 
 def _is_published(store: Path, step: int) -> bool:
-    """Say whether there is a manifest of a step; a name is ``<seq>-<step>.<generation>.ckm``."""
+    """Return whether a step has a manifest; its name is ``<seq>-<step>.<generation>.ckm``."""
     names = [path.name for path in (store / "manifests" / RUN).glob("*.ckm")]
     return any(int(name.split("-")[1].split(".")[0]) == step for name in names)
 
 
 def kill_in_commit(trainer: Process, store: Path, *, after_commits: int) -> str | None:
-    """Kill the trainer once its next commit has begun to write; say at which stage, or None if it was too late."""
+    """Kill the trainer once its next commit has begun to write; return the stage, or None if it was too late."""
 
     def is_between_commits() -> bool:
-        return after_commits <= len(trainer.said("committed")) == len(trainer.said("commit begins"))
+        return after_commits <= len(trainer.events_of("committed")) == len(trainer.events_of("commit begins"))
 
     _wait_for(trainer, is_between_commits)
-    # Now it trains; what appears from here on belongs to the next commit.
+    # The trainer is between commits now, so new files belong to the next commit.
     manifests, packs = files_of(store / "manifests").keys(), files_of(store / "packs").keys()
-    acknowledged = len(trainer.said("committed"))
+    acknowledged = len(trainer.events_of("committed"))
     _wait_for(trainer, lambda: bool(files_of(store / "packs").keys() - packs))
-    # Not always at the same place: a demo that is run often has died everywhere.
+    # Kill at a random time, so that repeated demos cover all stages.
     time.sleep(random.uniform(0.0, 0.02))
     trainer.kill()
-    if len(trainer.said("committed")) > acknowledged:
+    if len(trainer.events_of("committed")) > acknowledged:
         return None
-    step = trainer.said("commit begins")[-1]["step"]
+    step = trainer.events_of("commit begins")[-1]["step"]
     return f"step {step}: {_stage_of(store, manifests, packs)}"
 
 
@@ -196,7 +195,7 @@ def _wait_for(trainer: Process, condition: Callable[[], bool]) -> None:
 
 
 def _stage_of(store: Path, manifests_before: Any, packs_before: Any) -> str:
-    """Say what the dead commit has left behind."""
+    """Describe what the interrupted commit has left on disk."""
     packs = {name: size for name, size in files_of(store / "packs").items() if name not in packs_before}
     if files_of(store / "manifests").keys() - manifests_before:
         return "its manifest was there, its receipt was not: published, not acknowledged"
@@ -206,7 +205,7 @@ def _stage_of(store: Path, manifests_before: Any, packs_before: Any) -> str:
 
 
 def prove(statement: str, is_true: bool, detail: str = "") -> None:
-    """Print what was proved, or end the demo."""
+    """Print a check that holds, or end the demo."""
     verdict = "[green]proved[/]" if is_true else "[red]FAILED[/]"
     console.print(f"  {verdict}  {statement}", soft_wrap=True)
     if not is_true:
@@ -214,12 +213,12 @@ def prove(statement: str, is_true: bool, detail: str = "") -> None:
 
 
 def prove_resumed(reference: Process, killed: list[Process], resumed: Process, *, steps: int) -> None:
-    """Hold the resumed run against what was acknowledged, and against the run that was left in peace."""
-    if not resumed.said("restored"):
-        raise DemoError("the new process found no checkpoint, although one had been acknowledged")
-    restored = resumed.said("restored")[0]
-    begun = {told["step"]: told["digest"] for process in killed for told in process.said("commit begins")}
-    acknowledged = max(told["step"] for process in killed for told in process.said("committed"))
+    """Compare the resumed run with what was acknowledged, and with the undisturbed run."""
+    if not resumed.events_of("restored"):
+        raise DemoError("the new process found no checkpoint, although one was acknowledged")
+    restored = resumed.events_of("restored")[0]
+    begun = {event["step"]: event["digest"] for process in killed for event in process.events_of("commit begins")}
+    acknowledged = max(event["step"] for process in killed for event in process.events_of("committed"))
     step = restored["step"]
     which = "the last acknowledged" if step == acknowledged else "a newer, complete"
     prove(f"nothing acknowledged is lost: step {acknowledged} was, step {step} is there", step >= acknowledged)
@@ -236,7 +235,7 @@ def prove_resumed(reference: Process, killed: list[Process], resumed: Process, *
         bool(expected) and not different,
         f"first difference at step {different[0] if different else '?'}",
     )
-    final, expected_final = resumed.said("finished")[-1], reference.said("finished")[-1]
+    final, expected_final = resumed.events_of("finished")[-1], reference.events_of("finished")[-1]
     prove(
         f"the whole state at step {steps} equals that of the run that was never killed: {final['digest']}",
         final["digest"] == expected_final["digest"] and final["step"] == expected_final["step"] == steps,
@@ -244,7 +243,7 @@ def prove_resumed(reference: Process, killed: list[Process], resumed: Process, *
 
 
 def show_commits(commits: list[Event]) -> None:
-    """Print one row a commit."""
+    """Print one row per commit."""
     seconds = {stage: None for commit in commits for stage in commit["seconds"] if stage != "total"}
     table = Table(title="what was committed", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for heading in ("step", "state", "stored", "new", "reused", *seconds, "total", "waited"):
@@ -271,24 +270,24 @@ def show_commits(commits: list[Event]) -> None:
 
 
 def prove_published(staged: Event, killed: list[Process], resumed: Process) -> None:
-    """Hold what the next process restored against what was staged when its predecessor died."""
-    _wait_for(resumed, lambda: bool(resumed.said("restored")))
-    restored, step = resumed.said("restored")[0], staged["step"]
-    begun = {told["step"]: told["digest"] for process in killed for told in process.said("commit begins")}
+    """Compare what the next process restored with what was staged when the first one was killed."""
+    _wait_for(resumed, lambda: bool(resumed.events_of("restored")))
+    restored, step = resumed.events_of("restored")[0], staged["step"]
+    begun = {event["step"]: event["digest"] for process in killed for event in process.events_of("commit begins")}
     prove(
-        f"a second process restores it, bit for bit, although nobody was told of it: step {step}, {begun[step]}",
+        f"a second process restores it, bit for bit, although it was not acknowledged: step {step}, {begun[step]}",
         (restored["step"], restored["digest"]) == (step, begun[step]),
         f"restored was step {restored['step']}, {restored['digest']}",
     )
 
 
-def play(store: Path, started: list[Process], arguments: list[str], *, commits: int) -> list[Process]:
-    """Start trainers and kill them: one when a state of it was staged, the next in a commit; return those killed."""
+def train_and_kill(store: Path, started: list[Process], arguments: list[str], *, commits: int) -> list[Process]:
+    """Start and kill trainers: one after staging a state, the next during a commit; return the killed ones."""
     killed: list[Process] = []
 
     def start(name: str, *more: str) -> Process:
         if len(killed) >= 2 * TRIES_MAX:
-            raise DemoError("so many commits in a row were over before the kill arrived")
+            raise DemoError("too many commits in a row ended before the kill arrived")
         started.append(Process.start(name, "--store", str(store), *arguments, *more))
         return started[-1]
 
@@ -309,14 +308,14 @@ def play(store: Path, started: list[Process], arguments: list[str], *, commits: 
 
 
 def run(store: Path, *, steps: int, every: int, model: list[str]) -> None:
-    """Play the whole demo; raise DemoError if anything that it promises does not hold."""
-    make_way(store)
+    """Run the whole demo; raise DemoError if any check fails."""
+    remove_old_store(store)
     arguments = ["--steps", str(steps), "--every", str(every), "--run", RUN, *model]
     console.print(f"a small GPT learns the standard library's sources: {steps} steps, a commit every {every}")
     reference = Process.start("reference", *arguments)
     started = [reference]
     try:
-        killed = play(store, started, arguments, commits=max(1, (steps // every) // 3))
+        killed = train_and_kill(store, started, arguments, commits=max(1, (steps // every) // 3))
         console.print("a third process restores the newest checkpoint and trains on")
         resumed = Process.start("resumed", "--store", str(store), *arguments)
         started.append(resumed)
@@ -328,14 +327,14 @@ def run(store: Path, *, steps: int, every: int, model: list[str]) -> None:
         for process in started:
             if process.popen.poll() is None:
                 process.kill()
-    commits = [told for process in (*killed, resumed) for told in process.said("committed")]
+    commits = [event for process in (*killed, resumed) for event in process.events_of("committed")]
     show_commits(commits)
-    losses = [told["loss"] for told in reference.said("trained")]
+    losses = [event["loss"] for event in reference.events_of("trained")]
     console.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a byte")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; 0 when everything was proved."""
+    """Run the demo; return 0 if all checks hold."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--store", type=Path, default=Path("demo-store"))
     parser.add_argument("--steps", type=int, default=90)
@@ -352,7 +351,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     console.print(f"\nall proved, in {time.perf_counter() - began:.0f} s. Next, try:", style="bold")
     place = given.store
-    # `make demo` runs in an environment of its own, which is not on the PATH.
+    # `make demo` uses a virtual environment that is not on the PATH.
     tool = "ckstore" if shutil.which("ckstore") else os.path.relpath(Path(sys.executable).parent / "ckstore")
     for command, what in (
         (f"{tool} ls {place}", "the history of the run"),

@@ -1,19 +1,18 @@
 """Train a small byte-level GPT and commit its whole training state with ckstore every few steps.
 
     python examples/train_gpt.py --store checkpoints --steps 60 --every 5
-    python examples/train_gpt.py --store checkpoints --steps 120 --every 5     # goes on where the first one ended
+    python examples/train_gpt.py --store checkpoints --steps 120 --every 5     # resumes where the first one ended
 
-The text is the source of Python's own standard library, so nothing is downloaded. Model, optimizer,
-learning-rate schedule, three random number generators and the position in the data are all part of the
-state, and all of them change the losses: dropout draws from torch, the crop of a window from ``random``,
-byte noise from numpy. A run that is killed and started again therefore prints the same losses, bit for bit,
-as one that never stopped, or something is wrong.
+The text is the source of Python's standard library, so nothing is downloaded. Model, optimizer, learning-rate schedule,
+three random number generators and the position in the data are all part of the state, and all of them affect the
+losses: dropout uses torch's generator, cropping uses ``random``, and byte noise uses numpy. Therefore a run that is
+killed and restarted must print the same losses, bit for bit, as one that was never stopped.
 
-Commits go into the background: training waits for a copy, and the saver process writes. Parameters and moments are
-copied while training goes on, because the optimizer is attached and its step waits for what is left. SIGTERM, which
-schedulers send before they kill, makes one last commit after the step that it interrupts.
+Commits run in the background: training waits for a copy, and the saver process writes. Parameters and moments are
+copied while training continues, because the optimizer is attached and its step waits for the rest. On SIGTERM, which
+schedulers send before they kill a job, the run makes one last commit after the current step.
 
-With ``--events`` every step and commit is told as a line of JSON on stdout; ``examples/demo.py`` listens.
+With ``--events`` every step and commit is printed as a line of JSON, which ``examples/demo.py`` reads.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from torch.nn import functional
 
 RUN = "gpt"
 VOCABULARY = 256
-Tell = Callable[..., None]
+Report = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that the course of a run depends on."""
+    """Everything that determines the course of a run."""
 
     layers: int = 4
     width: int = 192
@@ -62,7 +61,7 @@ class Settings:
 
 
 def read_corpus(nbytes_max: int) -> np.ndarray:
-    """Return the first bytes of the standard library's sources, in the order of their names."""
+    """Return the first bytes of the standard library's sources, sorted by name."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in sorted(folder.glob("*.py")) + sorted(folder.glob("[a-z]*/*.py")):
@@ -102,7 +101,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over bytes; the output layer shares the weight of the embedding."""
+    """A decoder over bytes; the output layer shares its weight with the embedding."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -118,7 +117,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * settings.layers) if is_last else 1.0))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of predicting ``targets``, in nats a byte."""
+        """Return the mean cross-entropy of predicting ``targets``, in nats per byte."""
         x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
         for block in self.h:
             x = block(x)
@@ -127,7 +126,7 @@ class GPT(nn.Module):
 
 
 class Trainer:
-    """A training run whose whole state can be taken out and put back."""
+    """A training run whose whole state can be saved and restored."""
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(settings.threads)
@@ -158,7 +157,7 @@ class Trainer:
         if self._order is None or self.position + batch > window_count:
             if self._order is not None:
                 self.epoch, self.position = self.epoch + 1, 0
-            # The order of an epoch follows from its number, so that only the position needs to be stored.
+            # The order of an epoch depends only on its number, so that only the position needs to be stored.
             self._order = np.random.default_rng((self.settings.seed, self.epoch)).permutation(window_count)
         starts = self._order[self.position : self.position + batch] * window
         self.position += batch
@@ -182,7 +181,7 @@ class Trainer:
         return float(loss.item())
 
     def state(self) -> dict[str, Any]:
-        """Return everything that the rest of the run depends on."""
+        """Return everything on which the rest of the run depends."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -197,7 +196,7 @@ class Trainer:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back what ``state`` returned, in this or another process."""
+        """Load what ``state`` returned, in this or another process."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
@@ -212,7 +211,7 @@ class Trainer:
 
 
 def digest_of(state: object) -> str:
-    """Return a digest over every bit of a state: structure, types, order of keys, dtypes, shapes, values."""
+    """Return a digest of every bit of a state: structure, types, order of keys, dtypes, shapes, values."""
     hasher = hashlib.blake2b(digest_size=16)
 
     def visit(node: object) -> None:
@@ -235,15 +234,15 @@ def digest_of(state: object) -> str:
     return hasher.hexdigest()
 
 
-def tell_events(event: str, **facts: object) -> None:
-    """Print one line of JSON, for a program that listens."""
-    # In one piece: a commit that has ended is told from a thread.
+def print_event(event: str, **facts: object) -> None:
+    """Print one line of JSON, for another program."""
+    # A single write, because a background commit reports its end from another thread.
     sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
     sys.stdout.flush()
 
 
-def tell_people(event: str, **facts: Any) -> None:
-    """Print what a person wants to see of a run."""
+def print_progress(event: str, **facts: Any) -> None:
+    """Print progress for a person."""
     if event == "restored":
         print(f"restored step {facts['step']} (state {facts['digest']})")
     elif event == "trained" and facts["step"] % 5 == 0:
@@ -257,41 +256,41 @@ def tell_people(event: str, **facts: Any) -> None:
 
 
 class Commits:
-    """The commits of a run, every few steps and at the end, and what is told of them.
+    """The commits of a run, every few steps and at the end, and their reports.
 
     Args:
-        store: Where they go.
-        every: So many steps lie between two of them.
-        is_async: In the background; otherwise training waits until they are durable.
-        tell: Is told how they begin and end.
-        tells_all: Tell digests too, and wait until a commit is staged to tell that; only a demonstration wants to know.
+        store: The store.
+        every: Number of steps between two commits.
+        is_async: Commit in the background; otherwise training waits until each commit is durable.
+        report: Called when a commit begins and ends.
+        reports_all: Also report digests, and wait until each commit is staged to report that; only the demo needs this.
     """
 
-    def __init__(self, store: Any, *, every: int, is_async: bool, tell: Tell, tells_all: bool) -> None:
+    def __init__(self, store: Any, *, every: int, is_async: bool, report: Report, reports_all: bool) -> None:
         self.store, self.every, self.is_async = store, every, is_async
-        self.tell, self.tells_all = tell, tells_all
+        self.report, self.reports_all = report, reports_all
 
     def commit(self, trainer: Trainer, loss: float) -> None:
         """Commit the whole state of a run."""
         state, step = trainer.state(), trainer.step_done
-        self.tell("commit begins", step=step, digest=digest_of(state) if self.tells_all else "")
+        self.report("commit begins", step=step, digest=digest_of(state) if self.reports_all else "")
         began = time.perf_counter()
         if not self.is_async:
             receipt = self.store.commit(state, step, metrics={"loss": loss})
-            self._tell_end(receipt, began, receipt.seconds["total"])
+            self._report_end(receipt, began, receipt.seconds["total"])
             return
         pending = self.store.commit_async(state, step, metrics={"loss": loss})
-        pending.when_done(lambda ended: self._tell_pending(ended, began))
-        if self.tells_all and pending.wait_staged():
-            self.tell("staged", step=step)
+        pending.when_done(lambda ended: self._report_pending(ended, began))
+        if self.reports_all and pending.wait_staged():
+            self.report("staged", step=step)
 
-    def _tell_pending(self, pending: Any, began: float) -> None:
+    def _report_pending(self, pending: Any, began: float) -> None:
         receipt = pending.receipt_or_none()
         if receipt is not None:
-            self._tell_end(receipt, began, pending.stall_seconds)
+            self._report_end(receipt, began, pending.stall_seconds)
 
-    def _tell_end(self, receipt: Any, began: float, stall_seconds: float) -> None:
-        self.tell(
+    def _report_end(self, receipt: Any, began: float, stall_seconds: float) -> None:
+        self.report(
             "committed",
             step=receipt.step,
             seq=receipt.seq,
@@ -307,19 +306,21 @@ class Commits:
         )
 
 
-def train(trainer: Trainer, commits: Commits | None, *, steps: int, tell: Tell, check: Callable[[int], object]) -> None:
-    """Train up to ``steps``; after each, ``check`` may commit once more and end the run."""
+def train(
+    trainer: Trainer, commits: Commits | None, *, steps: int, report: Report, check: Callable[[int], object]
+) -> None:
+    """Train up to ``steps``; after each step ``check`` may make a last commit and end the run."""
     while trainer.step_done < steps:
         loss = trainer.train_one_step()
         step = trainer.step_done
-        tell("trained", step=step, loss=loss, loss_hex=loss.hex())
+        report("trained", step=step, loss=loss, loss_hex=loss.hex())
         if commits is not None and (step % commits.every == 0 or step == steps):
             commits.commit(trainer, loss)
         check(step)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, resuming from the newest checkpoint when there is one."""
+    """Train; resume from the newest checkpoint if there is one."""
     usual = Settings()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--store", help="folder or URL of the store; without it nothing is committed")
@@ -333,10 +334,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sync", action="store_true", help="wait for each commit until it is durable")
     parser.add_argument("--events", action="store_true", help="JSON lines on stdout")
     given = parser.parse_args(arguments)
-    tell: Tell = tell_events if given.events else tell_people
+    report: Report = print_event if given.events else print_progress
     trainer = Trainer(Settings(layers=given.layers, width=given.width, threads=given.threads, seed=given.seed))
     if given.store is None:
-        train(trainer, None, steps=given.steps, tell=tell, check=lambda step: None)
+        train(trainer, None, steps=given.steps, report=report, check=lambda step: None)
     else:
         import ckstore
 
@@ -344,12 +345,14 @@ def main(arguments: list[str] | None = None) -> int:
         with ckstore.open(given.store, run=given.run) as store:
             if store.latest() is not None:
                 trainer.load(store.restore())
-                tell("restored", step=trainer.step_done, digest=digest_of(trainer.state()))
+                report("restored", step=trainer.step_done, digest=digest_of(trainer.state()))
             store.attach(trainer.optimizer)
-            commits = Commits(store, every=given.every, is_async=not given.sync, tell=tell, tells_all=given.events)
+            commits = Commits(
+                store, every=given.every, is_async=not given.sync, report=report, reports_all=given.events
+            )
             with store.commit_on_signal(trainer.state) as last:
-                train(trainer, commits, steps=given.steps, tell=tell, check=last.check)
-    tell("finished", step=trainer.step_done, digest=digest_of(trainer.state()))
+                train(trainer, commits, steps=given.steps, report=report, check=last.check)
+    report("finished", step=trainer.step_done, digest=digest_of(trainer.state()))
     return 0
 
 

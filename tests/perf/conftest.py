@@ -1,4 +1,4 @@
-"""The bench in small: these tests check that it measures what it says, not how fast anything is."""
+"""Small runs of the bench. These tests check that it measures correctly, not how fast anything is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.memory_folders import tmp_path as tmp_path
 
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
-    # The bench is no part of the package; it is found from the root, as `python -m bench.run` finds it.
+    # The bench is not part of the package; add the repository root to the path, as `python -m bench.run` does.
     sys.path.append(str(ROOT))
 
 from bench import cases_gpu, cases_stages, cases_stall, cases_training, load_processes, measure, minimal_commit  # noqa: E402
@@ -24,9 +24,9 @@ from bench.load_processes import ComputeLoad, MemoryReadLoad  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def quick_rounds(monkeypatch):
-    """Leave out what serves only the precision of a measurement: threads of torch, and collections of garbage.
+    """Leave out what only improves the precision of a measurement: torch threads and garbage collection.
 
-    Threads of torch spin while they wait for each other, and a collection goes through all that other tests have left.
+    Torch threads spin while they wait for each other, and a collection visits all objects of earlier tests.
     """
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(measure, "gc", SimpleNamespace(collect=lambda: None))
@@ -34,7 +34,7 @@ def quick_rounds(monkeypatch):
 
 @pytest.fixture
 def small_bench(monkeypatch):
-    """Let cases of the bench do each thing once and briefly, by the constants that say how often and how long."""
+    """Make each case run briefly and once, by setting the constants for counts and durations."""
     monkeypatch.setattr(measure.machine, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(cases_stall, "QUIET_SECONDS", 0.05)
     monkeypatch.setattr(cases_stages, "STEPS", 1)
@@ -53,7 +53,7 @@ def small_bench(monkeypatch):
         partial(MemoryReadLoad, 10**8, 1 << 18),
     ]
     monkeypatch.setattr(cases_training, "LOAD_PROCESSES", dict(zip(cases_training.LOAD_PROCESSES, brief, strict=True)))
-    # What gives way to everything else starves where other tests are at work.
+    # A saver with low priority would starve while other tests run.
     monkeypatch.setattr(cases_stall, "NICENESSES", (0, 5))
     for module in (cases_stages, cases_stall, minimal_commit, load_processes):
         monkeypatch.setattr(module, "NICENESS", 0)

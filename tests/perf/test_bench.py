@@ -1,4 +1,4 @@
-"""The bench tells the truth about what it ran: cases, statistics, entropies, round trips, and the run it trains."""
+"""The bench reports what it ran: cases, statistics, entropies, round trips, and the trained run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
-    # The bench is no part of the package; it is found from the root, as `python -m bench.run` finds it.
+    # The bench is not part of the package; add the repository root to the path, as `python -m bench.run` does.
     sys.path.append(str(ROOT))
 
 from bench import (  # noqa: E402
@@ -46,7 +46,7 @@ def pair(width: int) -> coders.Piece:
     return coders.Piece("model/w", "model", newer, older)
 
 
-def test_every_case_says_what_it_does_and_stands_in_the_document():
+def test_every_case_has_docstring_and_documentation():
     document = (ROOT / "docs" / "BENCH.md").read_text()
     for name, case in CASES.items():
         assert (case.__doc__ or "").endswith("."), name
@@ -55,7 +55,7 @@ def test_every_case_says_what_it_does_and_stands_in_the_document():
         assert any(f"`{pattern}`" in document for pattern in patterns), f"{name} is not in docs/BENCH.md"
 
 
-def test_patterns_name_cases_once_and_unknown_names_are_refused():
+def test_case_patterns_select_once_and_refuse_unknown():
     assert run.names_of_cases(None) == list(CASES)
     assert run.names_of_cases("codec_full_*,codec_full_fp32") == ["codec_full_fp32", "codec_full_bf16"]
     with pytest.raises(LookupError, match="codec_of_nobody"):
@@ -63,14 +63,14 @@ def test_patterns_name_cases_once_and_unknown_names_are_refused():
 
 
 @pytest.mark.parametrize(("is_higher_better", "expected"), [(True, [2.0, 1.5]), (False, [0.5, 2 / 3])])
-def test_ratios_are_taken_inside_a_round_and_above_one_is_a_win(is_higher_better, expected):
+def test_ratio_is_within_round_and_above_one_is_better(is_higher_better, expected):
     result = Result("case", "GB/s", is_higher_better)
     result.samples = {"mine": [Sample(4.0), Sample(3.0)], "theirs": [Sample(2.0), Sample(2.0)]}
     result.add_ratios(["mine"], ["theirs", "absent", "mine"])
     assert result.ratios == {"mine / theirs": pytest.approx(expected)}
 
 
-def test_rounds_begin_with_another_one_and_a_failure_is_kept_as_a_reason(monkeypatch):
+def test_rounds_rotate_and_record_failures(monkeypatch):
     monkeypatch.setattr(measure.machine, "busy_cores", lambda: 0.0)
     order = []
 
@@ -121,7 +121,7 @@ def test_plane_bits_of_known_planes():
 
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("with_base", [False, True])
-def test_coders_bring_back_what_they_were_given(width, with_base):
+def test_coder_round_trip(width, with_base):
     piece = pair(width)
     if not with_base:
         piece = coders.Piece(piece.path, piece.role, piece.words)
@@ -137,7 +137,7 @@ def test_coders_bring_back_what_they_were_given(width, with_base):
             assert timing.facts()["ratio"] == pytest.approx(timing.plain_nbytes / timing.stored_nbytes)
 
 
-def test_a_coder_that_loses_a_bit_is_found_out():
+def test_coder_that_loses_a_bit_is_detected():
     def decode(stored, base, destination):
         destination[:] = stored
         destination[7] ^= 1
@@ -149,7 +149,7 @@ def test_a_coder_that_loses_a_bit_is_found_out():
         coders.measure(broken, [piece], [broken.form_for(piece)])
 
 
-def test_small_tensors_of_a_role_are_coded_together():
+def test_small_tensors_of_a_role_are_joined():
     large = np.zeros(1 << 15, np.float32)
     arrays = {"model/a": large, "model/b": large[:10], "exp_avg/b": large[:10], "model/c": large[:5]}
     pieces = coders.pieces_of(arrays, arrays)
@@ -157,21 +157,21 @@ def test_small_tensors_of_a_role_are_coded_together():
     assert all(piece.base is not None and piece.base.size == piece.words.size for piece in pieces)
 
 
-def test_the_trained_run_repeats_itself_and_is_what_it_says(tmp_path):
+def test_trained_run_is_reproducible(tmp_path):
     settings = Settings(layers=1, width=32, heads=2, window=16, batch=1, dropout=0.0, noise=0.0, corpus_nbytes=100_000)
     plan = training.Plan("run", settings, first=2, gap=2, count=2, pair_gaps=(1,))
-    told: list[str] = []
-    first = training.ensure(tmp_path / "a", plan, log=told.append)
-    again = training.ensure(tmp_path / "b", plan, log=told.append)
+    lines: list[str] = []
+    first = training.ensure(tmp_path / "a", plan, log=lines.append)
+    again = training.ensure(tmp_path / "b", plan, log=lines.append)
     assert plan.kept == [2, 3, 4]
     for step in plan.kept:
         left, right = first.step(step), again.step(step)
         assert left.keys() == right.keys()
         assert all(np.array_equal(left[path], right[path]) for path in left)
     assert not np.array_equal(first.step(2)["model/wpe.weight"], first.step(3)["model/wpe.weight"])
-    told.clear()
-    assert training.ensure(tmp_path / "a", plan, log=told.append) == first
-    assert told == []
+    lines.clear()
+    assert training.ensure(tmp_path / "a", plan, log=lines.append) == first
+    assert lines == []
     bases = [{path: state[path] for path in first.rl()[0]} for state in first.lora()]
     assert all(np.array_equal(bases[0][path], base[path]) for base in bases for path in base)
     state = histories.state_of(histories.mixed(first.step(2)), 2)
@@ -179,7 +179,7 @@ def test_the_trained_run_repeats_itself_and_is_what_it_says(tmp_path):
     assert state["model"]["wte.weight"].equal(master.to(state["model"]["wte.weight"].dtype))
 
 
-def test_tables_show_sizes_speeds_and_who_is_missing():
+def test_tables_show_sizes_speeds_and_missing_tools():
     def row(speed, **facts):
         return {"median": speed, "samples": [{"value": speed, **facts}]}
 
@@ -215,24 +215,24 @@ def record_of(case, processor, *, busy=0.0, **medians):
     return {"case": case, "machine": machine, "participants": participants, "setting": setting, "not_available": {}}
 
 
-def test_table_says_on_which_machine_each_column_was_measured_and_what_is_not_to_be_quoted():
+def test_table_names_machines_and_disturbed_records():
     records = {
         "commit_durable": record_of("commit_durable", "old", device=3.0, ckstore_none=2.5, DCP=1.0),
         "stall_blocking": record_of("stall_blocking", "new", busy=1.5, ckstore_none=0.1)
         | {"not_available": {"X": "no"}},
         "gc_plan": record_of("gc_plan", "new", busy=0.5) | {"not_available": {"Y": "no"}},
     }
-    told = table.make_table(records)
-    assert "| **ckstore**, compression none | 2.50 |  | 0.10 |  |" in told
-    assert "| X | not available: no | | | |" in told
-    assert "| Y |" not in told
-    assert "commit_durable: old, 2 cores, ext4, Linux 6. stall_blocking: new, 2 cores, ext4, Linux 6." in told
-    assert "Disturbed by other programs, do not quote: stall_blocking." in told
+    lines = table.make_table(records)
+    assert "| **ckstore**, compression none | 2.50 |  | 0.10 |  |" in lines
+    assert "| X | not available: no | | | |" in lines
+    assert "| Y |" not in lines
+    assert "commit_durable: old, 2 cores, ext4, Linux 6. stall_blocking: new, 2 cores, ext4, Linux 6." in lines
+    assert "Disturbed by other programs, do not quote: stall_blocking." in lines
     assert table.make_table({}).count("No measurements yet") == 1
 
 
 @pytest.mark.parametrize("case", ["stall_gpu_blocking", "stall_gpu_guarded"])
-def test_what_needs_a_gpu_is_measured_only_where_there_is_one(case, monkeypatch, capsys):
+def test_gpu_case_without_gpu_is_skipped_with_reason(case, monkeypatch, capsys):
     bench = SimpleNamespace(rounds=1, nbytes=1)
     monkeypatch.setattr(cases_gpu, "no_gpu_reason", lambda: "there is no CUDA GPU here")
     result = CASES[case](bench)

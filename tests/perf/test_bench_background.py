@@ -1,4 +1,4 @@
-"""The bench of background commits measures what it says: copies are whole, rivals save what they got, all cases run."""
+"""The bench of background commits measures correctly: copies are complete, tools save the right state, cases run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def bytes_of(state):
 
 
 @pytest.mark.parametrize("way", ["_by_numpy", "_by_torch"])
-def test_both_reference_copies_copy_everything(state, way):
+def test_reference_copies_are_complete(state, way):
     copies = background.Copies(state, threads=2)
     assert copies.copied != bytes_of(state)
     assert getattr(copies, way)() > 0
@@ -54,7 +54,7 @@ def test_both_reference_copies_copy_everything(state, way):
     copies.close()
 
 
-def test_a_changed_state_is_new_nearly_everywhere(state):
+def test_change_alters_nearly_every_element(state):
     before = [tensor.clone() for _, tensor in histories.tensors_of(state)]
     background.change(state)
     pairs = zip(before, (tensor for _, tensor in histories.tensors_of(state)), strict=True)
@@ -62,7 +62,7 @@ def test_a_changed_state_is_new_nearly_everywhere(state):
     assert min(changed) > 0.9
 
 
-def test_rivals_save_what_the_state_was_when_they_returned(state, tmp_path):
+def test_tools_save_the_state_at_return(state, tmp_path):
     found, reasons = background.find(state, tmp_path, None)
     assert {tool.name.split()[0] for tool in found} >= {"DCP", "clone,"}, reasons
     assert list(tmp_path.iterdir()) == []
@@ -75,7 +75,7 @@ def test_rivals_save_what_the_state_was_when_they_returned(state, tmp_path):
     assert bytes_of(torch.load(tmp_path / "state.pt", weights_only=True)) == wanted
 
 
-def test_a_rival_that_is_not_there_has_a_reason(state, tmp_path, monkeypatch):
+def test_missing_tool_has_a_reason(state, tmp_path, monkeypatch):
     def missing():
         raise ImportError("not installed")
 
@@ -84,7 +84,7 @@ def test_a_rival_that_is_not_there_has_a_reason(state, tmp_path, monkeypatch):
     assert (found, reasons) == ([], {"DCP": "ImportError: not installed"})
 
 
-def test_the_training_loop_is_of_the_size_and_learns():
+def test_training_loop_has_requested_size_and_learns():
     loop = background.Loop(3_000_000, tokens=16)
     nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
     assert 2_000_000 < nbytes < 9_000_000
@@ -94,7 +94,7 @@ def test_the_training_loop_is_of_the_size_and_learns():
     assert bytes_of(loop.model.state_dict()) != before
 
 
-def test_memory_of_another_process_is_seen_while_it_has_it(monkeypatch):
+def test_peak_memory_of_another_process_is_measured(monkeypatch):
     say, hear = "print(flush=True)", "sys.stdin.readline()"
     program = "\n".join(["import sys", say, hear, "x = bytearray(50_000_000)", say, hear])
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -103,16 +103,16 @@ def test_memory_of_another_process_is_seen_while_it_has_it(monkeypatch):
         before = own_nbytes(other.pid)
         monkeypatch.setattr(cases_async, "_own_nbytes", lambda pid: (looks.append(pid), own_nbytes(pid))[1])
 
-        def let_it_grow():
+        def grow():
             other.stdin.write(b"\n")
             other.stdin.flush()
             other.stdout.readline()
             seen = len(looks)
-            # A look at each of the two may have begun before.
+            # Either reading may have begun before the growth.
             while len(looks) < seen + 4:
                 time.sleep(0.005)
 
-        peaks = cases_async.peaks_while(let_it_grow, {"other": other.pid, "me": os.getpid()})
+        peaks = cases_async.peaks_while(grow, {"other": other.pid, "me": os.getpid()})
         assert 48_000_000 < peaks["other"] - before < 60_000_000
         assert peaks["me"] > 10_000_000
         other.stdin.write(b"\n")
@@ -132,8 +132,8 @@ child.wait()
 """
 
 
-def test_what_a_process_has_is_counted():
-    # In a process of its own: what other tests have left in this one may end at any time.
+def test_usage_of_process_is_counted():
+    # In a separate process, because leftovers of other tests in this process may end at any time.
     with subprocess.Popen([sys.executable, "-c", GROWING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         before = dict(background.usage_of(process.pid))
@@ -147,11 +147,11 @@ def test_what_a_process_has_is_counted():
     assert after["RssAnon"] > 1_000_000
 
 
-def test_a_loop_beside_what_is_over_already_has_a_speed():
+def test_loop_has_speed_if_save_already_ended():
     assert background.run_python_loop(lambda: True) > 0
 
 
-def test_the_floor_of_a_commit_copies_all_tensors_and_waits_for_the_process_that_hashes():
+def test_minimal_commit_copies_all_and_awaits_hashing():
     tensors = [
         torch.arange(5_000_000, dtype=torch.float32),
         torch.tensor(3.0),
@@ -171,7 +171,7 @@ def test_the_floor_of_a_commit_copies_all_tensors_and_waits_for_the_process_that
         os.kill(minimal.pid, 0)
 
 
-def test_the_floor_of_a_durable_commit_writes_every_byte_and_removes_its_file(tmp_path):
+def test_minimal_durable_commit_removes_its_file(tmp_path):
     path = tmp_path / "floor"
     with MinimalCommit([torch.ones(3_000_001)], path=path) as minimal:
         assert minimal.writes_by in ("O_DIRECT", "page cache")
@@ -181,18 +181,18 @@ def test_the_floor_of_a_durable_commit_writes_every_byte_and_removes_its_file(tm
     assert not path.exists()
 
 
-def test_the_floor_of_a_durable_commit_that_codes_writes_as_many_bytes_as_that_leaves(tmp_path):
+def test_minimal_encoding_commit_writes_encoded_size(tmp_path):
     path = tmp_path / "floor"
     with MinimalCommit([torch.ones(3_000_001)], is_coded=True, path=path) as minimal:
         assert minimal.begin()() == 0
-        held, code = work_process.make_floats(path.stat().st_size), work_process.coding(4 << 20)
-        pieces = [held[begin : begin + (4 << 20)] for begin in range(0, len(held), 4 << 20)]
+        data, code = work_process.make_floats(path.stat().st_size), work_process.coding(4 << 20)
+        pieces = [data[begin : begin + (4 << 20)] for begin in range(0, len(data), 4 << 20)]
         left = b"".join(bytes(piece[: -(-code(piece, 0).nbytes // 4096) * 4096]) for piece in pieces)
-        assert len(left) < 0.95 * len(held)
-        assert path.read_bytes() == left + bytes(len(held) - len(left))
+        assert len(left) < 0.95 * len(data)
+        assert path.read_bytes() == left + bytes(len(data) - len(left))
 
 
-def test_a_process_that_computes_does_so_for_as_long_as_it_is_told():
+def test_compute_load_takes_requested_time():
     with ComputeLoad(0.3) as load:
         load.begin()()
         before = background.cpu_seconds(load.pid)
@@ -205,7 +205,7 @@ def test_a_process_that_computes_does_so_for_as_long_as_it_is_told():
         os.kill(load.pid, 0)
 
 
-def test_a_process_that_reads_reads_more_slowly_out_of_memory_than_out_of_its_cache():
+def test_memory_reads_are_slower_than_cache_reads():
     seconds = []
     for buffer_nbytes in (512 << 20, 256 << 10):
         with MemoryReadLoad(2 << 30, buffer_nbytes) as reading:
@@ -214,28 +214,28 @@ def test_a_process_that_reads_reads_more_slowly_out_of_memory_than_out_of_its_ca
             for _ in range(3):
                 assert reading.begin()() == 0
                 computed.append(background.cpu_seconds(reading.pid))
-        # The fastest of three: others may be at work beside it.
+        # The fastest of three, because other programs may be running.
         seconds.append(min(after - before for before, after in itertools.pairwise(computed)))
     assert seconds[0] > seconds[1] > 0
 
 
-def test_a_loop_that_shares_its_processor_is_known_to_wait_and_one_that_does_not_is_not():
-    # Neighbours on the same processor make both shares alike for a while, so there are several tries.
+def test_delay_is_measured_only_on_shared_processor():
+    # Other processes on the same processor can make both shares equal for a while, so there are several tries.
     tries = (delayed_shares() for _ in range(8))
-    assert any(0.2 < beside_another < 1 and alone < beside_another for beside_another, alone in tries)
+    assert any(0.2 < with_other < 1 and alone < with_other for with_other, alone in tries)
 
 
 def delayed_shares():
-    """Return how much a loop was delayed beside another one on its processor, and beside one that sleeps."""
+    """Return how much a loop is delayed by another loop on its processor, and by a sleeping process."""
     allowed = os.sched_getaffinity(0)
     shares = []
     try:
         os.sched_setaffinity(0, {min(allowed)})
         for program in ("while True: pass", "input()"):
-            with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as beside_it:
+            with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as other:
                 began = time.perf_counter() - 10
                 counted = background.run_loop_during_save(lambda began=began: time.perf_counter() - began > 10.5, began)
-                beside_it.kill()
+                other.kill()
             assert counted.rate > 0
             assert counted.seconds > 10.5
             shares.append(counted.delayed_share)
@@ -244,7 +244,7 @@ def delayed_shares():
     return shares
 
 
-def test_the_floor_of_a_coded_commit_works_longer_than_one_that_only_hashes():
+def test_minimal_encoding_commit_takes_longer():
     tensors = [torch.ones(4_000_000)]
     with MinimalCommit(tensors, is_coded=False) as hashing, MinimalCommit(tensors, is_coded=True) as coding:
         computed: list[list[float]] = [[], []]
@@ -253,25 +253,25 @@ def test_the_floor_of_a_coded_commit_works_longer_than_one_that_only_hashes():
                 before = on_processor_seconds(minimal.pid)
                 minimal.begin()()
                 seconds.append(on_processor_seconds(minimal.pid) - before)
-    # The shortest but for the first, taken in turns: the machine's clock changes by the second.
+    # The shortest of alternating runs, without the first ones, because the clock of the machine varies.
     assert min(computed[1][1:]) > 1.5 * min(computed[0][1:])
 
 
 def on_processor_seconds(pid):
-    """Return what all threads of a process have computed: in nanoseconds, where the kernel's own count has ticks."""
+    """Return the processor time of all threads of a process, in nanoseconds; /proc/PID/stat has only ticks."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def test_what_a_floor_codes_repeats_no_bytes_and_gets_shorter():
-    held = work_process.make_floats(48 << 20)
-    pieces = [held[begin : begin + (4 << 20)] for begin in range(0, len(held), 4 << 20)]
+def test_work_process_data_is_unique_and_compressible():
+    data = work_process.make_floats(48 << 20)
+    pieces = [data[begin : begin + (4 << 20)] for begin in range(0, len(data), 4 << 20)]
     assert len({bytes(piece) for piece in pieces}) == len(pieces)
     code = work_process.coding(4 << 20)
     assert all(0.5 * len(piece) < code(piece, 0).nbytes < 0.95 * len(piece) for piece in pieces)
 
 
-def test_the_floor_of_a_commit_is_over_when_its_process_is():
+def test_minimal_commit_is_over_when_process_is_done():
     with MinimalCommit([torch.ones(1000)]) as minimal:
         os.kill(minimal.pid, signal.SIGSTOP)
         finish = minimal.begin()
@@ -283,7 +283,7 @@ def test_the_floor_of_a_commit_is_over_when_its_process_is():
         assert finish() == 0
 
 
-def test_stalls_are_held_against_how_fast_memory_was_right_before_them():
+def test_stalls_are_relative_to_preceding_copy():
     result = Result("stall_blocking", "s", is_higher_better=False)
     stalls = {"copy": [(1.0, None)] * 2, "rival": [(1.2, 1.0), (1.1, 0.5)], "mine": [(0.9, 1.0), (1.2, 1.5)]}
     for name, samples in stalls.items():
@@ -299,7 +299,7 @@ def test_stalls_are_held_against_how_fast_memory_was_right_before_them():
 
 
 @pytest.mark.parametrize(("tools", "count"), [(None, 7), ([], 0), (["one copy, one hash"], 1)])
-def test_floors_beside_training_can_be_chosen(tools, count, tmp_path, small_bench):
+def test_participants_can_be_selected(tools, count, tmp_path, small_bench):
     small_bench.setattr(cases_training, "_train", lambda *given: Sample(1.0, dict(FACTS)))
     bench = Bench(tmp_path, tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)
     names = CASES["stall_accumulation"](bench).samples
@@ -308,14 +308,14 @@ def test_floors_beside_training_can_be_chosen(tools, count, tmp_path, small_benc
 
 
 @pytest.mark.parametrize(("over_after", "steps"), [(0, 1), (2, 2), (9, cases_training.STEPS_MAX)])
-def test_steps_beside_a_commit_end_when_it_is_written(over_after, steps):
+def test_steps_end_when_commit_is_over(over_after, steps):
     loop = background.Loop(3_000_000, tokens=16)
     begun = loop.step
     assert cases_training._steps_until(loop, lambda: loop.step - begun >= over_after, cases_training.STEPS_MAX) == steps
     assert loop.step - begun == steps
 
 
-def test_a_step_of_many_batches_adds_up_their_gradients_and_steps_once(monkeypatch):
+def test_step_of_many_batches_accumulates_gradients(monkeypatch):
     loop = background.Loop(3_000_000, tokens=16, batches=3)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: None)
     steps, forward, batches, begun = [], loop.model.forward, [], loop.step
@@ -330,7 +330,7 @@ def test_a_step_of_many_batches_adds_up_their_gradients_and_steps_once(monkeypat
         torch.testing.assert_close(gradient, parameter.grad)
 
 
-def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():
+def test_minimal_commit_reports_dead_process():
     with MinimalCommit([torch.ones(1000)]) as minimal:
         minimal.begin()()
         os.kill(minimal.pid, signal.SIGKILL)
@@ -340,8 +340,8 @@ def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():
 
 @pytest.mark.deep(parts=12)
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith(("stall_", "async_"))])
-def test_every_case_of_background_commits_runs(case, tmp_path, small_bench):
-    # What is measured on a GPU is the same programme anywhere.
+def test_every_background_case_runs(case, tmp_path, small_bench):
+    # The GPU cases run the same code on the CPU here.
     small_bench.setattr(cases_gpu, "DEVICE", "cpu")
     small_bench.setattr(cases_gpu, "no_gpu_reason", lambda: "")
     (tmp_path / "work").mkdir()
@@ -354,7 +354,7 @@ def test_every_case_of_background_commits_runs(case, tmp_path, small_bench):
     assert not any((tmp_path / "work").iterdir())
 
 
-def test_note_says_after_what_part_of_a_synchronous_commit_a_call_has_returned():
+def test_note_has_share_of_synchronous_commit_waited():
     result = Result("async_wall", "s", is_higher_better=False)
     for name, walls, returns in (("commit", (1.0, 2.0, 4.0), (9, 9, 9)), ("async", (7, 7, 7), (0.5, 0.5, 0.4))):
         pairs = zip(walls, returns, strict=True)
@@ -362,7 +362,7 @@ def test_note_says_after_what_part_of_a_synchronous_commit_a_call_has_returned()
     assert cases_async._share_waited(result, "async", "commit") == 0.25
 
 
-def test_note_says_how_long_the_call_and_then_the_disk_take_beside_a_synchronous_commit():
+def test_note_compares_call_and_disk_with_synchronous():
     result = Result("async_wall", "s", is_higher_better=False)
     for name, walls in (("commit none", (1.0, 2.0)), ("commit_async none", (1.5, 1.5)), (cases_async.DISK, (0.9, 0.9))):
         result.samples[name] = [Sample(wall, {cases_async.RETURNED: 0.3}) for wall in walls]

@@ -1,4 +1,4 @@
-"""Protects the tables of README and docs/BENCH.md: they show the newest records, and a cell says what was measured."""
+"""Protects the tables of README and docs/BENCH.md: they show the newest records, with correct values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def returned(**others):
     return record_of("stall_return", participants=both, **others)
 
 
-def test_table_has_a_column_for_the_newest_record_of_each_machine():
+def test_table_has_column_for_newest_record_of_machine():
     records = [returned(date="20260101T1"), returned(date="20260103T1"), returned(date="20260102T1", processor="Q")]
     text = table_cases.make_tables(records, ["stall_return"])
     assert "| | P, 2 cores, 2026-01-03 | Q, 2 cores, 2026-01-02 |" in text
@@ -49,7 +49,7 @@ def test_table_has_a_column_for_the_newest_record_of_each_machine():
     assert "`python -m bench.run --case stall_return`" in text
 
 
-def test_undisturbed_record_is_preferred_to_a_newer_disturbed_one():
+def test_undisturbed_record_is_preferred():
     records = [returned(date="20260101T1"), returned(date="20260102T1", busy=1.0)]
     assert "2026-01-01 |" in table_cases.make_tables(records, ["stall_return"])
     assert table.newest_per_case(records)["stall_return"]["date"] == "20260101T1"
@@ -61,12 +61,12 @@ def test_case_without_records_has_no_table():
     assert table_coding.residual_table([]) == ""
 
 
-def test_missing_participant_is_shown_with_its_reason():
+def test_missing_participant_is_shown_with_reason():
     text = table_cases.make_tables([returned(not_available={"DCP": "KeyError"})], ["stall_return"])
     assert text.endswith("| DCP | KeyError |")
 
 
-def test_costs_are_read_from_the_note_that_the_case_writes():
+def test_costs_are_parsed_from_case_note():
     facts = {"held_up_share": 0.01, "saver_cpu_seconds": 0.5}
     facts |= {"lost_shares": [-0.02, 0.04, 0.05], "lost_seconds": [-0.03, 0.06, 0.07], "return_ms": 4.5}
     note = _cost_note("training on 1 of 2 cores, ckstore none", [Sample(1.6, facts)])
@@ -74,23 +74,23 @@ def test_costs_are_read_from_the_note_that_the_case_writes():
     assert text.endswith("| 1 of 2 cores train: ckstore none | 4.0 (4.0 to 4.0) %; 60 ms (60 to 60) |")
 
 
-def test_costs_of_an_older_note_have_no_milliseconds():
+def test_costs_of_older_note_lack_milliseconds():
     note = "training on 1 of 2 cores, nothing: a commit costs 0.2% of a step (median of 18; 95%: -7.9% to 3.0%); of"
     text = table_cases.make_tables([record_of("stall_guarded", notes=[note])], ["stall_guarded"])
     assert text.endswith("| 1 of 2 cores train: nothing (error of the measurement) | 0.2 (-7.9 to 3.0) % |")
 
 
-def test_kept_speed_is_read_from_the_note_that_the_case_writes():
+def test_loop_speed_is_parsed_from_case_note():
     note = "ckstore none: the loop keeps 98.5% of its speed (90.4% to 100.3%), and has a processor for 99% of the time"
     text = table_cases.make_tables([record_of("stall_python_loop", notes=[note])], ["stall_python_loop"])
     assert text.endswith("| ckstore none | 98.5 (90.4 to 100.3) |")
 
 
-def test_every_floor_of_a_training_case_has_a_label():
+def test_every_training_participant_has_a_label():
     assert {name for name in MINIMAL_COMMITS if name.startswith("one copy")} <= set(table_cases.LABELS)
 
 
-def test_residual_table_takes_the_newest_result_of_each_policy():
+def test_residual_table_takes_newest_result():
     def resumed(date, ratio, gap):
         found = {f"near(), beta2 {beta}": participant(gap, ratio=[ratio]) for beta in ("0.95", "0.999")}
         return record_of("resume_gap", date, participants=found, notes=["(1.25x at beta2 0.95, 1.25x at beta2 0.999)"])
@@ -100,16 +100,16 @@ def test_residual_table_takes_the_newest_result_of_each_policy():
     assert text.splitlines()[2:] == ["| **near()** | 38 (15) · 0.0005 | 38 (15) · 0.0005 |"]
 
 
-def test_every_case_with_a_table_has_a_title_and_exists():
+def test_every_table_has_a_title_and_a_case():
     listed = [case for cases in table_cases.SECTIONS.values() for case in cases]
     assert set(listed) == set(table_cases.TITLES)
     assert set(listed) <= set(CASES) | set(table_cases.COMMANDS)
     assert max(Counter(listed).values()) == 1
 
 
-def test_repository_holds_one_record_of_each_case_and_machine():
+def test_one_record_per_case_and_machine():
     records = table.read_records(table.HERE / "results")
-    # Each run of resume_gap measures other policies.
+    # Each run of resume_gap measures different policies.
     kinds = Counter((r["case"], table_cases.machine_kind(r)) for r in records if r["case"] != "resume_gap")
     assert [kind for kind, count in kinds.items() if count > 1] == [], "git rm the older records"
 

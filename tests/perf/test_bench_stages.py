@@ -1,4 +1,4 @@
-"""Protects the measurement of what each stage of a commit costs training: the stages do what they are named after."""
+"""Protects the measurement of single stages of a commit: each stage does what its name says."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def chunks() -> stage_process.Chunks:
     return stage_process.Chunks(2)
 
 
-def test_chunks_differ_from_their_bases_and_are_stored_in_fewer_bytes(chunks):
+def test_chunks_differ_from_bases_and_compress(chunks):
     for plain, base, whole, residual in zip(chunks._plain, chunks._base, chunks._whole, chunks._residual, strict=True):
         assert plain != base
         assert len(residual.payload) < len(whole.payload) < stage_process.CHUNK_NBYTES
 
 
 @pytest.mark.parametrize("what", ["decode", "add to a base"])
-def test_stages_that_decode_look_at_the_whole_chunk(what, chunks, monkeypatch):
+def test_decoding_stage_reads_whole_chunk(what, chunks, monkeypatch):
     seen = []
 
     class Checksum:
@@ -43,7 +43,7 @@ def test_stages_that_decode_look_at_the_whole_chunk(what, chunks, monkeypatch):
     assert [xxh3_64(each) for each in seen] == [xxh3_64(chunks._plain[1])]
 
 
-def test_copied_chunks_take_turns_in_the_blocks(chunks):
+def test_copies_rotate_through_blocks(chunks):
     chunks._blocks[:] = bytes(len(chunks._blocks))
     for number in (0, 1):
         chunks.stages()["copy into blocks"](number)
@@ -52,7 +52,7 @@ def test_copied_chunks_take_turns_in_the_blocks(chunks):
         assert chunks._blocks[begin : begin + len(payload)] == payload
 
 
-def test_the_helper_says_what_it_has_done_and_gives_way():
+def test_helper_reports_chunks_and_has_low_priority():
     with cases_stages._helper(1) as helper:
         assert helper.stages == list(stage_process.Chunks(1).stages())
         assert os.getpriority(os.PRIO_PROCESS, helper._process.pid) == cases_stages.NICENESS
@@ -64,7 +64,7 @@ def test_the_helper_says_what_it_has_done_and_gives_way():
         assert helper.do(stage_process.REST)[0] == 0
 
 
-def test_a_step_is_held_against_those_before_and_after_it(monkeypatch):
+def test_step_is_compared_with_neighbors(monkeypatch):
     class Helper:
         def do(self, stage):
             return (0, 0.0) if stage == "hash" else (500, 2.0)
@@ -80,7 +80,7 @@ def test_a_step_is_held_against_those_before_and_after_it(monkeypatch):
 
 @pytest.mark.deep(parts=4)
 @pytest.mark.parametrize("tools", [None, ["hash", "DCP"]], ids=["all stages", "a chosen stage"])
-def test_case_of_stages_measures_the_stages_that_are_asked_for(tools, tmp_path, small_bench):
+def test_case_measures_selected_stages(tools, tmp_path, small_bench):
     bench = Bench(tmp_path, tmp_path, 2_000_000, rounds=1, is_small=True, count=8, tools=tools)
     result = CASES["stages_beside"](bench)
     assert result.unusable == {}

@@ -1,4 +1,4 @@
-"""Protects what residuals are compared with: ExCP in ckstore's frames prunes and clusters as it was published."""
+"""Protects the ExCP baseline in ckstore's frames: it prunes and clusters as published."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def assigned(values: np.ndarray, count: int, threshold: float = 0.0) -> tuple[np
     return symbols, clusters.codebook[symbols]
 
 
-def test_clusters_of_a_normal_distribution_are_near_the_best() -> None:
+def test_clusters_of_normal_values_are_near_optimal() -> None:
     values = np.random.default_rng(1).standard_normal(100_000)
     for count, best in ((4, 0.1175), (8, 0.0345), (16, 0.0095)):
         _, made = assigned(values, count)
-        # Lloyd's own figures for this distribution; the symbol of zero takes nothing away.
+        # Lloyd's own values for this distribution; the symbol of zero does not reduce the number of centroids.
         assert ((made - values) ** 2).mean() == pytest.approx(best, rel=0.08)
 
 
-def test_clusters_prune_within_the_threshold_and_nowhere_else() -> None:
+def test_clusters_prune_only_within_threshold() -> None:
     values = np.random.default_rng(2).standard_normal(10_000).astype(np.float32)
     for threshold in (0.0, 0.5, np.float32(values[17])):
         symbols, made = assigned(values, 15, abs(float(threshold)))
@@ -46,7 +46,7 @@ def test_few_values_are_their_own_clusters(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_values_on_one_side_take_all_clusters(sign: int) -> None:
+def test_values_of_one_sign_get_all_clusters(sign: int) -> None:
     values = sign * np.random.default_rng(3).lognormal(0, 2, 10_000)
     symbols, made = assigned(values, 15)
     assert np.unique(symbols).size == 15
@@ -79,7 +79,7 @@ def test_large_moments_of_changed_weights_are_kept() -> None:
         assert np.corrcoef(found[expected], given[expected])[0, 1] > 0.95
 
 
-def test_the_threshold_follows_the_second_moment() -> None:
+def test_threshold_depends_on_second_moment() -> None:
     state = trained(100, 100)
     plain, base = stored(state.weight), stored(state.before)
     kept = []
@@ -95,7 +95,7 @@ def test_the_threshold_follows_the_second_moment() -> None:
     assert kept[0] == kept[2] < kept[1]
 
 
-def test_moments_that_are_pruned_altogether_are_zeros() -> None:
+def test_fully_pruned_moments_are_zeros() -> None:
     v = stored(trained(64, 64).second)
     how = {"scratch": SCRATCH, "reconstruction": room_for(v)}
     made = excp.encode_moment(v, np.zeros(64 * 64, bool), ChunkShape("float32", 64), Pruning(), **how)
@@ -103,7 +103,7 @@ def test_moments_that_are_pruned_altogether_are_zeros() -> None:
     assert not any(decoded(made, SCRATCH, None))
 
 
-def test_frames_of_several_chunks_lose_what_the_re_creation_loses(monkeypatch) -> None:
+def test_frames_match_reference_implementation(monkeypatch) -> None:
     monkeypatch.setattr(resume_baselines, "CHUNK_NELEMENTS", 20_000)
     sides = trained(200, 200)
     state = {"w/a": sides.weight, "m/a": sides.first, "v/a": sides.second, "w/b": sides.weight[0]}

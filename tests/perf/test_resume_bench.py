@@ -1,4 +1,4 @@
-"""The resume bench compares with a resume that is exact, and counts and changes what its baselines say they do."""
+"""The resume bench compares with an exact resume; baselines count bits and change values as documented."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
-    # The bench is no part of the package; it is found from the root, as `python -m bench.resume_gap` finds it.
+    # The bench is not part of the package; add the repository root to the path, as `python -m bench.resume_gap` does.
     sys.path.append(str(ROOT))
 
 from bench import resume_baselines as baselines  # noqa: E402
@@ -41,7 +41,7 @@ def state_of(seed: int, shape: tuple[int, int] = (64, 80)) -> dict[str, np.ndarr
     return {"w/a": weight, "m/a": first, "v/a": first * first + np.float32(0.1)}
 
 
-def test_a_state_that_is_put_back_goes_on_as_if_nothing_had_happened(trained):
+def test_exact_resume_repeats_losses(trained):
     resume_training.check_exact(trained)
     step = trained.plan.chain[1]
     state = trained.state(step)
@@ -50,14 +50,14 @@ def test_a_state_that_is_put_back_goes_on_as_if_nothing_had_happened(trained):
     assert trained.resume(state, step, count=2, skipped_batches=5).losses != trained.exact_losses(step)[:2]
 
 
-def test_a_resume_that_is_not_exact_ends_the_bench(trained, monkeypatch):
+def test_inexact_resume_stops_the_bench(trained, monkeypatch):
     truth = trained.exact_losses(trained.plan.points[0])
     monkeypatch.setattr(resume_training.Trained, "exact_losses", lambda self, step: [truth[0] + 1e-7, *truth[1:]])
     with pytest.raises(AssertionError, match="resumes with"):
         resume_training.check_exact(trained)
 
 
-def test_policies_of_a_store_and_baselines_are_followed_through_the_chain(trained, tmp_path):
+def test_policies_and_baselines_run_through_the_chain(trained, tmp_path):
     chosen = [
         one for one in resume_policies.candidate_policies() if one.name in ("near()", "ExCP, c = 2.5", "stale weights")
     ]
@@ -72,7 +72,7 @@ def test_policies_of_a_store_and_baselines_are_followed_through_the_chain(traine
     assert len(everything[0.999][0]["points"]) == 2
     kept = sorted((tmp_path / f"{trained.plan.name}-found").glob("*.json"))
     assert [path.stem for path in kept] == ["exact", "excp-c-2.5", "near", "stale-weights"]
-    # What was found is not found again, unless the policy has become another one.
+    # Results are cached, unless the parameters of a policy have changed.
     note = json.loads(kept[-1].read_text())
     kept[-1].write_text(json.dumps({**note, "kind": "marked"}))
     again, _ = resume_gap.examine_all(plans, chosen, tmp_path, is_cached=True)
@@ -81,7 +81,7 @@ def test_policies_of_a_store_and_baselines_are_followed_through_the_chain(traine
     assert resume_gap.examine_all(plans, other, tmp_path)[0][0.999][-1]["kind"] == "yardstick"
 
 
-def test_the_bound_on_the_next_update_is_the_closed_form():
+def test_update_bound_matches_closed_form():
     state = {"m/a": np.array([0.5, 0.0], np.float32), "v/a": np.array([0.25, 0.0], np.float32)}
     expected = math.sqrt(0.81 / 0.95 + 0.01 / 0.05)
     assert resume_gap.spike_bound(state, 0.95, 10_000) == pytest.approx(expected)
@@ -115,7 +115,7 @@ def test_excp_prunes_by_median_and_by_first_moments():
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 1 / 127), (4, 1 / 7)])
-def test_block_wise_rounding_is_off_by_half_a_step_at_most(bits, share):
+def test_block_wise_error_is_at_most_half_a_step(bits, share):
     state = state_of(4)
     made, counted = baselines.block_wise(bits)(state, state)
     for path in ("w/a", "m/a"):
@@ -125,7 +125,7 @@ def test_block_wise_rounding_is_off_by_half_a_step_at_most(bits, share):
     assert counted["w"] == state["w/a"].size * (bits + 32 / baselines.BLOCK)
 
 
-def test_yardsticks_change_what_they_name_and_nothing_else():
+def test_yardsticks_change_only_what_they_name():
     state, before = state_of(5), state_of(6)
     for make, roles in (
         (baselines.exact, ""),
