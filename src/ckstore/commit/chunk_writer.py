@@ -6,8 +6,8 @@ packs on any number of threads and with any I/O engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,11 +24,11 @@ from ckstore.commit.pipeline import (
     identity_and_checksum,
     require_identity,
 )
-from ckstore.concurrency import Step, ThreadLimit, Turns, run_in_turns
+from ckstore.concurrency import Step, ThreadLimit, Turns, run_in_turns, run_uninterrupted
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import BackendError, CorruptError, UnsupportedError
-from ckstore.format.frame import FrameHeader
+from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader
 from ckstore.format.manifest import FrameRef, Loss, PackRef
 from ckstore.format.wire import xxh3_64
 from ckstore.hashing import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
@@ -70,6 +70,11 @@ class WriteResult:
     pack_names: list[str]
     warnings: list[str]
     losses: tuple[Loss, ...] = ()
+
+    @property
+    def frames_nbytes(self) -> int:
+        """Bytes of all new frames, with their headers."""
+        return self.payload_nbytes + FRAME_HEADER_NBYTES * self.chunks_new
 
 
 @dataclass(slots=True, eq=False)
@@ -207,6 +212,21 @@ class ChunkWriter:
     def _thread_budget(self, *, has_bases: bool) -> MemoryBudget:
         """Return the memory that one thread may use."""
         return ENCODE_DELTA if has_bases else ENCODE
+
+    def write(self, watch: Callable[[str], AbstractContextManager[object]] = nullcontext) -> WriteResult:
+        """Write every chunk. The packs are durable when this returns; after an error none of them is left.
+
+        Args:
+            watch: Measures the stages "write" and "flush".
+        """
+        try:
+            with watch("write"):
+                self.run()
+            with watch("flush"):
+                return run_uninterrupted(self.flush, on_interrupt=lambda error: None)
+        except BaseException:
+            self.abandon()
+            raise
 
     def run(self) -> None:
         """Hash, encode, check and write every chunk."""

@@ -19,10 +19,11 @@ from ckstore.commit.base_selection import BaseSelection, LossyCandidates, LossyC
 from ckstore.commit.chunk_writer import ChunkWriter, WriteResult
 from ckstore.commit.chunking import CommitPlan, plan_commit
 from ckstore.commit.pipeline import WriteBlocks
-from ckstore.concurrency import ThreadLimit, run_uninterrupted
+from ckstore.commit.unpublished import Unpublished, packs_removed_on_failure
+from ckstore.concurrency import ThreadLimit
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
-from ckstore.errors import BackendError, CkstoreError, ConflictError
+from ckstore.errors import BackendError, ConflictError
 from ckstore.format.logical import fidelity_of
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
 from ckstore.format.paths import ManifestName
@@ -127,8 +128,8 @@ def _commit_with_lease(repository: Repository, request: CommitRequest, watch: St
     for _ in range(2):
         with watch("plan"):
             plan, selection = _plan(repository, request)  # 2
-        stored = _store_chunks_durably(repository, plan, selection, request, watch)  # 3-7
-        name, manifest = _publish(repository, _Draft(plan, selection, stored), request, watch)  # 8
+        stored = _write_chunks(repository, plan, selection, request, watch)  # 3-7
+        name, manifest = _publish(repository, Unpublished(plan, selection, stored), request, watch)  # 8
         with watch("verify"):
             packs_gone = repository.rescue_local_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
         if not packs_gone:
@@ -159,27 +160,20 @@ def _plan(repository: Repository, request: CommitRequest) -> tuple[CommitPlan, B
     )
 
 
-def _store_chunks_durably(
+def _write_chunks(
     repository: Repository, plan: CommitPlan, selection: BaseSelection, request: CommitRequest, watch: Stopwatch
 ) -> WriteResult:
     """Write the chunks that the store does not have into packs; they are durable when this returns."""
     for attempt in range(2):
         writer = _make_writer(repository, plan, selection, request)
         try:
-            with watch("write"):
-                writer.run()
-            with watch("flush"):
-                return run_uninterrupted(writer.flush, on_interrupt=lambda error: None)
+            return writer.write(watch)
         except BackendError as error:
             # A pack whose fsync failed is never synced again: the kernel may have dropped its pages and report success
             # the second time. The state is still in memory, so everything is written once more, to new packs.
-            writer.abandon()
             if attempt == 1:
                 raise
             _log.warning("writing packs failed (%s); writing them once more under other names", error)
-        except BaseException:
-            writer.abandon()
-            raise
     raise AssertionError("unreachable")
 
 
@@ -203,46 +197,24 @@ def _make_writer(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A checkpoint whose chunks are durable and whose manifest is not published."""
-
-    plan: CommitPlan
-    selection: BaseSelection
-    stored: WriteResult
-
-
 def _publish(
-    repository: Repository, draft: _Draft, request: CommitRequest, watch: Stopwatch
+    repository: Repository, unpublished: Unpublished, request: CommitRequest, watch: Stopwatch
 ) -> tuple[ManifestName, Manifest]:
-    with watch("publish"):
-        seq: int | None = None
-        try:
-            repository.lease.check()
-            seq = repository.manifests.claim(repository.seq_next())  # 8a
-            repository.note_seq(seq)
-            manifest = _manifest_of(repository, draft, request, seq)
-            return repository.manifests.publish(manifest), manifest  # 8b-8d: the commit point
-        except BaseException as error:
-            # A server that did not answer may still make the manifest visible. Then its packs are needed.
-            if seq is None or not (isinstance(error, BackendError) and error.facts.get("is_uncertain")):
-                _remove_unpublished(repository, draft.stored, seq)
-            raise
+    seq: int | None = None
+
+    def is_visible() -> bool:
+        return seq is not None and repository.manifests.is_visible(seq)
+
+    with watch("publish"), packs_removed_on_failure(repository, unpublished.stored.pack_names, is_visible):
+        repository.lease.check()
+        seq = repository.manifests.claim(repository.seq_next())  # 8a
+        repository.note_seq(seq)
+        manifest = _manifest_of(repository, unpublished, request, seq)
+        return repository.manifests.publish(manifest), manifest  # 8b-8d: the commit point
 
 
-def _remove_unpublished(repository: Repository, stored: WriteResult, seq: int | None) -> None:
-    """Delete the packs of a commit that was not published, so that a full disk gets their space back."""
-    try:
-        # Publishing may have failed after the manifest became visible. Then its packs are needed.
-        if seq is None or not repository.manifests.is_visible(seq):
-            for pack_name in stored.pack_names:
-                repository.backend.unlink(pack_name)
-    except (CkstoreError, OSError) as error:
-        _log.warning("packs of an unpublished commit could not be deleted; the next gc will: %s", error)
-
-
-def _manifest_of(repository: Repository, draft: _Draft, request: CommitRequest, seq: int) -> Manifest:
-    plan, stored = draft.plan, draft.stored
+def _manifest_of(repository: Repository, unpublished: Unpublished, request: CommitRequest, seq: int) -> Manifest:
+    plan, selection, stored = unpublished.plan, unpublished.selection, unpublished.stored
     packs, frames = locate(stored.frames)
     now_ns = repository.clock.now_ns()
     return build_manifest(
@@ -259,25 +231,22 @@ def _manifest_of(repository: Repository, draft: _Draft, request: CommitRequest, 
         tree=request.captured.tree,
         tensors=request.captured.tensors,
         storages=plan.storages,
-        chunks=[
-            ChunkSpec(located.frame.chunk_id, chunk.nbytes, chunk.element_width, chunk.is_float)
-            for chunk, located in zip(plan.chunks, stored.frames, strict=True)
-        ],
+        chunks=unpublished.chunk_specs(),
         packs=packs,
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        decisions=draft.selection.decisions(draft.selection.modes(plan.storages, stored), _bits(draft)),
+        decisions=selection.decisions(selection.modes(plan.storages, stored), _bits(plan, stored)),
         losses=stored.losses,
     )
 
 
-def _bits(draft: _Draft) -> list[float | None]:
+def _bits(plan: CommitPlan, stored: WriteResult) -> list[float | None]:
     """Return the stored bits per element of each storage's new chunks; None for a storage without new chunks."""
-    stored, found = draft.stored, []
-    for storage in draft.plan.storages:
+    found: list[float | None] = []
+    for storage in plan.storages:
         new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
-        plain_nbytes = sum(draft.plan.chunks[chunk].nbytes for chunk in new)
+        plain_nbytes = sum(plan.chunks[chunk].nbytes for chunk in new)
         payload_nbytes = sum(stored.frames[chunk].frame.stored_nbytes for chunk in new)
         found.append(8 * storage.element_width * payload_nbytes / plain_nbytes if new else None)
     return found

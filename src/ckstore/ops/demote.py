@@ -23,10 +23,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from ckstore.commit.base_selection import BaseSelection, select_bases
+from ckstore.commit.base_selection import select_bases
 from ckstore.commit.chunk_writer import WriteResult
-from ckstore.commit.chunking import CommitPlan, plan_commit
-from ckstore.concurrency import run_uninterrupted
+from ckstore.commit.chunking import plan_commit
+from ckstore.commit.unpublished import Unpublished, packs_removed_on_failure, remove_packs
 from ckstore.config import GIB, DemotePolicy, Policy, Residual
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import (
@@ -40,21 +40,13 @@ from ckstore.errors import (
     UsageError,
 )
 from ckstore.format import paths as layout
-from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.header import ManifestHeader
 from ckstore.format.logical import EXACT_FIDELITY, fidelity_of
-from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
+from ckstore.format.manifest import Manifest, build_manifest
 from ckstore.format.paths import ManifestName
-from ckstore.hashing import ChunkId
 from ckstore.io.backend import Backend, Distant
 from ckstore.io.memory import DiscardingBackend
-from ckstore.ops.stored_checkpoint import (
-    IsolatedRepository,
-    remove_unpublished,
-    rewrite_policy,
-    stored_state,
-    unlink_packs,
-)
+from ckstore.ops.stored_checkpoint import IsolatedRepository, is_replaced, rewrite_policy, stored_state
 from ckstore.quant.warnings import diverged_warnings, named_nothing, tensor_words
 from ckstore.quant.writer import ResidualCommit
 from ckstore.state.capture import Captured
@@ -330,15 +322,6 @@ _READ_AMPLIFICATION_MAX = 4.0
 """Restoring an old checkpoint may read this multiple of a weight's plain bytes: it is rarely restored."""
 
 
-@dataclass(frozen=True, slots=True)
-class _NewForm:
-    """The new form of a checkpoint, before it is published."""
-
-    plan: CommitPlan
-    selection: BaseSelection
-    stored: WriteResult
-
-
 class _OutrunError(Exception):
     """Another process replaced the checkpoint first."""
 
@@ -416,22 +399,21 @@ class _Demoter:
             stored = self._code(manifest, None if previous is None else load_whole(self._repository, previous)).stored
         except BoundError as error:
             return replace(entry, action="keep", reason=f"{error.what}")
-        after = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
-        if reason := self._reason_to_discard(entry, stored, after):
+        if reason := self._reason_to_discard(entry, stored):
             return replace(entry, action="keep", reason=reason)
         return replace(
             entry,
             fidelity=fidelity_of(self._demote_policy.fidelity, stored.losses),
-            stored_after=after,
+            stored_after=stored.frames_nbytes,
             worst_rel_rms=max(loss.rel_rms for loss in stored.losses),
         )
 
-    def _reason_to_discard(self, entry: DemoteEntry, stored: WriteResult, after: int) -> str:
+    def _reason_to_discard(self, entry: DemoteEntry, stored: WriteResult) -> str:
         """Return why a demotion is not worth publishing; empty if it is."""
         if not stored.losses:
             return "none of its tensors can be stored with a loss"
         nbytes_max = (1 - self._demote_policy.saving_min) * entry.stored_before
-        return "it would not become smaller" if after > nbytes_max else ""
+        return "it would not become smaller" if stored.frames_nbytes > nbytes_max else ""
 
     def _demote(self, entry: DemoteEntry, previous: ManifestName | None) -> DemoteEntry:
         repository = self._repository
@@ -510,13 +492,12 @@ class _Demoter:
         except BoundError as error:
             return replace(entry, action="keep", reason=f"{error.what}", is_final=True)
         stored = new_form.stored
-        after = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
-        if reason := self._reason_to_discard(entry, stored, after):
-            unlink_packs(self._repository, stored.pack_names)
+        if reason := self._reason_to_discard(entry, stored):
+            remove_packs(self._repository, stored.pack_names)
             return replace(entry, action="keep", reason=reason, is_final=True)
         if self._is_newest(entry):
             # The newer checkpoints may have been deleted while this one was coded.
-            unlink_packs(self._repository, stored.pack_names)
+            remove_packs(self._repository, stored.pack_names)
             return replace(entry, action="keep", reason=_NEWEST)
         replacement = self._publish(manifest, new_form, intent)
         self.written_nbytes += stored.nbytes_written
@@ -528,7 +509,7 @@ class _Demoter:
             is_done=True,
         )
 
-    def _code(self, manifest: Manifest, base: Manifest | None) -> _NewForm:
+    def _code(self, manifest: Manifest, base: Manifest | None) -> Unpublished:
         """Quantize the state, and make the packs durable."""
         repository, residual = self._repository, self._demote_policy.fidelity
         chunk_index, bases = ChunkIndex(1), BaseCache()
@@ -548,18 +529,13 @@ class _Demoter:
             assert selection.lossy is not None
             make_writer = lossy.writer_factory(selection.lossy)
             writer = make_writer(isolated, plan, state.storages, self._policy, selection.plans, bases)
-            try:
-                writer.run()
-                stored = run_uninterrupted(writer.flush, on_interrupt=lambda error: None)
-            except BaseException:
-                writer.abandon()
-                raise
+            stored = writer.write()
             try:
                 self._record_warnings(manifest.header.step, captured, stored)
             except BaseException:
-                unlink_packs(self._repository, stored.pack_names)
+                remove_packs(self._repository, stored.pack_names)
                 raise
-            return _NewForm(plan, selection, stored)
+            return Unpublished(plan, selection, stored)
 
     def _record_warnings(self, step: int, captured: Captured, stored: WriteResult) -> None:
         """Record and log warnings about a checkpoint, as the receipt of a commit would."""
@@ -569,24 +545,19 @@ class _Demoter:
             _log.warning("step %d: %s", step, warning)
             self.warnings.append(f"step {step}: {warning}")
 
-    def _publish(self, manifest: Manifest, new_form: _NewForm, intent: str) -> Manifest:
+    def _publish(self, manifest: Manifest, new_form: Unpublished, intent: str) -> Manifest:
         repository = self._repository
-        try:
+        pack_names = new_form.stored.pack_names
+        with packs_removed_on_failure(repository, pack_names, lambda: is_replaced(repository, manifest)):
             if repository.lease.is_held:
                 repository.lease.check()
             replacement = _replacement(manifest, new_form, self._demote_policy)
-        except BaseException as error:
-            remove_unpublished(repository, manifest, new_form.stored.pack_names, error)
-            raise
-        try:
-            name = repository.manifests.publish(replacement)
-        except (ConflictError, FileNotFoundError) as error:
-            # The manifest name has, or had, other bytes, so no manifest names these packs.
-            unlink_packs(repository, new_form.stored.pack_names)
-            raise _OutrunError("another process has replaced it meanwhile") from error
-        except BaseException as error:
-            remove_unpublished(repository, manifest, new_form.stored.pack_names, error)
-            raise
+            try:
+                name = repository.manifests.publish(replacement)
+            except (ConflictError, FileNotFoundError) as error:
+                # The manifest name has, or had, other bytes, so no manifest names these packs.
+                remove_packs(repository, pack_names)
+                raise _OutrunError("another process has replaced it meanwhile") from error
         try:
             finish_replacement(repository, replacement, name, intent=intent)
         except ConflictError as error:
@@ -615,14 +586,10 @@ def _estimate_from(entry: DemoteEntry, coded: Sequence[DemoteEntry]) -> DemoteEn
     )
 
 
-def _replacement(manifest: Manifest, new_form: _NewForm, demote_policy: DemotePolicy) -> Manifest:
+def _replacement(manifest: Manifest, new_form: Unpublished, demote_policy: DemotePolicy) -> Manifest:
     """Return the manifest of the next generation: the same entry of the run, with its losses."""
-    header, stored, plan = manifest.header, new_form.stored, new_form.plan
+    header, plan, selection, stored = manifest.header, new_form.plan, new_form.selection, new_form.stored
     packs, frames = locate(stored.frames)
-    chunks = [
-        ChunkSpec(ChunkId(chunk_index.frame.chunk_id), chunk.nbytes, chunk.element_width, chunk.is_float)
-        for chunk, chunk_index in zip(plan.chunks, stored.frames, strict=True)
-    ]
     return build_manifest(
         store_id=header.store_id,
         run=header.run,
@@ -638,11 +605,11 @@ def _replacement(manifest: Manifest, new_form: _NewForm, demote_policy: DemotePo
         tree=manifest.tree,
         tensors=manifest.tensors,
         storages=plan.storages,
-        chunks=chunks,
+        chunks=new_form.chunk_specs(),
         packs=packs,
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        decisions=new_form.selection.decisions(new_form.selection.modes(plan.storages, stored)),
+        decisions=selection.decisions(selection.modes(plan.storages, stored)),
         losses=stored.losses,
     )

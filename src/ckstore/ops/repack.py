@@ -16,15 +16,14 @@ from dataclasses import dataclass, replace
 
 from ckstore.commit.base_selection import StoragePlan
 from ckstore.commit.chunk_writer import ChunkWriter, WriteResult
-from ckstore.concurrency import run_uninterrupted
+from ckstore.commit.unpublished import packs_removed_on_failure
 from ckstore.config import Policy, RepackPolicy
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import ConflictError
-from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.manifest import Manifest, relocated
 from ckstore.format.paths import ManifestName
 from ckstore.ops.repack_plan import Action, Member, PlannedIndex, RepackPlan, Rewrite, plan_repack, roots_of
-from ckstore.ops.stored_checkpoint import IsolatedRepository, plan_of, remove_unpublished, rewrite_policy, stored_state
+from ckstore.ops.stored_checkpoint import IsolatedRepository, is_replaced, plan_of, rewrite_policy, stored_state
 from ckstore.store.chunk_index import locate
 from ckstore.store.manifests import DroppedError
 from ckstore.store.memory_budget import ENCODE_DELTA
@@ -208,19 +207,15 @@ class _Repacker:
             return None
         self._index.put(stored.frames)
         in_place = sum(known.frame.frame_nbytes for known in stored.frames if known.frame.chunk_id in rewrite.in_place)
-        new = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
-        return _Rewritten(
-            stored.nbytes_written, new + in_place, sum(frame.frame_nbytes for frame in replacement.frames)
-        )
+        read = sum(frame.frame_nbytes for frame in replacement.frames)
+        return _Rewritten(stored.nbytes_written, stored.frames_nbytes + in_place, read)
 
     def _publish(self, manifest: Manifest, rewrite: Rewrite, stored: WriteResult) -> tuple[Manifest, ManifestName]:
-        try:
-            self._repository.lease.check()
+        repository = self._repository
+        with packs_removed_on_failure(repository, stored.pack_names, lambda: is_replaced(repository, manifest)):
+            repository.lease.check()
             replacement = _replacement(manifest, rewrite, stored)
-            return replacement, self._repository.manifests.publish(replacement)
-        except BaseException as error:
-            remove_unpublished(self._repository, manifest, stored.pack_names, error)
-            raise
+            return replacement, repository.manifests.publish(replacement)
 
     def _store_chunks(self, manifest: Manifest, member: Member, rewrite: Rewrite) -> WriteResult:
         """Code every chunk that is not yet in the index, and make the packs durable."""
@@ -231,12 +226,7 @@ class _Repacker:
         self._isolated.nbytes_planned = member.written_nbytes
         with stored_state(self._repository, manifest) as state:
             writer = ChunkWriter(self._isolated, plan_of(manifest), state.storages, self._policy, forms, BaseCache())
-            try:
-                writer.run()
-                return run_uninterrupted(writer.flush, on_interrupt=lambda error: None)
-            except BaseException:
-                writer.abandon()
-                raise
+            return writer.write()
 
 
 def _replacement(manifest: Manifest, rewrite: Rewrite, stored: WriteResult) -> Manifest:

@@ -10,10 +10,9 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.commit.chunking import ChunkPlan, CommitPlan, Source
 from ckstore.config import MEMORY_NBYTES_MIN, Limits, Policy
 from ckstore.delta.chain_reader import ChainReader
-from ckstore.errors import BackendError, CkstoreError, UnsupportedError
+from ckstore.errors import UnsupportedError
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.format.paths import ManifestName
 from ckstore.format.tensors import StorageSpec
@@ -31,8 +30,6 @@ from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import ChunkIndex
 from ckstore.store.memory_budget import REREAD, MemoryBudget
 from ckstore.store.repository import Repository
-
-_log = logging.getLogger("ckstore")
 
 HELD_COUNT = 2
 """Chunks per thread, which ``REREAD`` counts: the one being coded, and the fp32 master that it may be a rounding of."""
@@ -189,31 +186,11 @@ def rewrite_policy(policy: Policy, limits: Limits, coding: MemoryBudget, **chang
     )
 
 
-def remove_unpublished(
-    repository: Repository, manifest: Manifest, pack_names: Iterable[str], error: BaseException
-) -> None:
-    """Remove the new packs of a replacement of ``manifest`` that was not published because of ``error``.
-
-    On a full disk every byte counts. A failure is logged, not raised: gc removes what stays.
-    """
-    if isinstance(error, BackendError) and error.facts.get("is_uncertain"):
-        # A server that did not answer may still make the manifest visible. Then its packs are needed.
-        return
+def is_replaced(repository: Repository, manifest: Manifest) -> bool:
+    """Return whether the next generation of a checkpoint is in place."""
     header = manifest.header
     name = ManifestName(header.run, header.seq, header.step, header.generation + 1)
-    try:
-        # If publishing failed after the manifest became visible, its packs are needed.
-        if repository.backend.stat(name.path) is None:
-            unlink_packs(repository, pack_names)
-    except (CkstoreError, OSError) as error:
-        _log.warning("packs of a replacement that was not published are left for `ckstore gc` to remove: %s", error)
-
-
-def unlink_packs(repository: Repository, pack_names: Iterable[str]) -> None:
-    """Remove packs that no manifest names; ignore packs that a collector has already removed."""
-    for pack_name in pack_names:
-        with suppress(FileNotFoundError):
-            repository.backend.unlink(pack_name)
+    return repository.backend.stat(name.path) is not None
 
 
 def plan_of(manifest: Manifest) -> CommitPlan:
