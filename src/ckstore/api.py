@@ -257,7 +257,7 @@ class Store:
             BackendError: The storage failed.
             CkstoreError: An earlier background commit failed unnoticed. This call did nothing; repeat it.
         """
-        from ckstore.ops.commit import CommitRequest, commit_checkpoint
+        from ckstore.ops.commit import CommitRequest, commit_checkpoint, set_tags
         from ckstore.results import Stopwatch
         from ckstore.state.capture import capture_for_commit
 
@@ -284,8 +284,7 @@ class Store:
                 committed = commit_checkpoint(self._repository, request, watch)
             receipt = committed.receipt
             self._continue_from(receipt.seq, committed.fingerprint)
-            untagged = [warning for name in checked_tags if (warning := self._tag_or_warning(name, receipt.seq))]
-            receipt = dataclasses.replace(receipt, warnings=(*receipt.warnings, *untagged))
+            receipt = set_tags(self._repository, receipt, checked_tags)
             self._note_commit(receipt.seq)
             self._costs.note(number, receipt.seconds["total"], receipt)
         for warning in receipt.warnings:
@@ -1494,14 +1493,6 @@ class Store:
                 where=self._repository.backend.root,
                 todo="list the checkpoints (`ckstore ls`), and repeat the call",
             ) from None
-
-    def _tag_or_warning(self, name: str, seq: int) -> str:
-        try:
-            history.tag(self._repository, name, f"seq:{seq}")
-        except CkstoreError as error:
-            # The checkpoint is durable: an error here would make the caller commit it again.
-            return f"the checkpoint is durable, but tag {name!r} was not set: {error}"
-        return ""
 
     def _trash_seconds_or(self, trash_for: str | float | None) -> float:
         """Return how long the trash is kept: as given here, else to ``open``, else as stored, else the default."""

@@ -13,16 +13,18 @@ Invariants of freeing space:
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ckstore.commit.commit import CommitRequest, Committed, commit
 from ckstore.config import MIB
 from ckstore.errors import CapacityError, CkstoreError, is_disk_full
 from ckstore.io.backend import Distant
-from ckstore.results import Stopwatch
+from ckstore.results import Receipt, Stopwatch
+from ckstore.store import history
 from ckstore.store.repository import Repository
 
-__all__ = ["CommitRequest", "commit_checkpoint", "room_after"]
+__all__ = ["CommitRequest", "commit_checkpoint", "room_after", "set_tags"]
 
 _log = logging.getLogger("ckstore")
 
@@ -74,6 +76,18 @@ def _with_quantization(request: CommitRequest) -> CommitRequest:
     from ckstore.quant.writer import ResidualCommit
 
     return replace(request, lossy=ResidualCommit(residual))
+
+
+def set_tags(repository: Repository, receipt: Receipt, tags: Iterable[str]) -> Receipt:
+    """Give a durable checkpoint its tags. Return its receipt, with a warning for each tag that was not set."""
+    warnings = []
+    for name in tags:
+        try:
+            history.tag(repository, name, f"seq:{receipt.seq}")
+        except CkstoreError as error:
+            # Not an error: the checkpoint is durable, and an error would make the caller commit it again.
+            warnings.append(f"the checkpoint is durable, but tag {name!r} was not set: {error}")
+    return replace(receipt, warnings=(*receipt.warnings, *warnings))
 
 
 @dataclass(slots=True)

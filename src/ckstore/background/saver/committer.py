@@ -32,9 +32,8 @@ from ckstore.errors import CapacityError, CkstoreError, SaverError
 from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
-from ckstore.ops.commit import CommitRequest, commit_checkpoint, room_after
+from ckstore.ops.commit import CommitRequest, commit_checkpoint, room_after, set_tags
 from ckstore.results import Receipt, Stopwatch
-from ckstore.store import history
 from ckstore.store.lease import Lease
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from ckstore.store.refs import load_whole, resolve
@@ -241,9 +240,7 @@ class Committer:
         )
         committed = commit_checkpoint(repository, request, watch)
         self._fingerprint = committed.fingerprint
-        receipt = committed.receipt
-        untagged = [warning for name in head.tags if (warning := _tag_or_warning(repository, name, receipt.seq))]
-        return replace(receipt, warnings=(*receipt.warnings, *untagged))
+        return set_tags(repository, committed.receipt, head.tags)
 
     def _hold_lease(self, ticket: Ticket) -> None:
         assert self._repository is not None
@@ -286,15 +283,6 @@ class Committer:
         repository.chunk_index.pin(manifest)
         self._bases.follow(manifest)
         self._fingerprint = None
-
-
-def _tag_or_warning(repository: Repository, name: str, seq: int) -> str:
-    try:
-        history.tag(repository, name, f"seq:{seq}")
-    except CkstoreError as error:
-        # Not an error: the checkpoint is durable, and an error would make the trainer commit it again.
-        return f"the checkpoint is durable, but tag {name!r} was not set: {error}"
-    return ""
 
 
 class _ReportingStopwatch(Stopwatch):
