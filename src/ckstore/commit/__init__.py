@@ -4,10 +4,12 @@ Start at ``commit.commit``. It calls, in this order:
 
     chunking.plan_commit             cut storages into chunks                    (pure)
     base_selection.select_bases      choose how each chunk is stored             (reads samples of the state)
-    chunk_writer.ChunkWriter.run     hash, encode, check and write each chunk    (on several threads)
-    chunk_writer.ChunkWriter.flush   make the packs durable
+    chunk_writer.ChunkWriter.write   hash, encode, check and write each chunk    (on several threads)
+                                     make the packs durable; after an error, remove them
     commit._publish                  link the manifest: from here on the checkpoint exists
 
+``ops/repack.py`` and ``ops/demote.py`` write stored checkpoints again with the same ``ChunkWriter.write``. All three
+share ``unpublished``: the state between durable packs and a published manifest.
 ``pipeline`` holds the memory of one thread and what it does with one chunk.
 
 Callers use ``ckstore.ops.commit.commit_checkpoint``. It adds quantization for a policy with a residual, and one more
