@@ -1,7 +1,7 @@
-"""Write the golden bytes of the current format version into ``tests/golden/v<version>/format``.
+"""Write the golden bytes of the current format version to ``tests/golden/v<version>/format``.
 
-Run by hand, once for each format version, and never by a test: ``python tests/golden/make_golden.py``. A file that
-exists is never replaced; when the bytes of a structure change, the format version changes too.
+Run it by hand, once for each format version, never from a test: ``python tests/golden/make_golden.py``. An existing
+file is never replaced. When the bytes of a structure change, the format version changes too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def golden_files() -> dict[str, bytes]:
 
 
 def main() -> int:
-    """Write what is not there yet."""
+    """Write the missing files."""
     folder = Path(__file__).parent / f"v{FORMAT_VERSION}" / "format"
     folder.mkdir(parents=True, exist_ok=True)
     files = golden_files()
     listed = folder / "digests.json"
     digests = json.loads(listed.read_text()) if listed.exists() else {}
-    # What is listed already stays as it is, like the files; only what is new comes to it.
+    # Existing entries stay as they are, like the files; only new ones are added.
     digests = {name: digest_of(content).hex() for name, content in files.items()} | digests
     for name, content in files.items():
         if (folder / name).exists():

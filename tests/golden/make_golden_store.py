@@ -1,9 +1,10 @@
-"""Make the golden store of the current format: run by hand, once per format version, never by a test.
+"""Make the golden store of the current format.
 
     python tests/golden/make_golden_store.py
 
-Everything that is random or depends on the day is fixed, so that another run gives the same bytes. The store is
-kept as a tar file, because version control forgets empty folders. An existing file is never replaced.
+Run it by hand, once for each format version, never from a test. Everything random or time-dependent is fixed, so that
+every run gives the same bytes. The store is a tar file, because git does not store empty folders. An existing file is
+never replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HERE = Path(__file__).parent
 
 
 class FixedClock:
-    """A clock that moves by one second whenever it is asked."""
+    """A clock that advances by one second per reading."""
 
     def __init__(self) -> None:
         self._seconds = 1_790_000_000
@@ -67,7 +68,7 @@ def golden_state(step: int) -> dict[str, object]:
 
 
 def moving_state(step: int) -> dict[str, object]:
-    """Return a state of which a difference, a chain of differences, and a rounding are stored; it must never change."""
+    """Return a state that is stored with a delta, a chain of deltas, and a rounding; it must never change."""
     noise = np.random.Generator(np.random.PCG64(11))
     weights = noise.integers(-(2**20), 2**20, 80_000).astype(np.int32)
     weights = (weights + 3 * step).astype(np.float64) / 2**26
@@ -76,7 +77,7 @@ def moving_state(step: int) -> dict[str, object]:
 
 
 def lossy_state(step: int) -> dict[str, object]:
-    """Return a state of which weights and both moments are quantized; it must never change."""
+    """Return a state whose weights and both moments are quantized; it must never change."""
     noise = np.random.Generator(np.random.PCG64(13))
     start = noise.integers(-(2**20), 2**20, (100, 160)).astype(np.float64) / 2**24
     moves = [noise.integers(-(2**10), 2**10, (100, 160)).astype(np.float64) / 2**24 for _ in range(step)]
@@ -92,9 +93,9 @@ def lossy_state(step: int) -> dict[str, object]:
 
 
 def lossy_policies() -> list[ckstore.Residual]:
-    """Return a way to lose something for each form of frame, whatever the policies with names are today.
+    """Return a lossy policy for each form of frame, independent of the current named policies.
 
-    The store of version 3 has a sixth checkpoint, of codebooks, which nothing writes any more.
+    The store of version 3 has a sixth checkpoint, of codebooks, which ckstore no longer writes.
     """
     grid = TensorSettings(WeightSettings(), FirstMomentSettings(), SecondMomentSettings("log"))
     ternary = TensorSettings(WeightSettings(step=2.0), FirstMomentSettings("ternary"), SecondMomentSettings("rank1"))
@@ -107,7 +108,7 @@ def lossy_policies() -> list[ckstore.Residual]:
 
 
 def make_store(folder: Path) -> None:
-    """Commit with every kind of compression, and use every verb that leaves a trace."""
+    """Commit with every kind of compression, and use every operation that leaves files."""
     with ckstore.open(folder, run="main", clock=FixedClock(), engine="pwrite") as store:
         for step, compression in enumerate(("none", "fast", "best")):
             policy = ckstore.Policy(compression=compression, threads=1)  # type: ignore[arg-type]
@@ -130,7 +131,7 @@ def make_store(folder: Path) -> None:
 
 
 def main() -> int:
-    """Write the tar file, unless there is one."""
+    """Write the tar file, unless it exists."""
     target = HERE / f"v{FORMAT_VERSION}" / "store.tar"
     if target.exists():
         print(f"{target} exists and stays")

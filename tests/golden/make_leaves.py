@@ -1,6 +1,6 @@
-"""Writes ``leaves/tree.bin``: a tree with a leaf and a key of every kind that has a name of its own in the format.
+"""Write ``leaves/tree.bin``: a tree with every kind of leaf and key that has its own name in the format.
 
-Run it by hand, once for each kind that is new: bytes that are there are kept for ever.
+Run it by hand, once for each new kind: existing bytes are kept forever.
 """
 
 import argparse

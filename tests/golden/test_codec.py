@@ -1,4 +1,4 @@
-"""Protects payloads that were once written: every golden one is read, by each twin of the plane coder."""
+"""Protects existing payloads: every golden payload is decoded by each implementation of the plane coder."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def parsed(name: str) -> tuple[int, bytes, int, int, memoryview]:
     return codec_id, content[HEAD.size : payload], width, plain_nbytes, memoryview(content)[payload:]
 
 
-@pytest.mark.parametrize("twin", ["chosen", "numpy"])
+@pytest.mark.parametrize("implementation", ["chosen", "numpy"])
 @pytest.mark.parametrize("name", DIGESTS)
-def test_golden_payloads_are_read_for_ever(name: str, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if twin == "numpy":
+def test_golden_payload_is_decoded(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if implementation == "numpy":
         monkeypatch.setattr(kernels, "decode_plane", reference.decode_plane)
         monkeypatch.setattr(kernels, "decode_sparse", reference.decode_sparse)
     codec_id, config, width, plain_nbytes, payload = parsed(name)
@@ -37,11 +37,11 @@ def test_golden_payloads_are_read_for_ever(name: str, twin: str, monkeypatch: py
     assert digest_of(destination).hex() == DIGESTS[name]
 
 
-def test_every_golden_file_is_listed_and_there() -> None:
+def test_golden_files_match_their_list() -> None:
     assert {file.name for file in FOLDER.glob("*.bin")} == set(DIGESTS)
 
 
-def test_goldens_cover_every_mode_of_the_plane_coder() -> None:
+def test_goldens_cover_every_plane_coder_mode() -> None:
     modes = set()
     for name in DIGESTS:
         codec_id, _, width, _, payload = parsed(name)

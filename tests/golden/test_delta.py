@@ -1,4 +1,4 @@
-"""Protects frames with a base that were once written: every golden one is read, by each twin of the loops."""
+"""Protects existing frames with a base: every golden frame is decoded by each implementation of the loops."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def parsed(name: str) -> tuple[int, tuple[CodecStep, ...], int, bytes, bytes]:
     return width, tuple(steps), plain_nbytes, content[at : at + base_nbytes], content[at + base_nbytes :]
 
 
-@pytest.mark.parametrize("twin", ["chosen", "numpy"])
+@pytest.mark.parametrize("implementation", ["chosen", "numpy"])
 @pytest.mark.parametrize("name", DIGESTS)
-def test_golden_frames_are_read_for_ever(name: str, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if twin == "numpy":
+def test_golden_frame_is_decoded(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if implementation == "numpy":
         for loop in kernels.IMPLEMENTATION:
             monkeypatch.setattr(kernels, loop, getattr(reference, loop))
     width, steps, plain_nbytes, base, payload = parsed(name)
@@ -51,11 +51,11 @@ def test_golden_frames_are_read_for_ever(name: str, twin: str, monkeypatch: pyte
     assert digest_of(destination).hex() == DIGESTS[name]
 
 
-def test_every_golden_file_is_listed_and_there() -> None:
+def test_golden_files_match_their_list() -> None:
     assert {file.name for file in FOLDER.glob("*.bin")} == set(DIGESTS)
 
 
-def test_goldens_cover_every_chain_with_a_base_and_every_mode_of_a_plane() -> None:
+def test_goldens_cover_every_chain_and_plane_mode() -> None:
     found, modes = set(), set()
     for name in DIGESTS:
         width, steps, _, _, payload = parsed(name)

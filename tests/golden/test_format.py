@@ -1,4 +1,4 @@
-"""Protects old bytes: what a version wrote is read for ever, and what is written today is the same, byte for byte."""
+"""Protects old bytes: every version's files are read, and the current version writes the same bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def each_version(function):
 
 
 @each_version
-def test_golden_files_are_what_was_written(folder):
+def test_golden_files_are_unchanged(folder):
     digests = json.loads((folder / "digests.json").read_text())
     assert {path.name for path in folder.iterdir()} == {*digests, "digests.json"}
     for name, digest in digests.items():
@@ -32,7 +32,7 @@ def test_golden_files_are_what_was_written(folder):
 
 
 @each_version
-def test_golden_manifests_of_every_version_are_read(folder):
+def test_golden_manifest_of_every_version_is_read(folder):
     found = decode_manifest((folder / "sample.ckm").read_bytes(), expect=sample_manifest().header.name)
     assert (found.tree, found.frames, found.packs) == (
         sample_manifest().tree,
@@ -43,7 +43,7 @@ def test_golden_manifests_of_every_version_are_read(folder):
     assert found.losses == (sample_manifest().losses if folder == FOLDER else ())
 
 
-def test_the_golden_manifest_is_read_and_written():
+def test_golden_manifest_round_trip():
     golden = (FOLDER / "sample.ckm").read_bytes()
     found = decode_manifest(golden, expect=sample_manifest().header.name)
     assert found.tree == sample_manifest().tree
@@ -51,14 +51,14 @@ def test_the_golden_manifest_is_read_and_written():
     assert encode_manifest(found) == encode_manifest(sample_manifest()) == golden
 
 
-def test_format_document_shows_the_preamble_of_the_golden_manifest():
+def test_format_document_matches_golden_preamble():
     document = (GOLDEN.parents[1] / "docs" / "FORMAT.md").read_text()
     example = "\n".join(format_example.lines((FOLDER / "sample.ckm").read_bytes()))
     assert f"```\n{example}\n```" in document
 
 
 @each_version
-def test_golden_packs_of_every_version_are_read(folder):
+def test_golden_pack_of_every_version_is_read(folder):
     golden = (folder / "sample.pack").read_bytes()
     decode_superheader(golden[:4096], store_id=STORE_ID, pack_id=PACK_ID)
     tail = decode_tail(golden[-4096:], pack_nbytes=len(golden), store_id=STORE_ID, pack_id=PACK_ID)
@@ -71,7 +71,7 @@ def test_golden_packs_of_every_version_are_read(folder):
 
 
 @pytest.mark.parametrize("record", sample_records(), ids=lambda record: record.kind)
-def test_golden_records_are_read_and_written(record):
+def test_golden_records_round_trip(record):
     golden = (FOLDER / f"{record.kind}.json").read_bytes()
     assert decode_record(golden, type(record)) == record
     assert encode_record(record) == golden

@@ -1,4 +1,4 @@
-"""Protects lossy frames that were once written: every golden one gives its bits, by each twin of the loops."""
+"""Protects existing lossy frames: every golden frame gives the same bits with each implementation of the loops."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def parsed(name: str) -> tuple[int, tuple[CodecStep, ...], int, bytes, bytes]:
     return width, tuple(steps), plain_nbytes, content[at : at + base_nbytes], content[at + base_nbytes :]
 
 
-@pytest.mark.parametrize("twin", ["chosen", "numpy"])
+@pytest.mark.parametrize("implementation", ["chosen", "numpy"])
 @pytest.mark.parametrize("name", DIGESTS)
-def test_golden_lossy_frames_are_reconstructed_for_ever(name: str, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if twin == "numpy":
+def test_golden_lossy_frame_is_reconstructed(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if implementation == "numpy":
         for loop in kernels.IMPLEMENTATION:
             monkeypatch.setattr(kernels, loop, getattr(reference, loop))
     width, steps, plain_nbytes, base, payload = parsed(name)
@@ -53,7 +53,7 @@ def test_golden_lossy_frames_are_reconstructed_for_ever(name: str, twin: str, mo
     assert digest_of(destination).hex() == DIGESTS[name]
 
 
-def test_every_golden_file_is_listed_and_there() -> None:
+def test_golden_files_match_their_list() -> None:
     assert {file.name for file in FOLDER.glob("*.bin")} == set(DIGESTS)
 
 

@@ -1,4 +1,4 @@
-"""Every store that a released format ever wrote is read for ever: protects those who upgrade."""
+"""Protects users who upgrade: stores of every released format version can be read."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def golden(request, tmp_path):
     return tmp_path / "store"
 
 
-def test_there_is_a_golden_store_of_the_current_format():
+def test_current_format_has_a_golden_store():
     from ckstore.format.records import FORMAT_VERSION
 
     assert GOLDEN / f"v{FORMAT_VERSION}" / "store.tar" in STORES
 
 
-def test_every_checkpoint_of_a_golden_store_restores_bit_for_bit(golden):
+def test_golden_checkpoints_restore_bit_for_bit(golden):
     golden_state = _maker().golden_state
     with ckstore.open(golden, create=False) as store:
         assert [(info.seq, info.step) for info in store.log()] == [(4, 1), (2, 2), (1, 1), (0, 0)]
@@ -53,7 +53,7 @@ def test_every_checkpoint_of_a_golden_store_restores_bit_for_bit(golden):
         assert difference(store.restore(), golden_state(0)) is None
 
 
-def test_differences_and_roundings_of_a_golden_store_restore_bit_for_bit(golden):
+def test_golden_deltas_and_roundings_restore_exactly(golden):
     with ckstore.open(golden, run="moving", create=False) as store:
         if "moving" not in store.runs():
             assert repository_of(store).record.format_version == 1, "later versions have bases"
@@ -66,7 +66,7 @@ def test_differences_and_roundings_of_a_golden_store_restore_bit_for_bit(golden)
         )
 
 
-def test_codes_of_a_golden_store_restore_as_far_off_as_was_recorded(golden):
+def test_golden_residuals_restore_with_recorded_error(golden):
     with ckstore.open(golden, run="lossy", create=False) as store:
         if "lossy" not in store.runs():
             assert repository_of(store).record.format_version < 3, "later versions can lose something"
@@ -91,14 +91,14 @@ def _arrays(state, path=""):
         yield path, state
 
 
-def test_a_golden_store_verifies_clean(golden):
+def test_golden_store_verifies_clean(golden):
     with ckstore.open(golden, create=False) as store:
         report = store.verify("decode")
         assert report.damage == []
         assert report.checkpoint_count == 5 + 3 * ("moving" in store.runs()) + 6 * ("lossy" in store.runs())
 
 
-def test_a_golden_store_can_be_written_on(golden):
+def test_golden_store_accepts_commits(golden):
     with ckstore.open(golden) as store:
         receipt = store.commit(_maker().golden_state(0), 9)
         assert receipt.seq == 5

@@ -18,7 +18,15 @@ if str(ROOT) not in sys.path:
     # The bench is not part of the package; add the repository root to the path, as `python -m bench.run` does.
     sys.path.append(str(ROOT))
 
-from bench import cases_gpu, cases_stages, cases_stall, cases_training, load_processes, measure, minimal_commit  # noqa: E402
+from bench import (  # noqa: E402
+    cases_gpu,
+    cases_stages,
+    cases_stall,
+    cases_training,
+    load_processes,
+    measure,
+    minimal_commit,
+)
 from bench.load_processes import ComputeLoad, MemoryReadLoad  # noqa: E402
 
 

@@ -1,4 +1,4 @@
-"""Protects documents: their links lead somewhere, and they are as short as the style guide asks."""
+"""Protects the documents: their links resolve, and they respect the length limits of the style guide."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def documents():
 
 
 def anchors_of(text):
-    """Return the anchors that headings of a page make."""
+    """Return the anchors of the headings of a page."""
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
@@ -34,7 +34,7 @@ def broken_links(path, text):
             yield f"{path.relative_to(ROOT)}: {link} has no such heading"
 
 
-def test_links_of_documents_lead_to_files_and_headings():
+def test_links_resolve():
     broken = [line for path in documents() for line in broken_links(path, path.read_text())]
     assert not broken, "\n" + "\n".join(broken)
 

@@ -1,4 +1,4 @@
-"""Protects CI from tests that quietly do not run: where nothing may be skipped, a skip fails the run."""
+"""Protects CI from tests that are silently skipped: where no test may be skipped, a skip fails the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SKIPS_AT_COLLECTION = "import pytest\npytest.skip({reason!r}, allow_module_level
 
 
 def run_pytest(folder, source, **variables):
-    """Run pytest on one file with our plugin; return exit status and output."""
+    """Run pytest on one file with this plugin; return exit status and output."""
     (folder / "test_it.py").write_text(source)
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "CKSTORE_TEST"))}
     command = [
@@ -43,7 +43,7 @@ def run_pytest(folder, source, **variables):
 
 
 @pytest.mark.parametrize("source", [SKIPS_AT_RUN, SKIPS_AT_COLLECTION], ids=["run", "collection"])
-def test_a_skip_fails_the_run_and_is_listed(tmp_path, source):
+def test_skip_fails_the_run_and_is_listed(tmp_path, source):
     code, output = run_pytest(tmp_path, source.format(reason="strace is absent"), CKSTORE_TEST_NOTHING_SKIPPED="1")
     assert code == 1, output
     assert "test_it.py" in output

@@ -1,4 +1,4 @@
-"""Protects the promise of sampled programmes: successive commits visit every case and every point of each."""
+"""Protects the sampling of deep tests: successive commits visit every case and every point of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = [(cases, points) for cases in range(1, COMMITS_MAX + 1) for points in ra
 
 
 def visits(programme, points, points_parts, numbers, depth):
-    """Return each case and point that is visited, as often as it is, over some commits."""
+    """Return each visited case and point, with its number of visits, over some commits."""
     return [
         (case_id, point)
         for number in numbers
@@ -35,7 +35,7 @@ def visits(programme, points, points_parts, numbers, depth):
     point_count=st.integers(0, 60),
     first=st.integers(0, 10_000),
 )
-def test_successive_commits_visit_every_point_of_every_case_once(parts, case_count, point_count, first):
+def test_successive_commits_visit_every_point_once(parts, case_count, point_count, first):
     case_parts, point_parts = parts
     programme = Programme(tuple(map(str, range(case_count))), case_parts)
     points = range(point_count)
@@ -47,7 +47,7 @@ def test_successive_commits_visit_every_point_of_every_case_once(parts, case_cou
 
 
 @pytest.mark.parametrize("parts", [(1, 8), (1, 40), (4, 10), (8, 5), (16, 2), (40, 1), (1, 64)], ids=str)
-def test_slice_is_several_times_thicker_than_a_sample(parts):
+def test_slice_is_larger_than_a_sample(parts):
     case_parts, point_parts = parts
     programme, points = Programme(tuple(map(str, range(COMMITS_MAX))), case_parts), range(200)
     numbers = range(COMMITS_MAX)
@@ -55,7 +55,7 @@ def test_slice_is_several_times_thicker_than_a_sample(parts):
     assert sliced >= sampled * min(case_parts * point_parts, SLICE_FACTOR) / 2
 
 
-def test_union_of_the_samples_of_every_collected_programme_is_the_whole(request):
+def test_union_of_samples_covers_every_deep_test(request):
     programmes = request.config.stash[PROGRAMMES]
     assert programmes or "tests" not in request.config.args
     for name, programme in programmes.items():
@@ -66,7 +66,7 @@ def test_union_of_the_samples_of_every_collected_programme_is_the_whole(request)
 
 
 @pytest.mark.parametrize("options", [[], ["-q"], ["-q", "-n2"]], ids=str)
-def test_run_prints_how_it_is_repeated(tmp_path, options):
+def test_run_prints_how_to_repeat_it(tmp_path, options):
     (tmp_path / "test_one.py").write_text("def test_one(): pass")
     command = [
         sys.executable,
@@ -84,12 +84,12 @@ def test_run_prints_how_it_is_repeated(tmp_path, options):
     assert printed.count(f"repeat with {VARIABLE}=7:abc") == 1, printed
 
 
-def test_programme_cannot_be_divided_into_more_parts_than_promised():
+def test_more_parts_than_the_maximum_are_refused():
     with pytest.raises(AssertionError, match="at most 64"):
         Sample(Commit(1, "0"), "sample", case_parts=8).part(range(100), parts=9)
 
 
-def test_random_trials_differ_from_commit_to_commit_and_not_between_deep_runs():
+def test_seeds_differ_by_commit_except_in_deep_runs():
     one, other = (Sample(Commit(1, digest), "sample") for digest in ("0" * 40, "1" * 40))
     assert one.seed(7) != other.seed(7)
     assert Sample(Commit(1, "1" * 40), "all").seed(7) == Sample(Commit(2, "2" * 40), "all").seed(7) == 7
@@ -98,7 +98,7 @@ def test_random_trials_differ_from_commit_to_commit_and_not_between_deep_runs():
     assert Sample(Commit(1, "0"), "all").count(240_000, parts=40) == 240_000
 
 
-def test_commit_is_that_of_the_checkout_or_of_the_variable(tmp_path, monkeypatch):
+def test_commit_comes_from_checkout_or_variable(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     assert Commit.of_checkout(tmp_path) == Commit(0, "0")
     git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]

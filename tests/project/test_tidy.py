@@ -1,6 +1,6 @@
-"""The laws of style, as a test: who imports whom, one door a library, limits, a charter in every module.
+"""The style rules as tests: imports, wrapper modules of libraries, limits, docstrings.
 
-A number in here changes only in the commit that explains why.
+A number in this file changes only in a commit that explains why.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONG_FILES = {
     "ops/demote.py": (900, "plan and work of one verb"),
     "ops/repack_plan.py": (900, "plan and estimates of one verb"),
 }
-"""Files that may be longer than others: how long, and why."""
+"""Files that may be longer than others: their limit, and the reason."""
 
 DOORS = {
     "blake3": {"hashing.py"},
@@ -47,7 +47,7 @@ DOORS = {
     },
     "safetensors": {"ops/interop/"},
     "time": {"clock.py"},
-    # obstore takes its patience as timedeltas; nobody looks at a clock there.
+    # obstore takes timeouts as timedeltas; it reads no clock.
     "datetime": {"cli/", "io/remote/client.py", "state/standard_types.py", "ops/interop/plain_fields.py"},
     "pickle": set(),
     "marshal": set(),
@@ -63,7 +63,7 @@ TORCH_MODULES = {
     "ckstore.background.optimizer_guard",
     "ckstore.ops.interop.torch_files",
 }
-"""Imported inside functions, by whom does not need torch, or by each other."""
+"""Imported inside functions by modules that work without torch, or by each other."""
 
 
 LAZY = {
@@ -86,8 +86,8 @@ def modules():
     return sorted(SRC.rglob("*.py"))
 
 
-def everything():
-    """Return every Python file that the limits hold for."""
+def all_files():
+    """Return every Python file to which the limits apply."""
     places = ("src", "tests", "bench", "examples")
     return [path for place in places for path in sorted((ROOT / place).rglob("*.py")) if ".venv" not in path.parts]
 
@@ -99,19 +99,19 @@ def text_of(path):
 
 @functools.cache
 def tree_of(path):
-    """Return the tree of a file, which no check changes; what is younger than Python 3.10 does not parse."""
+    """Return the syntax tree of a file. Syntax newer than Python 3.10 is an error."""
     return ast.parse(text_of(path), filename=str(path), feature_version=(3, 10))
 
 
 @functools.cache
 def nodes_of(path):
-    """Return all nodes of a file's tree."""
+    """Return all nodes of a file's syntax tree."""
     return tuple(ast.walk(tree_of(path)))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_garbage_collection():
-    """Trees hold no garbage, and collections that went through all of them took four fifths of the time."""
+    """Disable the garbage collector: it would visit the syntax trees again and again, for 80 % of the run time."""
     gc.disable()
     yield
     for cached in (text_of, tree_of, nodes_of, imports_of):
@@ -133,7 +133,7 @@ def part_of(path):
 
 @functools.cache
 def imports_of(tree):
-    """Return line, dotted name, and whether it stands in a function or is for types only, of every import."""
+    """Return line, dotted name, and whether it is in a function or only for types, of every import."""
     return tuple(_imports_below(tree, is_lazy=False, is_for_types=False))
 
 
@@ -148,13 +148,13 @@ def _imports_below(node, *, is_lazy, is_for_types):
     is_lazy |= isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     typed = node.body if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") else ()
     for child in ast.iter_child_nodes(node):
-        # An import is a statement, and no statement stands in an expression.
+        # An import is a statement, so expressions need not be searched.
         if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
             yield from _imports_below(child, is_lazy=is_lazy, is_for_types=is_for_types or child in typed)
 
 
 def import_breaches(path, tree):
-    """Yield every import that the table or a door forbids."""
+    """Yield every import that the table or a wrapper rule forbids."""
     here, part = path.relative_to(SRC).as_posix(), part_of(path)
     loads_torch = f"ckstore.{here.removesuffix('.py').replace('/', '.')}" in TORCH_MODULES
     assert part in ALLOWED, f"{here} has no row in the import table"
@@ -185,7 +185,7 @@ def module_imported(name):
 
 
 def lazy_breaches(path, tree):
-    """Yield every import inside a function that no reason excuses."""
+    """Yield every import inside a function that has no entry in LAZY."""
     here = path.relative_to(SRC).as_posix()
     for line, name, is_lazy, is_for_types in imports_of(tree):
         module = module_imported(name)
@@ -218,7 +218,7 @@ def cycle_in(graph):
     return next((found for module in sorted(graph) if module not in state and (found := visit(module))), [])
 
 
-def test_modules_import_each_other_in_no_circle():
+def test_imports_have_no_cycle():
     graph = {}
     for path in modules():
         name = "ckstore." + path.relative_to(SRC).with_suffix("").as_posix().replace("/", ".")
@@ -237,7 +237,7 @@ def is_at_door(here, doors):
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(SRC).as_posix())
-def test_imports_follow_the_table_and_the_doors(path):
+def test_imports_follow_the_rules(path):
     check([at(path, line, what) for line, what in import_breaches(path, tree_of(path))])
 
 
@@ -247,9 +247,9 @@ def test_import_rules_find_a_breach():
     assert found == ["imports time; its doors are ['clock.py']", "store may not import codec"]
 
 
-def test_functions_and_files_keep_their_limits():
+def test_functions_and_files_respect_limits():
     breaches = []
-    for path in everything():
+    for path in all_files():
         lines = text_of(path).splitlines()
         name = path.relative_to(SRC).as_posix() if path.is_relative_to(SRC) else ""
         lines_max, _ = LONG_FILES.get(name, (FILE_LINES_MAX, ""))
@@ -268,9 +268,9 @@ def test_functions_and_files_keep_their_limits():
     check(breaches)
 
 
-def test_every_module_begins_with_its_charter():
+def test_every_module_has_a_docstring():
     breaches = []
-    for path in everything():
+    for path in all_files():
         charter = ast.get_docstring(tree_of(path)) or ""
         first = charter.split("\n\n")[0].replace("\n", " ")
         if not re.match(r"[A-Za-z`].{15,}[.:?]$", first, re.DOTALL):
@@ -278,7 +278,7 @@ def test_every_module_begins_with_its_charter():
     check(breaches)
 
 
-def test_nothing_prints_but_the_command_line():
+def test_only_the_command_line_prints():
     breaches = [
         at(path, node.lineno, "print belongs to cli")
         for path in modules()
@@ -289,11 +289,11 @@ def test_nothing_prints_but_the_command_line():
     check(breaches)
 
 
-def test_nothing_is_left_for_later():
+def test_no_unfinished_code_markers():
     mark = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|raise NotImplementedError")
     breaches = [
         at(path, number, "nothing is left for later")
-        for path in everything()
+        for path in all_files()
         if path != Path(__file__)
         for number, line in enumerate(text_of(path).splitlines(), 1)
         if mark.search(line)
@@ -311,8 +311,8 @@ def test_public_functions_have_docstrings():
     check(breaches)
 
 
-def test_code_runs_on_the_oldest_python():
-    # Names that are younger than Python 3.10, and have been written by mistake elsewhere.
+def test_code_runs_on_python_3_10():
+    # Names that are newer than Python 3.10 and are easily used by mistake.
     young = {"Self", "ExceptionGroup", "BaseExceptionGroup", "tomllib", "StrEnum", "assert_never", "LiteralString"}
     breaches = []
     for path in modules():

@@ -1,6 +1,7 @@
-"""Protects plain words: documents and the prose of the package use no word that the style guide bans.
+"""Protects plain wording: documents, code and tests use no word that the style guide bans.
 
-``python tests/support/words.py`` prints the counts of each room; with ``src/ckstore/io`` after it, each finding there.
+``python tests/support/words.py`` prints the counts of each folder; with ``src/ckstore/io`` as argument, each finding
+there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import pytest
 from support import words
 
 
-def test_documents_and_source_use_no_banned_word():
+def test_no_banned_word():
     found = []
     for path in words.files():
         name = path.relative_to(words.ROOT).as_posix()
@@ -39,7 +40,7 @@ def test_banned_word_is_found(sentence):
     assert list(words.in_source(f"raise ValueError({sentence!r})\n".replace("\\n", " ")))
 
 
-def test_banned_phrase_is_found_across_joined_strings_with_its_line():
+def test_banned_phrase_across_joined_strings_is_found():
     assert list(words.in_source('x = 1\nsay(\n    "all at "\n    "once"\n)\n')) == [(3, "at once")]
     assert list(words.in_text("one\ntwo at once")) == [(2, "at once")]
 

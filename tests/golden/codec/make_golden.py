@@ -1,8 +1,8 @@
-"""Write the golden payloads of the codecs beside this file: what a version once wrote is read for ever.
+"""Write the golden payloads of the codecs to this folder; all versions must decode them.
 
-Run by hand, never by a test: ``python tests/golden/codec/make_golden.py``. A file that exists is never replaced. A
-payload begins with what decoding it needs: codec id, length of the config, element width and a zero (u8 each), plain
-length (u32), config; the BLAKE3 of the plain bytes is in ``digests.json``.
+Run it by hand, never from a test: ``python tests/golden/codec/make_golden.py``. An existing file is never replaced. A
+file begins with what decoding needs: codec id, length of the config, element width and a zero (u8 each), plain length
+(u32), config. The BLAKE3 of the plain bytes is in ``digests.json``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ HEAD = struct.Struct("<BBBBI")
 
 
 def contents() -> dict[str, tuple[int, bool, Compression, np.ndarray]]:
-    """Return what is coded, by name: made from integers only, so that every machine makes the same."""
+    """Return the plain contents by name. They are made from integers only, so that every machine makes the same."""
     count = 70_000
     noise = np.random.Generator(np.random.PCG64(1)).integers(0, 1 << 32, count, dtype=np.uint64)
-    # Bits set in a random word: skewed as exponents are.
+    # The number of bits set in a random word has a skewed distribution, like exponents.
     skewed = np.array([int(word).bit_count() for word in noise], np.uint64)
     words = ((120 + skewed) << 23 | (noise & 0x807FFFFF)).astype(np.uint32)
     many = ((noise & 0xFF) * (noise >> 24) >> 8).astype(np.uint32)
@@ -44,7 +44,7 @@ def contents() -> dict[str, tuple[int, bool, Compression, np.ndarray]]:
 
 
 def main() -> int:
-    """Write what is not there yet."""
+    """Write the missing files."""
     digests_file = FOLDER / "digests.json"
     digests = json.loads(digests_file.read_text()) if digests_file.exists() else {}
     scratch = chunk_codec.Scratch(1 << 20)

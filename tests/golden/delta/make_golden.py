@@ -1,9 +1,9 @@
-"""Write the golden frames that have a base beside this file: what a version once wrote is read for ever.
+"""Write the golden frames that have a base to this folder; all versions must decode them.
 
-Run by hand, never by a test: ``python tests/golden/delta/make_golden.py``. A file that exists is never replaced. A file
-begins with what decoding it needs: element width and number of steps (u8 each), two zeros, lengths of chunk, base and
-payload (u32 each); then each step (codec id and length of its config, u8 each, and the config), base and payload. The
-BLAKE3 of the chunk is in ``digests.json``.
+Run it by hand, never from a test: ``python tests/golden/delta/make_golden.py``. An existing file is never replaced. A
+file begins with what decoding needs: element width and number of steps (u8 each), two zeros, lengths of chunk, base and
+payload (u32 each). Then follow each step (codec id and length of its config, u8 each, and the config), base and
+payload. The BLAKE3 of the chunk is in ``digests.json``.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ Case = tuple[int, np.ndarray, np.ndarray, chunk_codec.Encoded]
 
 
 def words(count: int, width: int, seed: int) -> np.ndarray:
-    """Return noise with few exponents: made from integers only, so that every machine makes the same."""
+    """Return noise with few different exponents, made from integers only, so that every machine makes the same."""
     noise = np.random.Generator(np.random.PCG64(seed)).integers(0, 1 << 63, count, dtype=np.uint64)
     skewed = np.array([int(word).bit_count() for word in noise], np.uint64)
     return ((120 + skewed) << 23 | (noise & 0x807FFFFF)).astype("<u4").astype(f"<u{max(width, 4)}")
 
 
 def near(base: np.ndarray, one_in: int, reach: int) -> np.ndarray:
-    """Return words of which one in so many is a little off, some beyond zero."""
+    """Return words of which one in ``one_in`` is slightly different, some across zero."""
     noise = np.random.Generator(np.random.PCG64(3)).integers(0, 1 << 31, base.size, dtype=np.uint64)
     steps = np.where(noise % one_in == 0, (noise >> 8) % (2 * reach + 1), reach).astype(base.dtype)
     return base + steps - base.dtype.type(reach)
 
 
 def deltas(scratch: chunk_codec.Scratch) -> dict[str, Case]:
-    """Return residuals as our writer makes them."""
+    """Return deltas as ckstore writes them."""
     edges = np.resize(np.array([0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001], "<u4"), 3000)
     four, two = words(3000, 4, 1), (words(70_000, 4, 2) >> 16).astype("<u2")
     eight = np.arange(2000, dtype="<u8") << 20
@@ -59,14 +59,14 @@ def deltas(scratch: chunk_codec.Scratch) -> dict[str, Case]:
             plain, other, width=width, is_float=is_float, compression="fast", scratch=scratch
         )
         assert encoded is not None, name
-        # The scratch is used again.
+        # The scratch memory is reused.
         copied = chunk_codec.Encoded(encoded.steps, [memoryview(bytes(part)) for part in encoded.parts], width)
         found[name] = (width, chunk, base, copied)
     return found
 
 
 def by_hand(scratch: chunk_codec.Scratch) -> dict[str, Case]:
-    """Return residuals in codecs that FORMAT.md allows, though our writer prefers another one."""
+    """Return deltas with codecs that FORMAT.md allows but ckstore does not choose."""
     base = words(500, 4, 4)
     residuals = {
         "residuals in zstd": (ZstdCodec(), base ^ 1, lambda plain: scratch.zstd.compress(plain, "generic")),
@@ -84,7 +84,7 @@ def by_hand(scratch: chunk_codec.Scratch) -> dict[str, Case]:
 
 
 def roundings(scratch: chunk_codec.Scratch) -> dict[str, Case]:
-    """Return masters and what they are rounded to, edges included."""
+    """Return masters and their roundings, including edge cases."""
     edges = np.array([0, 1 << 31, 0x7F800000, 0xFFC00001, 0x477FF000, 0x477FEFFF, 0x33000001, 0x387FFFFF], "<u4")
     masters = np.concatenate([edges, words(500, 4, 5)]).astype("<u4")
     found = {}
@@ -99,7 +99,7 @@ def roundings(scratch: chunk_codec.Scratch) -> dict[str, Case]:
 
 
 def main() -> int:
-    """Write what is not there yet."""
+    """Write the missing files."""
     digests_file = FOLDER / "digests.json"
     digests = json.loads(digests_file.read_text()) if digests_file.exists() else {}
     scratch = chunk_codec.Scratch(1 << 20)

@@ -1,10 +1,10 @@
-"""Write the golden lossy frames beside this file: what a version once wrote is reconstructed for ever, bit for bit.
+"""Write the golden lossy frames to this folder; all versions must reconstruct them bit for bit.
 
-Run by hand, never by a test: ``python tests/golden/quant/make_golden.py``. A file that exists is never replaced. A file
-begins with what decoding it needs: element width and number of steps (u8 each), two zeros, lengths of chunk, base and
-payload (u32 each); then each step (codec id and length of its config, u8 each, and the config), base and payload. The
-BLAKE3 of the chunk, which is the reconstruction, is in ``digests.json``. ``codebook.bin`` and ``grid-of-clusters.bin``
-come from an encoder that ckstore no longer has: it is in ``bench/excp.py``.
+Run it by hand, never from a test: ``python tests/golden/quant/make_golden.py``. An existing file is never replaced. A
+file begins with what decoding needs: element width and number of steps (u8 each), two zeros, lengths of chunk, base and
+payload (u32 each). Then follow each step (codec id and length of its config, u8 each, and the config), base and
+payload. The BLAKE3 of the chunk, which is the reconstruction, is in ``digests.json``. ``codebook.bin`` and
+``grid-of-clusters.bin`` come from an encoder that ckstore no longer has: it is in ``bench/excp.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Case = tuple[QuantizedChunk, memoryview]
 
 
 def noise(seed: int, count: int) -> np.ndarray:
-    """Return sums of bits, which are nearly normal: made from integers only, so that every machine makes the same."""
+    """Return sums of bits, which are nearly normal, made from integers only, so that every machine makes the same."""
     words = np.random.Generator(np.random.PCG64(seed)).integers(0, 1 << 63, count, dtype=np.uint64)
     sums = np.array([int(word).bit_count() for word in words], np.float32) - np.float32(31.5)
     return sums + (words % 1000).astype(np.float32) * np.float32(1 / 1024)
@@ -111,7 +111,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def main() -> int:
-    """Write what is not there yet."""
+    """Write the missing files."""
     digests_file = FOLDER / "digests.json"
     digests = json.loads(digests_file.read_text()) if digests_file.exists() else {}
     for name, case in CASES.items():
