@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.kernels.bytes_reference import RUN_COUNT, run_of
-from ckstore.commit.chunking import ChunkPlan, CommitPlan
+from ckstore.commit.chunking import ChunkPlan, CommitPlan, StoragePlan
 from ckstore.commit.pipeline import ByteSource
 from ckstore.config import Limits, Policy
 from ckstore.delta.base_cache import BaseCache, base_frame, first_paths, read_nbytes
@@ -307,26 +307,6 @@ def storage_decision(
     kind = base if base is not None and mode == DELTA else "none"
     age = estimate.age if mode in (DELTA, IDENTICAL) else 0
     return StorageDecision(mode, stored_bits(estimate.full_bits), bits("previous"), bits("keyframe"), kind, age)
-
-
-@dataclass(frozen=True, slots=True)
-class StoragePlan:
-    """How to store one chunk of the plan if the store does not have it.
-
-    Args:
-        base: The frame that it is coded against; None to code it whole.
-        is_unsampled: The base has no sample, so compare samples of both before coding against it.
-        master: The chunk of the plan that it may be a rounding of.
-        is_held: Hold its plain bytes, because the next commit will need them as a base.
-    """
-
-    base: LocatedFrame | None = None
-    is_unsampled: bool = False
-    master: int | None = None
-    is_held: bool = False
-
-
-WHOLE = StoragePlan()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ import numpy as np
 
 from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.chunk_codec import Encoded
-from ckstore.commit.base_selection import StoragePlan
-from ckstore.commit.chunking import ChunkPlan, CommitPlan
+from ckstore.commit.chunking import ChunkPlan, CommitPlan, StoragePlan
 from ckstore.commit.pipeline import (
     ByteSource,
     ChunkWorker,

@@ -1,4 +1,4 @@
-"""Cut the storages of a state into chunks.
+"""Cut the storages of a state into chunks, and say how each chunk is to be stored.
 
 Large storages are cut at element boundaries. Small ones of the same kind share a chunk. Pure: the same shapes and
 limits give the same plan.
@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ckstore.config import KIB, Limits
 from ckstore.format.tensors import Piece, StorageSpec
+from ckstore.store.chunk_index import LocatedFrame
 
 SHARED_NBYTES_MAX = 256 * KIB
 """Storages below this size share chunks, because a chunk of their own would cost a frame header and a read each."""
@@ -92,6 +93,26 @@ def plan_commit(
         for index, storage in enumerate(storages)
     )
     return CommitPlan(chunks, specs)
+
+
+@dataclass(frozen=True, slots=True)
+class StoragePlan:
+    """How to store one chunk of the plan if the store does not have it.
+
+    Args:
+        base: The frame that it is coded against; None to code it whole.
+        is_unsampled: The base has no sample, so compare samples of both before coding against it.
+        master: The chunk of the plan that it may be a rounding of.
+        is_held: Hold its plain bytes, because the next commit will need them as a base.
+    """
+
+    base: LocatedFrame | None = None
+    is_unsampled: bool = False
+    master: int | None = None
+    is_held: bool = False
+
+
+WHOLE = StoragePlan()
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ckstore.commit.base_selection import StoragePlan
 from ckstore.commit.chunk_writer import ChunkWriter, WriteResult
+from ckstore.commit.chunking import StoragePlan
 from ckstore.commit.unpublished import packs_removed_on_failure
 from ckstore.config import Policy, RepackPolicy
 from ckstore.delta.base_cache import BaseCache

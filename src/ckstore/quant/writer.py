@@ -26,9 +26,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from ckstore.commit.base_selection import WHOLE, LossyChunks
+from ckstore.commit.base_selection import LossyChunks
 from ckstore.commit.chunk_writer import ChunkWriter, EncodedChunk, PendingFrame, WriteResult, depth_of
-from ckstore.commit.chunking import ChunkPlan, CommitPlan
+from ckstore.commit.chunking import WHOLE, ChunkPlan, CommitPlan
 from ckstore.commit.pipeline import BufferPurpose, CodingThread
 from ckstore.concurrency import Turns
 from ckstore.config import FirstMomentSettings, LowRank, Policy, Residual, SecondMomentSettings, WeightSettings

@@ -14,7 +14,7 @@ Start reading here, in calling order:
 - Interfaces: ``tensors`` (LeafAdapter, TensorLeaf), ``memory``. Adapters: ``numpy_adapter``, ``torch_adapter``.
 - Leaves: ``values`` (plain values, converters), ``standard_types``, ``named_types``, ``train_state``.
 - Capture: ``capture``, and ``capture_cache`` for repeated captures of one structure.
-- Restore: ``placement``, ``matching`` (live state), ``loading`` and ``torch_objects`` (objects with load_state_dict).
+- Restore: ``placement``; ``loading`` and ``matching`` (live state); ``torch_objects`` (objects with load_state_dict).
 
 Not here: bytes of trees and manifests (``format``), files, chunks and codecs. Only ``torch_adapter`` and
 ``torch_objects`` import torch, and nothing else in the room imports them.

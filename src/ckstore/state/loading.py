@@ -1,4 +1,7 @@
-"""Load a part of a checkpoint into an object with ``load_state_dict``, and report what was written if that fails.
+"""Match a checkpoint with a live state, and load parts of it into objects with ``load_state_dict``.
+
+``match_state`` is the entry. It reports everything that does not fit before any byte is written. ``matching.py`` walks
+over tree and state, and calls ``match_object`` for objects with ``load_state_dict``.
 
 Invariants:
 - The effect is the same as one call of ``load_state_dict`` with the restored values. The object's ``state_dict`` is
@@ -10,11 +13,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ckstore.errors import CkstoreError, UsageError
+from ckstore.errors import UsageError
+from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import (
     ConvertedNode,
     DictNode,
@@ -23,115 +27,75 @@ from ckstore.format.tree import (
     Node,
     OtherKey,
     Path,
+    Selection,
     TensorNode,
     TupleNode,
     ValueNode,
+    format_path,
     items_of,
     library_of,
     new_dict,
     place_of,
     tensors_of,
 )
+from ckstore.state.matching import KeyDifference, Make, Matching, Step, Target, listed
 from ckstore.state.standard_types import COUNT, unpack_numbers
+from ckstore.state.tensors import KnownObject, LeafAdapter
 from ckstore.state.train_state import NamedOptimizer, TrainState
 from ckstore.state.values import decode_plain
 
-if TYPE_CHECKING:
-    from ckstore.state.matching import Make, Matching, Step
-    from ckstore.state.tensors import KnownObject
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "module": "DataParallel, DistributedDataParallel or AveragedModel",
+    "model": "an object that holds the model as `model`",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "base_model": "PEFT",
+}
+"""What adds a part to the keys of a wrapped module, by that part."""
 
 
-NAMED_MAX = 5
-"""Most paths that a message lists."""
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How a checkpoint is written into a live state.
+
+    Args:
+        step: Run after all bytes are in place; returns the whole state.
+        targets: The live tensors of each tensor of the checkpoint.
+        created: Tensors to create, because some path of the live state has none.
+        warnings: Filled while the step runs.
+    """
+
+    step: Step
+    targets: dict[int, list[Target]]
+    created: set[int]
+    warnings: list[str]
 
 
-@dataclass(slots=True)
-class Unit:
-    """A leaf or an object of the live state, for messages."""
+def match_state(
+    tree: Node,
+    tensors: Sequence[TensorSpec],
+    state: object,
+    adapters: Sequence[LeafAdapter],
+    selection: Selection | None,
+) -> Match:
+    """Match every leaf of the tree with the live state.
 
-    place: str
-    is_written: bool = False
+    Args:
+        tree: The selected part of the checkpoint's tree.
+        tensors: The checkpoint's tensors.
+        state: The live state; not changed.
+        adapters: Libraries of tensors.
+        selection: The selection made with ``only=``; None: everything.
 
-
-class Progress:
-    """Which parts of a live state have been written."""
-
-    def __init__(self) -> None:
-        self._units: dict[Path, Unit] = {}
-        self._touched: set[Path] = set()
-
-    def add(self, path: Path, *, is_written: bool = False) -> None:
-        """Record a leaf or an object to write; ``is_written`` if it is complete before any object loads."""
-        self._units.setdefault(path, Unit(place_of(path), is_written))
-
-    def touch(self, path: Path) -> None:
-        """Record that some tensors of this object are written before any object loads."""
-        self._touched.add(path)
-
-    def make(self, path: Path, call: Callable[[], Any], *, is_end: bool = False) -> Any:
-        """Build the values for a path; ``is_end`` if the path is complete after this.
-
-        Raises:
-            UsageError: A converter raised an exception. The error lists what was written.
-            CkstoreError: The values cannot be built. The error lists what was written, if anything was.
-        """
-        try:
-            made = call()
-        except CkstoreError as error:
-            facts, summary = self._report(path)
-            is_touched = path in self._touched
-            if not (is_touched or facts["written"] or facts["partly_written"]):
-                raise
-            first = f"{error.todo}. " if error.todo else ""
-            last = ", which is partly written" if is_touched else ""
-            parts = "; ".join([f"Could not build {place_of(path)}{last}", *summary])
-            todo = f"{first}{parts}. Then restore again: that rewrites everything"
-            raise type(error)(error.what, where=error.where, todo=todo, **{**error.facts, **facts}) from error
-        except Exception as error:
-            raise self._stopped(path, "a converter", error) from error
-        if is_end:
-            self._units[path].is_written = True
-        return made
-
-    def load(self, path: Path, what: str, call: Callable[[], object]) -> None:
-        """Let an object load its part.
-
-        Raises:
-            UsageError: The object raised an exception. The error lists what was written.
-        """
-        try:
-            call()
-        except Exception as error:
-            raise self._stopped(path, what, error) from error
-        self._units[path].is_written = True
-
-    def _stopped(self, path: Path, what: str, error: Exception) -> UsageError:
-        facts, summary = self._report(path)
-        # torch names keys and shapes on the lines after the first.
-        text = " ".join(line.strip() for line in str(error).strip().split("\n")[:3]).rstrip(".")
-        raised = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        by_hand = f"restore(only={place_of(path)!r})" if path else "restore()"
-        return UsageError(
-            f"{what} raised {raised}",
-            where=place_of(path),
-            todo="; ".join(["It may be partly loaded", *summary])
-            + ". Change the object so that it fits and restore again: that rewrites everything. "
-            f"Or load this part yourself from {by_hand}, and the other parts with only=",
-            **facts,
-        )
-
-    def _report(self, path: Path) -> tuple[dict[str, Any], list[str]]:
-        """Return what was written, except this path: as facts of an error, and as texts."""
-        units = {here: unit for here, unit in self._units.items() if here != path}
-        written = tuple(unit.place for unit in units.values() if unit.is_written)
-        partly = tuple(unit.place for here, unit in units.items() if not unit.is_written and here in self._touched)
-        rest = tuple(unit.place for here, unit in units.items() if not unit.is_written and here not in self._touched)
-        summary = [
-            f"already written: {listed(written)}" if written else "nothing else was loaded",
-            *([f"partly written: {listed(partly)}"] if partly else []),
-            *([f"unchanged: {listed(rest)}"] if rest else []),
-        ]
-        return {"path": path, "written": written, "partly_written": partly, "not_written": rest}, summary
+    Raises:
+        UsageError: Leaves, shapes, dtypes or shared memory differ between the state and the checkpoint.
+    """
+    matching = Matching(tensors, adapters, selection, match_object)
+    step = matching.match(tree, state, ())
+    matching.check_ties()
+    _raise_problems(matching)
+    return Match(step, matching.targets, matching.created, matching.warnings)
 
 
 def match_object(matching: Matching, node: Node, target: Any, path: Path) -> Step:
@@ -344,7 +308,90 @@ def _preview(matching: Matching, node: Node) -> Any:
     return list(items) if isinstance(node, ListNode) else tuple(items)
 
 
-def listed(places: Sequence[str]) -> str:
-    """Return the first paths, and how many more there are."""
-    named = ", ".join(places[:NAMED_MAX])
-    return named if len(places) <= NAMED_MAX else f"{named} and {len(places) - NAMED_MAX} more"
+def _raise_problems(matching: Matching) -> None:
+    """Raise the recorded differences as one error.
+
+    Raises:
+        UsageError: There are some.
+    """
+    if matching.differences:
+        what, where, todo = describe_differences(matching.differences)
+        paths = tuple(path for each in matching.differences for path in each.missing or each.unexpected)
+        raise UsageError(what, where=where, todo=f"{todo}. Nothing was written", paths=paths)
+    if matching.problems:
+        count = len(matching.problems)
+        raise UsageError(
+            f"{count} leaves of the state do not fit the checkpoint"
+            if count > 1
+            else "one leaf of the state does not fit the checkpoint",
+            where=listed([f"{place_of(path)} {why}" for path, why in matching.problems]),
+            todo="restore without into=, or into a state of the same structure, shapes and dtypes. Nothing was written",
+            paths=tuple(path for path, _ in matching.problems),
+        )
+
+
+def describe_differences(found: Sequence[KeyDifference]) -> tuple[str, str, str]:
+    """Return the parts of an error message: what differs, where, and what to do."""
+    missing = [format_path(path) for each in found for path in each.missing]
+    unexpected = [format_path(path) for each in found for path in each.unexpected]
+    if missing:
+        what = f"the state has {_leaves(missing)} that the checkpoint lacks"
+        where = listed(missing)
+        if unexpected:
+            where += f"; the checkpoint has {len(unexpected)} that the state lacks: {listed(unexpected)}"
+        todo = "remove them from the state, or select leaves with only="
+    else:
+        what = f"the checkpoint has {_leaves(unexpected)} that the state lacks"
+        where = listed(unexpected)
+        todo = "build the state as it was committed, or select leaves with only="
+    advice = next((text for each in found if (text := _prefix_advice(each)) is not None), None)
+    return what, where, advice or todo
+
+
+def added_part(longer: Collection[str], shorter: Collection[str]) -> str | None:
+    """Return the part, such as ``module.``, that turns all shorter keys into longer ones; None: no part does."""
+    if not longer or not shorter:
+        return None
+    theirs, sample = set(longer), next(iter(shorter))
+    for key in longer:
+        prefix = key.removesuffix(sample)
+        if prefix != key and prefix.endswith(".") and all(prefix + other in theirs for other in shorter):
+            return prefix
+    for word in _WRAPPERS:
+        if {_without(key, word) for key in longer if word in key.split(".")} >= set(shorter):
+            return f"{word}."
+    return None
+
+
+def _leaves(places: Sequence[str]) -> str:
+    return "1 leaf" if len(places) == 1 else f"{len(places)} leaves"
+
+
+def _without(key: str, word: str) -> str:
+    return ".".join(part for part in key.split(".") if part != word)
+
+
+def _prefix_advice(found: KeyDifference) -> str | None:
+    ours = [format_path(path[len(found.path) :]) for path in found.missing]
+    theirs = [format_path(path[len(found.path) :]) for path in found.unexpected]
+    part, place = added_part(theirs, ours), format_path(found.path)
+    if part is not None:
+        keys = f"state[{place!r}]" if place else "state"
+        return (
+            f"the keys of the checkpoint have an extra {part!r}{_cause(part)}: restore into a model with the same "
+            f"wrapper, or remove it from the keys: load_state_dict({{key.replace({part!r}, '', 1): value "
+            f"for key, value in {keys}.items()}}) with state = store.restore()"
+        )
+    part = added_part(ours, theirs)
+    if part is not None:
+        inner = part.rstrip(".")
+        return (
+            f"the keys of the state have an extra {part!r}{_cause(part)}: restore into the wrapped model, "
+            f"which is its attribute {inner!r}"
+        )
+    return None
+
+
+def _cause(part: str) -> str:
+    causes = [_WRAPPERS[word] for word in part.split(".") if word in _WRAPPERS]
+    return f", from {' in '.join(causes)}" if causes else ""

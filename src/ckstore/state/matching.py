@@ -1,8 +1,8 @@
-"""Match a checkpoint's tree with a live state, and report everything that does not fit before any byte is written.
+"""Walk over a checkpoint's tree and a live state in parallel, and record everything that does not fit.
 
 Invariants:
 - Matching changes nothing. Only the returned steps write, and they run after all bytes have been read.
-- ``loading.py`` matches objects with ``load_state_dict``.
+- ``loading.py`` starts the walk, matches objects with ``load_state_dict``, and reports what does not fit.
 - Every matched live tensor has the library, dtype and shape of the checkpoint's tensor and is writable. Live tensors
   share memory only if the checkpoint's tensors do.
 - A container that occurs twice in the live state is written at its first path. The second path gets a copy, unless the
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,6 @@ from ckstore.format.tree import (
     Selection,
     TensorNode,
     TupleNode,
-    format_path,
     items_of,
     leaves_of,
     library_of_conversion,
@@ -44,7 +43,6 @@ from ckstore.format.tree import (
     tensors_of,
 )
 from ckstore.state.capture import convert_leaf, has_state_dict, stored_key
-from ckstore.state.loading import Progress, listed, match_object
 from ckstore.state.named_types import distinct
 from ckstore.state.numpy_adapter import share_bytes
 from ckstore.state.standard_types import (
@@ -60,15 +58,8 @@ from ckstore.state.values import converter_for, encode_plain
 
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
 
-_WRAPPERS = {
-    "_orig_mod": "torch.compile",
-    "module": "DataParallel, DistributedDataParallel or AveragedModel",
-    "model": "an object that holds the model as `model`",
-    "_fsdp_wrapped_module": "FSDP",
-    "_checkpoint_wrapped_module": "activation checkpointing",
-    "base_model": "PEFT",
-}
-"""What adds a part to the keys of a wrapped module, by that part."""
+NAMED_MAX = 5
+"""Most paths that a message lists."""
 
 Make = Callable[[Node], object]
 """Builds a part of the checkpoint as a new object."""
@@ -92,63 +83,136 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
-    """How a checkpoint is written into a live state.
+class KeyDifference:
+    """Keys of one container that only one side has.
 
     Args:
-        step: Run after all bytes are in place; returns the whole state.
-        targets: The live tensors of each tensor of the checkpoint.
-        created: Tensors to create, because some path of the live state has none.
-        warnings: Filled while the step runs.
+        path: The module or dict.
+        missing: Keys of the state that the checkpoint lacks.
+        unexpected: Keys of the checkpoint that the state lacks.
     """
 
-    step: Step
-    targets: dict[int, list[Target]]
-    created: set[int]
-    warnings: list[str]
+    path: Path
+    missing: tuple[Path, ...]
+    unexpected: tuple[Path, ...]
 
 
-def match_state(
-    tree: Node,
-    tensors: Sequence[TensorSpec],
-    state: object,
-    adapters: Sequence[LeafAdapter],
-    selection: Selection | None,
-) -> Match:
-    """Match every leaf of the tree with the live state.
+@dataclass(slots=True)
+class Unit:
+    """A leaf or an object of the live state, for messages."""
 
-    Args:
-        tree: The selected part of the checkpoint's tree.
-        tensors: The checkpoint's tensors.
-        state: The live state; not changed.
-        adapters: Libraries of tensors.
-        selection: The selection made with ``only=``; None: everything.
+    place: str
+    is_written: bool = False
 
-    Raises:
-        UsageError: Leaves, shapes, dtypes or shared memory differ between the state and the checkpoint.
-    """
-    matching = Matching(tensors, adapters, selection)
-    step = matching.match(tree, state, ())
-    matching.check_ties()
-    matching.raise_problems()
-    return Match(step, matching.targets, matching.created, matching.warnings)
+
+class Progress:
+    """Which parts of a live state have been written."""
+
+    def __init__(self) -> None:
+        self._units: dict[Path, Unit] = {}
+        self._touched: set[Path] = set()
+
+    def add(self, path: Path, *, is_written: bool = False) -> None:
+        """Record a leaf or an object to write; ``is_written`` if it is complete before any object loads."""
+        self._units.setdefault(path, Unit(place_of(path), is_written))
+
+    def touch(self, path: Path) -> None:
+        """Record that some tensors of this object are written before any object loads."""
+        self._touched.add(path)
+
+    def make(self, path: Path, call: Callable[[], Any], *, is_end: bool = False) -> Any:
+        """Build the values for a path; ``is_end`` if the path is complete after this.
+
+        Raises:
+            UsageError: A converter raised an exception. The error lists what was written.
+            CkstoreError: The values cannot be built. The error lists what was written, if anything was.
+        """
+        try:
+            made = call()
+        except CkstoreError as error:
+            facts, summary = self._report(path)
+            is_touched = path in self._touched
+            if not (is_touched or facts["written"] or facts["partly_written"]):
+                raise
+            first = f"{error.todo}. " if error.todo else ""
+            last = ", which is partly written" if is_touched else ""
+            parts = "; ".join([f"Could not build {place_of(path)}{last}", *summary])
+            todo = f"{first}{parts}. Then restore again: that rewrites everything"
+            raise type(error)(error.what, where=error.where, todo=todo, **{**error.facts, **facts}) from error
+        except Exception as error:
+            raise self._stopped(path, "a converter", error) from error
+        if is_end:
+            self._units[path].is_written = True
+        return made
+
+    def load(self, path: Path, what: str, call: Callable[[], object]) -> None:
+        """Let an object load its part.
+
+        Raises:
+            UsageError: The object raised an exception. The error lists what was written.
+        """
+        try:
+            call()
+        except Exception as error:
+            raise self._stopped(path, what, error) from error
+        self._units[path].is_written = True
+
+    def _stopped(self, path: Path, what: str, error: Exception) -> UsageError:
+        facts, summary = self._report(path)
+        # torch names keys and shapes on the lines after the first.
+        text = " ".join(line.strip() for line in str(error).strip().split("\n")[:3]).rstrip(".")
+        raised = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        by_hand = f"restore(only={place_of(path)!r})" if path else "restore()"
+        return UsageError(
+            f"{what} raised {raised}",
+            where=place_of(path),
+            todo="; ".join(["It may be partly loaded", *summary])
+            + ". Change the object so that it fits and restore again: that rewrites everything. "
+            f"Or load this part yourself from {by_hand}, and the other parts with only=",
+            **facts,
+        )
+
+    def _report(self, path: Path) -> tuple[dict[str, Any], list[str]]:
+        """Return what was written, except this path: as facts of an error, and as texts."""
+        units = {here: unit for here, unit in self._units.items() if here != path}
+        written = tuple(unit.place for unit in units.values() if unit.is_written)
+        partly = tuple(unit.place for here, unit in units.items() if not unit.is_written and here in self._touched)
+        rest = tuple(unit.place for here, unit in units.items() if not unit.is_written and here not in self._touched)
+        summary = [
+            f"already written: {listed(written)}" if written else "nothing else was loaded",
+            *([f"partly written: {listed(partly)}"] if partly else []),
+            *([f"unchanged: {listed(rest)}"] if rest else []),
+        ]
+        return {"path": path, "written": written, "partly_written": partly, "not_written": rest}, summary
 
 
 class Matching:
-    """One walk over a tree and a live state in parallel."""
+    """One walk over a tree and a live state in parallel.
+
+    Args:
+        tensors: The checkpoint's tensors.
+        adapters: Libraries of tensors.
+        selection: The selection made with ``only=``; None: everything.
+        match_object: Matches a part of the checkpoint with an object that has ``load_state_dict``.
+    """
 
     def __init__(
-        self, tensors: Sequence[TensorSpec], adapters: Sequence[LeafAdapter], selection: Selection | None
+        self,
+        tensors: Sequence[TensorSpec],
+        adapters: Sequence[LeafAdapter],
+        selection: Selection | None,
+        match_object: Callable[[Matching, Node, Any, Path], Step],
     ) -> None:
         self.tensors = tensors
         self.adapters = adapters
         self.selection = selection
+        self._match_object = match_object
         self.targets: dict[int, list[Target]] = {}
         self.created: set[int] = set()
         self.warnings: list[str] = []
         self.problems: list[tuple[Path, str]] = []
         self.progress = Progress()
-        self._differences: list[KeyDifference] = []
+        self.differences: list[KeyDifference] = []
         self._replaced: set[Target] = set()
         self._converted: list[tuple[int, Target]] = []
         # The containers are stored with their ids: an id is only unique while its object is alive.
@@ -157,7 +221,7 @@ class Matching:
     def match(self, node: Node, target: Any, path: Path) -> Step:
         """Match one node with the object at its path."""
         if has_state_dict(target) and converter_for(type(target)) is None and self.describe(target, path) is None:
-            return match_object(self, node, target, path)
+            return self._match_object(self, node, target, path)
         if isinstance(node, ConvertedNode) and node.name.startswith(BUILT_IN):
             return self._match_conversion(node, target, path)
         if isinstance(node, DictNode):
@@ -212,7 +276,7 @@ class Matching:
     def differ_in_keys(self, path: Path, missing: Sequence[Key], unexpected: Sequence[Key]) -> None:
         """Record the keys of one path that only the state or only the checkpoint has."""
         ours, theirs = [tuple((*path, key) for key in keys) for keys in (missing, unexpected)]
-        self._differences.append(KeyDifference(path, ours, theirs))
+        self.differences.append(KeyDifference(path, ours, theirs))
 
     def is_chosen(self, path: Path) -> bool:
         """Say whether ``only=`` selects a leaf of the state."""
@@ -307,7 +371,7 @@ class Matching:
         for here, item in items:
             self._list_extras(item, here, 0, extras)
         if extras:
-            self._differences.append(KeyDifference(path, tuple(extras), tuple(added)))
+            self.differences.append(KeyDifference(path, tuple(extras), tuple(added)))
 
     def _list_extras(self, item: Any, path: Path, depth: int, found: list[Path]) -> None:
         if isinstance(item, dict | list | tuple) and item and depth < DEPTH_MAX:
@@ -450,28 +514,6 @@ class Matching:
                 return True
         return not share_bytes(leaf, other)
 
-    def raise_problems(self) -> None:
-        """Raise the recorded differences as one error.
-
-        Raises:
-            UsageError: There are some.
-        """
-        if self._differences:
-            what, where, todo = describe_differences(self._differences)
-            paths = tuple(path for each in self._differences for path in each.missing or each.unexpected)
-            raise UsageError(what, where=where, todo=f"{todo}. Nothing was written", paths=paths)
-        if self.problems:
-            count = len(self.problems)
-            raise UsageError(
-                f"{count} leaves of the state do not fit the checkpoint"
-                if count > 1
-                else "one leaf of the state does not fit the checkpoint",
-                where=listed([f"{place_of(path)} {why}" for path, why in self.problems]),
-                todo="restore without into=, or into a state of the same structure, shapes and dtypes. "
-                "Nothing was written",
-                paths=tuple(path for path, _ in self.problems),
-            )
-
 
 def _places_of(node: Node, path: Path) -> list[Path]:
     return [place for place, _ in leaves_of(node, path)] or [path]
@@ -492,83 +534,7 @@ def _attach(target: object, node: DictNode | TensorNode, make: Make) -> object:
     return target
 
 
-@dataclass(frozen=True, slots=True)
-class KeyDifference:
-    """Keys of one container that only one side has.
-
-    Args:
-        path: The module or dict.
-        missing: Keys of the state that the checkpoint lacks.
-        unexpected: Keys of the checkpoint that the state lacks.
-    """
-
-    path: Path
-    missing: tuple[Path, ...]
-    unexpected: tuple[Path, ...]
-
-
-def describe_differences(found: Sequence[KeyDifference]) -> tuple[str, str, str]:
-    """Return the parts of an error message: what differs, where, and what to do."""
-    missing = [format_path(path) for each in found for path in each.missing]
-    unexpected = [format_path(path) for each in found for path in each.unexpected]
-    if missing:
-        what = f"the state has {_leaves(missing)} that the checkpoint lacks"
-        where = listed(missing)
-        if unexpected:
-            where += f"; the checkpoint has {len(unexpected)} that the state lacks: {listed(unexpected)}"
-        todo = "remove them from the state, or select leaves with only="
-    else:
-        what = f"the checkpoint has {_leaves(unexpected)} that the state lacks"
-        where = listed(unexpected)
-        todo = "build the state as it was committed, or select leaves with only="
-    advice = next((text for each in found if (text := _prefix_advice(each)) is not None), None)
-    return what, where, advice or todo
-
-
-def added_part(longer: Collection[str], shorter: Collection[str]) -> str | None:
-    """Return the part, such as ``module.``, that turns all shorter keys into longer ones; None: no part does."""
-    if not longer or not shorter:
-        return None
-    theirs, sample = set(longer), next(iter(shorter))
-    for key in longer:
-        prefix = key.removesuffix(sample)
-        if prefix != key and prefix.endswith(".") and all(prefix + other in theirs for other in shorter):
-            return prefix
-    for word in _WRAPPERS:
-        if {_without(key, word) for key in longer if word in key.split(".")} >= set(shorter):
-            return f"{word}."
-    return None
-
-
-def _leaves(places: Sequence[str]) -> str:
-    return "1 leaf" if len(places) == 1 else f"{len(places)} leaves"
-
-
-def _without(key: str, word: str) -> str:
-    return ".".join(part for part in key.split(".") if part != word)
-
-
-def _prefix_advice(found: KeyDifference) -> str | None:
-    ours = [format_path(path[len(found.path) :]) for path in found.missing]
-    theirs = [format_path(path[len(found.path) :]) for path in found.unexpected]
-    part, place = added_part(theirs, ours), format_path(found.path)
-    if part is not None:
-        keys = f"state[{place!r}]" if place else "state"
-        return (
-            f"the keys of the checkpoint have an extra {part!r}{_cause(part)}: restore into a model with the same "
-            f"wrapper, or remove it from the keys: load_state_dict({{key.replace({part!r}, '', 1): value "
-            f"for key, value in {keys}.items()}}) with state = store.restore()"
-        )
-    part = added_part(ours, theirs)
-    if part is not None:
-        inner = part.rstrip(".")
-        return (
-            f"the keys of the state have an extra {part!r}{_cause(part)}: restore into the wrapped model, "
-            f"which is its attribute {inner!r}"
-        )
-    return None
-
-
-def _cause(part: str) -> str:
-    causes = [_WRAPPERS[word] for word in part.split(".") if word in _WRAPPERS]
-    return f", from {' in '.join(causes)}" if causes else ""
+def listed(places: Sequence[str]) -> str:
+    """Return the first paths, and how many more there are."""
+    named = ", ".join(places[:NAMED_MAX])
+    return named if len(places) <= NAMED_MAX else f"{named} and {len(places) - NAMED_MAX} more"

@@ -35,7 +35,7 @@ from ckstore.format.tree import (
     parts_of,
     tensors_of,
 )
-from ckstore.state.matching import Match, match_state
+from ckstore.state.loading import Match, match_state
 from ckstore.state.memory import allocate, writable_view_of
 from ckstore.state.named_types import distinct
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
