@@ -6,6 +6,7 @@ Invariants:
 - A checkpoint is deleted only when no commit is in flight: everything that was saved after it is durable. If a commit
   fails, nothing that waited for it is deleted.
 - A checkpoint is deleted before its pointer is. A crash in between leaves a pointer that is refused with the reason.
+- A pointer that a save replaces is resolved before the commit begins: later its step could name the new checkpoint.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class PointerStore:
         self._made_by = made_by
         self._opened: Store | None = None
         self._in_flight: list[_InFlight] = []
+        self._announced: dict[Path, PointerRecord | None] = {}
         self._to_remove: list[Path] = []
         self._replaced: list[tuple[Path, PointerRecord]] = []
         self._last_seq: int | None = None
@@ -111,6 +113,30 @@ class PointerStore:
         """Return the newest durable checkpoint; None if there is none. Creates no store."""
         return self.store.latest() if self.exists() else None
 
+    def announce(self, step: int, path: str | os.PathLike[str]) -> None:
+        """Write the pointer of a ``save`` to the same path that follows. Until then it names a checkpoint in flight.
+
+        For a checkpoint that is a folder: whatever a crash leaves in it is recognized by its pointer.
+
+        Raises:
+            UsageError: The path is a URL.
+            CkstoreError: An earlier commit failed.
+        """
+        file = require_local(path)
+        self.poll()
+        self._announced[file] = self._replaced_by_save(file)
+        write_pointer(file, self._record(file, step))
+
+    def point(self, path: str | os.PathLike[str], info: Info) -> None:
+        """Write a pointer to a checkpoint of this run that is durable already.
+
+        Raises:
+            UsageError: The path is a URL.
+        """
+        file = require_local(path)
+        record = self._record(file, info.step)
+        write_pointer(file, with_changes(record, seq=info.seq, checkpoint_id=info.checkpoint_id))
+
     def save(
         self,
         state: Any,
@@ -139,7 +165,7 @@ class PointerStore:
         """
         file = require_local(path)
         self.poll()
-        replaces = read_pointer(file) if file.is_file() and not file.is_symlink() else None
+        replaces = self._announced.pop(file) if file in self._announced else self._replaced_by_save(file)
         store = self.store
         if self.background:
             pending = store.commit_async(state, step, metrics=metrics, tags=tags, policy=policy)
@@ -188,10 +214,9 @@ class PointerStore:
         Raises:
             CkstoreError: A commit failed. Its pointer is removed; checkpoints that waited for it are kept.
         """
-        ended = [each for each in self._in_flight if each.pending.is_done]
-        for each in ended:
-            self._in_flight.remove(each)
-            self._settle(each)
+        while (ended := next((each for each in self._in_flight if each.pending.is_done), None)) is not None:
+            self._in_flight.remove(ended)
+            self._settle(ended)
         if not self._in_flight:
             replaced, self._replaced = self._replaced, []
             self.delete_entries(replaced)
@@ -250,6 +275,23 @@ class PointerStore:
             checkpoint_id=None,
         )
 
+    def _replaced_by_save(self, file: Path) -> PointerRecord | None:
+        """Return the pointer that a save to this file replaces; None: there is none, or it names no checkpoint."""
+        # It would be deleted with what is saved now.
+        self._to_remove = [path for path in self._to_remove if path != file]
+        if not file.is_file() or file.is_symlink():
+            return None
+        record = read_pointer(file)
+        if record.seq is not None or any(each.file == file for each in self._in_flight):
+            return record
+        if not self._is_own(record, file):
+            return None
+        try:
+            info = entry_of(self.store, record, where=file)
+        except NotFoundError:
+            return None
+        return with_changes(record, seq=info.seq, checkpoint_id=info.checkpoint_id)
+
     def _with_entry(self, record: PointerRecord, receipt: Receipt) -> PointerRecord:
         self._last_seq = receipt.seq
         return with_changes(record, seq=receipt.seq, checkpoint_id=receipt.checkpoint_id)
@@ -261,20 +303,26 @@ class PointerStore:
             kept, self._to_remove = self._to_remove, []
             for path in kept:
                 _log.warning("%s is kept: a checkpoint saved after it has failed", path)
-            if self._is_current(ended):
-                # Training resumes from the newest checkpoint; a pointer to nothing would mislead.
+            # Training resumes from the newest checkpoint; a pointer to nothing would mislead.
+            if not self._note_in_next_save(ended, ended.replaces) and self._is_current(ended):
                 ended.file.unlink()
             raise
         record = self._with_entry(ended.record, receipt)
-        if self._is_current(ended):
+        if not self._note_in_next_save(ended, record) and self._is_current(ended):
             write_pointer(ended.file, record)
-        elif ended.file.exists():
-            # A later save to the same path is in flight, and replaces this checkpoint.
-            for position, later in enumerate(self._in_flight):
-                if later.file == ended.file and later.replaces == ended.record:
-                    self._in_flight[position] = _InFlight(later.pending, later.file, later.record, record)
         if ended.replaces is not None:
             self._replaced.append((ended.file, ended.replaces))
+
+    def _note_in_next_save(self, ended: _InFlight, record: PointerRecord | None) -> bool:
+        """Note in the next save to the same path which checkpoint it replaces; say whether there is one."""
+        for position, later in enumerate(self._in_flight):
+            if later.file == ended.file:
+                self._in_flight[position] = _InFlight(later.pending, later.file, later.record, record)
+                return True
+        if ended.file in self._announced:
+            self._announced[ended.file] = record
+            return True
+        return False
 
     def _is_current(self, ended: _InFlight) -> bool:
         """Say whether the pointer is still the one that was written for this commit."""

@@ -166,6 +166,80 @@ def test_pointer_overwritten_twice_in_flight_leaves_one(held, tmp_path):
     assert held.load(tmp_path / "last")["step"] == 2
 
 
+def test_equal_steps_in_flight_leave_the_later(held, tmp_path):
+    for number in (1, 2):
+        held.save(state(number), 10, tmp_path / "last")
+    held.wait()
+    assert held.load(tmp_path / "last")["step"] == 2
+    assert steps_in(held) == [10]
+    assert held.is_settled
+
+
+def test_equal_steps_in_flight_of_which_the_first_fails(held, tmp_path):
+    held.save(state(0), 10, tmp_path / "last")
+    held.wait()
+    for number in (1, 2):
+        held.save(state(number), 10, tmp_path / "last")
+    held.store.commits[1].fail(CapacityError("the disk is full"))
+    with pytest.raises(CapacityError):
+        held.poll()
+    held.wait()
+    assert held.load(tmp_path / "last")["step"] == 2
+    assert steps_in(held) == [10]
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_pointer_of_a_lost_commit_is_replaced(held, tmp_path, is_announced):
+    """Its step names the new checkpoint as soon as that is durable; it must not be deleted as the old one."""
+    held.save(state(1), 10, tmp_path / "a")
+    held._in_flight.clear()
+    if is_announced:
+        held.announce(10, tmp_path / "a")
+    held.save(state(2), 10, tmp_path / "a")
+    held.wait()
+    assert held.load(tmp_path / "a")["step"] == 2
+
+
+def test_announced_pointer_names_nothing_until_it_is_saved(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "a")
+    held.wait()
+    held.announce(10, tmp_path / "a")
+    with pytest.raises(NotFoundError, match="did not become durable"):
+        held.load(tmp_path / "a")
+    held.save(state(2), 10, tmp_path / "a")
+    held.wait()
+    assert held.load(tmp_path / "a")["step"] == 2
+    assert steps_in(held) == [10]
+
+
+def test_announced_while_the_same_path_is_in_flight(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "a")
+    held.announce(10, tmp_path / "a")
+    held.wait()
+    assert read_pointer(tmp_path / "a").seq is None
+    held.save(state(2), 10, tmp_path / "a")
+    held.wait()
+    assert held.load(tmp_path / "a")["step"] == 2
+    assert steps_in(held) == [10]
+
+
+def test_path_saved_again_is_not_removed(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "a")
+    held.remove(tmp_path / "a")
+    held.save(state(2), 20, tmp_path / "a")
+    held.wait()
+    assert held.load(tmp_path / "a")["step"] == 2
+    assert steps_in(held) == [20]
+
+
+def test_pointer_to_what_is_durable(foreground, tmp_path):
+    foreground.save(state(1), 10, tmp_path / "a")
+    foreground.save(state(2), 20, tmp_path / "b")
+    foreground.point(tmp_path / "again", foreground.store.info(10))
+    assert foreground.load(tmp_path / "again")["step"] == 1
+    assert read_pointer(tmp_path / "again").seq == read_pointer(tmp_path / "a").seq
+
+
 def test_pointer_removed_in_flight_deletes_its_checkpoint(held, tmp_path):
     held.save(state(1), 10, tmp_path / "a")
     held.save(state(2), 20, tmp_path / "b")
