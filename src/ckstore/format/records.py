@@ -174,7 +174,7 @@ class DeletionListRecord(FileRecord, frozen=True, forbid_unknown_fields=False, k
     packs: tuple[Hex16, ...]
 
 
-class PointerRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
+class PointerRecord(FileRecord, frozen=True, forbid_unknown_fields=False, omit_defaults=True, kw_only=True):
     """A pointer: a file outside the store that stands for one checkpoint, where a framework expects a checkpoint."""
 
     kind: ClassVar[str] = "pointer"
@@ -188,6 +188,8 @@ class PointerRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_onl
     after_seq: Count | None
     seq: Count | None
     checkpoint_id: Hex32 | None
+    previous_seq: Count | None = None
+    previous_id: Hex32 | None = None
 
 
 class TierTurns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -26,6 +26,7 @@ from ckstore.integrations.pointers import (
     address_from,
     address_in,
     entry_of,
+    is_pointer,
     pointer_file,
     read_pointer,
     require_local,
@@ -146,10 +147,12 @@ class PointerStore:
         metrics: Mapping[str, float] | None = None,
         tags: Sequence[str] = (),
         policy: Policy | None = None,
+        wait: bool = False,
     ) -> None:
         """Commit a state and write the pointer. A checkpoint that the pointer named before is deleted later.
 
-        With ``background`` the checkpoint is durable later; ``poll`` and ``wait`` raise the errors of the commit.
+        With ``background`` the checkpoint is durable later; ``poll`` and ``wait`` raise the errors of the commit. A
+        file at the path that is not a pointer is replaced only after the checkpoint is durable.
 
         Args:
             state: As for ``Store.commit``.
@@ -158,6 +161,7 @@ class PointerStore:
             metrics: Numbers to find the checkpoint by.
             tags: Names for the checkpoint.
             policy: How to store it; None: the policy of the store.
+            wait: Write the pointer only after the checkpoint is durable, so that there is none if the process dies.
 
         Raises:
             UsageError: The path is a URL.
@@ -165,11 +169,16 @@ class PointerStore:
         """
         file = require_local(path)
         self.poll()
-        replaces = self._announced.pop(file) if file in self._announced else self._replaced_by_save(file)
+        is_foreign = file.is_file() and not file.is_symlink() and not is_pointer(file)
+        # What was announced has changed the files beside the pointer: they no longer belong to the old checkpoint.
+        was_announced = file in self._announced
+        replaces = self._announced.pop(file) if was_announced else self._replaced_by_save(file)
         store = self.store
         if self.background:
             pending = store.commit_async(state, step, metrics=metrics, tags=tags, policy=policy)
-            record = self._record(file, step)
+            record = self._record(file, step, None if was_announced else replaces)
+            if wait or is_foreign:
+                pending.result()
             self._in_flight.append(_InFlight(pending, file, record, replaces))
         else:
             receipt = store.commit(state, step, metrics=metrics, tags=tags, policy=policy)
@@ -190,7 +199,7 @@ class PointerStore:
             CkstoreError: As ``Store.restore``.
         """
         record = read_pointer(path)
-        if any(each.file == pointer_file(path) for each in self._in_flight):
+        if any(each.file.resolve() == pointer_file(path).resolve() for each in self._in_flight):
             self.wait()
             record = read_pointer(path)
         if self._is_own(record, path):
@@ -258,11 +267,18 @@ class PointerStore:
             if store is not None:
                 store.close()
 
-    def _record(self, file: Path, step: int) -> PointerRecord:
+    def _record(self, file: Path, step: int, replaces: PointerRecord | None = None) -> PointerRecord:
         about = (
             "The checkpoint is in a ckstore store. `ckstore show` and `ckstore restore` take the path of this file; "
             "`ckstore export --hf` writes weights that other programs load."
         )
+        previous = None
+        if replaces is not None and self._is_own(replaces, file):
+            # A checkpoint that is itself in flight may never become durable.
+            is_durable = replaces.seq is not None
+            previous = (
+                (replaces.seq, replaces.checkpoint_id) if is_durable else (replaces.previous_seq, replaces.previous_id)
+            )
         return PointerRecord(
             about=about,
             made_by=self._made_by,
@@ -273,13 +289,15 @@ class PointerStore:
             after_seq=self._last_seq,
             seq=None,
             checkpoint_id=None,
+            previous_seq=None if previous is None else previous[0],
+            previous_id=None if previous is None else previous[1],
         )
 
     def _replaced_by_save(self, file: Path) -> PointerRecord | None:
         """Return the pointer that a save to this file replaces; None: there is none, or it names no checkpoint."""
         # It would be deleted with what is saved now.
         self._to_remove = [path for path in self._to_remove if path != file]
-        if not file.is_file() or file.is_symlink():
+        if not file.is_file() or file.is_symlink() or not is_pointer(file):
             return None
         record = read_pointer(file)
         if record.seq is not None or any(each.file == file for each in self._in_flight):
@@ -294,7 +312,9 @@ class PointerStore:
 
     def _with_entry(self, record: PointerRecord, receipt: Receipt) -> PointerRecord:
         self._last_seq = receipt.seq
-        return with_changes(record, seq=receipt.seq, checkpoint_id=receipt.checkpoint_id)
+        return with_changes(
+            record, seq=receipt.seq, checkpoint_id=receipt.checkpoint_id, previous_seq=None, previous_id=None
+        )
 
     def _settle(self, ended: _InFlight) -> None:
         try:
@@ -303,9 +323,12 @@ class PointerStore:
             kept, self._to_remove = self._to_remove, []
             for path in kept:
                 _log.warning("%s is kept: a checkpoint saved after it has failed", path)
-            # Training resumes from the newest checkpoint; a pointer to nothing would mislead.
             if not self._note_in_next_save(ended, ended.replaces) and self._is_current(ended):
-                ended.file.unlink()
+                if ended.replaces is None or ended.record.previous_seq is None:
+                    # Training resumes from the newest checkpoint; a pointer to nothing would mislead.
+                    ended.file.unlink()
+                else:
+                    write_pointer(ended.file, ended.replaces)
             raise
         record = self._with_entry(ended.record, receipt)
         if not self._note_in_next_save(ended, record) and self._is_current(ended):

@@ -10,18 +10,21 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckstore.api import open as open_store
 from ckstore.errors import ConflictError, MalformedError, NotFoundError, UsageError
-from ckstore.format.records import PointerRecord, decode_record, encode_record
+from ckstore.format.records import PointerRecord, decode_record, encode_record, with_changes
 from ckstore.hashing import new_token
 
 if TYPE_CHECKING:
     from ckstore.api import Store
     from ckstore.results import Info
+
+_log = logging.getLogger("ckstore")
 
 POINTER_NAME = "ckstore.json"
 """Name of the pointer inside a folder that stands for a checkpoint."""
@@ -109,7 +112,8 @@ def address_in(record: PointerRecord, path: str | os.PathLike[str]) -> str:
     """Return the path or URL of the store that a pointer names."""
     if "://" in record.store:
         return record.store
-    return str((pointer_file(path).parent.resolve() / record.store).resolve())
+    # A link to a pointer may be in another folder.
+    return str((pointer_file(path).resolve().parent / record.store).resolve())
 
 
 def entry_of(store: Store, record: PointerRecord, *, where: object) -> Info:
@@ -135,9 +139,26 @@ def entry_of(store: Store, record: PointerRecord, *, where: object) -> Info:
     else:
         after = -1 if record.after_seq is None else record.after_seq
         later = [info for info in store.log() if info.step == record.step and info.seq > after]
-        found = min(later, key=lambda info: info.seq, default=None)
+        found = min(later, key=lambda info: info.seq, default=None) or _previous_entry(store, record, where)
     if found is None:
         raise _missing(store, record, where)
+    return found
+
+
+def _previous_entry(store: Store, record: PointerRecord, where: object) -> Info | None:
+    """Return the checkpoint that the pointer named before its last commit, which never became durable."""
+    if record.previous_seq is None:
+        return None
+    previous = with_changes(record, seq=record.previous_seq, checkpoint_id=record.previous_id)
+    found = _entry_of_seq(store, previous, where)
+    if found is not None:
+        _log.warning(
+            "%s: the checkpoint of step %d did not become durable before its process ended; step %d is used, which it "
+            "was to replace",
+            where,
+            record.step,
+            found.step,
+        )
     return found
 
 

@@ -296,3 +296,69 @@ def test_close_raises_what_failed_and_closes(held, tmp_path):
         held.close()
     with pytest.raises(CkstoreError, match="closed"):
         store.latest()
+
+
+def test_process_that_dies_while_it_overwrites_a_pointer_leaves_the_old_checkpoint(held, tmp_path, caplog):
+    held.save(state(1), 10, tmp_path / "last")
+    held.wait()
+    held.save(state(2), 20, tmp_path / "last")
+    held.save(state(3), 30, tmp_path / "last")
+    after_death = PointerStore(tmp_path / "store", made_by="a test")
+    assert after_death.load(tmp_path / "last")["step"] == 1
+    assert "step 30 did not become durable" in caplog.text
+    after_death.close()
+    held.store.commits[1].finish()
+    held.store.commits[2].finish()
+    held.wait()
+    assert read_pointer(tmp_path / "last").previous_seq is None
+    assert steps_in(held) == [30]
+
+
+def test_failed_save_brings_the_old_pointer_back(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "last")
+    held.wait()
+    held.save(state(2), 20, tmp_path / "last")
+    held.store.commits[1].fail(CapacityError("the disk is full"))
+    with pytest.raises(CapacityError):
+        held.wait()
+    assert held.load(tmp_path / "last")["step"] == 1
+
+
+def test_save_to_a_path_that_was_to_be_removed_keeps_the_new_checkpoint(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "a")
+    held.wait()
+    held.save(state(2), 20, tmp_path / "b")
+    held.remove(tmp_path / "a")
+    held.save(state(3), 30, tmp_path / "a")
+    held.wait()
+    assert held.load(tmp_path / "a")["step"] == 3
+    assert steps_in(held) == [20, 30]
+
+
+def test_waiting_save_writes_no_pointer_before_the_checkpoint_is_durable(held, tmp_path):
+    result = HeldCommit.result
+
+    def check(commit):
+        assert not (tmp_path / "a").exists()
+        return result(commit)
+
+    HeldCommit.result = check
+    try:
+        held.save(state(1), 10, tmp_path / "a", wait=True)
+    finally:
+        HeldCommit.result = result
+    assert held.load(tmp_path / "a")["step"] == 1
+
+
+def test_other_file_is_replaced_only_when_durable(held, tmp_path):
+    (tmp_path / "last.ckpt").write_bytes(b"PK the framework's own")
+    held.save(state(1), 10, tmp_path / "last.ckpt")
+    held.poll()
+    assert read_pointer(tmp_path / "last.ckpt").seq is not None
+
+
+def test_link_to_a_pointer_in_another_folder(foreground, tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    foreground.save(state(1), 10, tmp_path / "a" / "b" / "x.ckpt")
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "a" / "b" / "x.ckpt")
+    assert PointerStore(tmp_path / "other", made_by="a test").load(tmp_path / "last.ckpt")["step"] == 1
