@@ -170,7 +170,7 @@ class PointerStore:
         file = require_local(path)
         self.poll()
         is_foreign = file.is_file() and not file.is_symlink() and not is_pointer(file)
-        # What was announced has changed the files beside the pointer: they no longer belong to the old checkpoint.
+        # A save that was announced has changed files around the pointer: they do not belong to the old checkpoint.
         was_announced = file in self._announced
         replaces = self._announced.pop(file) if was_announced else self._replaced_by_save(file)
         store = self.store
