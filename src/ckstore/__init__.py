@@ -144,7 +144,13 @@ __all__ = [
 ]
 
 
+_DOORS = ("accelerate",)
+"""Modules for frameworks, which are imported only when they are used."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _DOORS:
+        return importlib.import_module(f"ckstore.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'ckstore' has no attribute {name!r}")
     found = getattr(importlib.import_module(f"ckstore.{_MODULE_OF[name]}"), name)

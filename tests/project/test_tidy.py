@@ -46,6 +46,7 @@ DOORS = {
         "ops/interop/",
     },
     "safetensors": {"ops/interop/"},
+    "accelerate": {"integrations/accelerate.py"},
     "time": {"clock.py"},
     # obstore takes timeouts as timedeltas; it reads no clock.
     "datetime": {"cli/", "io/remote/client.py", "state/standard_types.py", "ops/interop/plain_fields.py"},

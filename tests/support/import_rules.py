@@ -34,6 +34,8 @@ ALLOWED = {
     "preemption": FORMAT | {"background", "interval"},
     "api": CHECKPOINTS | {"quant", "ops", "tiers", "background", "interval", "preemption"},
     "integrations": FORMAT | {"background", "api"},
+    "accelerate": {"integrations"},
+    "run": {"integrations"},
     "cli": FORMAT | {"store", "ops", "tiers", "api"},
     "_testing": CHECKPOINTS | {"background", "api"},
     "__init__": FORMAT | {"state", "ops", "background", "interval", "api"},

@@ -209,6 +209,15 @@ class PointerStore:
             info = entry_of(other, record, where=path)
             return other.restore(f"seq:{info.seq}", **how)
 
+    def entry(self, path: str | os.PathLike[str]) -> Info:
+        """Return the checkpoint that a pointer names.
+
+        Raises:
+            NotFoundError: There is no pointer, or its checkpoint is gone or never became durable.
+            ConflictError: The pointer belongs to another store.
+        """
+        return entry_of(self.store, read_pointer(path), where=path)
+
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete the checkpoint that a pointer names, and the pointer, as soon as no commit is in flight.
 

@@ -1,0 +1,125 @@
+"""Open the doors for a script that knows nothing of ckstore: ``python -m ckstore.run script.py``.
+
+A framework is changed right after the script imports it, so a script pays for no framework that it does not use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.machinery
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def open_doors(store: str | None) -> None:
+    """Let every trainer and accelerator that is made from now on save into a store.
+
+    Args:
+        store: Folder or URL of the store. None: the default of each door, in the folder that the framework saves to.
+    """
+    for module_name, change in _CHANGES.items():
+        if module_name in sys.modules:
+            change(sys.modules[module_name], store)
+        else:
+            sys.meta_path.insert(0, _AfterImport(module_name, functools.partial(change, store=store)))
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function with a module right after its import."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._call = call
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Calling(spec.loader, self._call)
+        return spec
+
+
+class _Calling(Loader):
+    """A loader that calls a function with the module that it has loaded."""
+
+    def __init__(self, loader: Any, call: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._call = call
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._call(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _change_accelerate(module: ModuleType, store: str | None) -> None:
+    _before_calls(module.Accelerator, ("save_state", "load_state"), lambda self: _attach("accelerate", self, store))
+
+
+def _change_transformers(module: ModuleType, store: str | None) -> None:
+    _before_calls(module.Trainer, ("train",), lambda self: _attach("transformers", self, store))
+
+
+def _attach(door: str, owner: Any, store: str | None) -> None:
+    importlib.import_module(f"ckstore.integrations.{door}").attach(owner, store)
+
+
+_CHANGES = {
+    "accelerate.accelerator": _change_accelerate,
+    "transformers.trainer": _change_transformers,
+}
+
+
+def _before_calls(kind: type, names: Sequence[str], attach: Callable[[Any], None]) -> None:
+    """Let the first call of a method attach its object, and then call the method that the object has."""
+    for name in names:
+        original = getattr(kind, name)
+
+        def call(self: Any, *args: Any, _name: str = name, _original: Any = original, **options: Any) -> Any:
+            before = type(self)
+            attach(self)
+            # A class that was attached has the method in front of this one, which calls this one again.
+            chosen = _original.__get__(self) if type(self) is before else getattr(self, _name)
+            return chosen(*args, **options)
+
+        call.__wrapped__ = original  # type: ignore[attr-defined]
+        setattr(kind, name, call)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a script or module with the doors open; ``arguments`` as on the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ckstore.run",
+        description="Run a training script whose Trainer or Accelerator saves into a ckstore store, without a changed "
+        "line.",
+    )
+    parser.add_argument(
+        "--store", metavar="S", help="folder or URL of the store [default: ckstore, in the folder the script saves to]"
+    )
+    parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="the script")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")
+    given = parser.parse_args(arguments)
+    open_doors(given.store)
+    sys.argv = [given.script, *given.arguments]
+    if given.is_module:
+        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(given.script).resolve().parent)
+        runpy.run_path(given.script, run_name="__main__")
