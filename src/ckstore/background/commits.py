@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ckstore.background.arena import FREE, UNIT_NBYTES, Slot, units_of
 from ckstore.background.arena_layout import ArenaLayout
 from ckstore.background.client import Callbacks, Saver
-from ckstore.background.device_copy import Span
+from ckstore.background.copying import Span
 from ckstore.background.pending import Pending, as_failure, deferred_error, skip_error, skipped
 from ckstore.background.staged_head import HeadWriter
 from ckstore.background.staging import Staging, StagingArea

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ckstore.background.arena import UNIT_NBYTES, Slot
 from ckstore.background.arena_layout import WORD_NBYTES, Section
 from ckstore.codec import kernels
-from ckstore.codec.kernels import copy_units as gather
+from ckstore.codec.kernels import copy_units
 from ckstore.concurrency import Latch, Result, log_safely, noop, run_uninterrupted, start_thread
 from ckstore.errors import CkstoreError
 from ckstore.format.wire import xxh3_64
@@ -36,6 +36,9 @@ from ckstore.state.tensors import HostStorage
 
 StorageOffset = tuple[int, int]
 """The index of a storage, and an offset in it."""
+
+Span = tuple[int, int]
+"""First address, and the one after the last."""
 
 _log = logging.getLogger("ckstore")
 
@@ -394,7 +397,7 @@ class HostCopy:
         table[:, 0] = self._table_of_words[:, side]
         table[:, 1] = np.arange(len(table), dtype=np.uint64) * np.uint64(WORD_NBYTES) + np.uint64(found.ctypes.data)
         firsts, mark = np.array([0, len(table)], np.uint64), np.zeros(1, np.uint8)
-        gather(table.data, firsts.data, mark.data, np.zeros(1, np.uint64).data, -1)
+        copy_units(table.data, firsts.data, mark.data, np.zeros(1, np.uint64).data, -1)
         return found
 
     def forget(self) -> None:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from ckstore.background.arena import UNIT_NBYTES, Slot
 from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section
-from ckstore.background.copying import Checksums, StorageOffset, result_or_error, strip_traceback
+from ckstore.background.copying import Checksums, Span, StorageOffset, result_or_error, strip_traceback
 from ckstore.codec import kernels
 from ckstore.concurrency import log_safely, noop
 from ckstore.errors import BackendError, CkstoreError
@@ -44,9 +44,6 @@ _CODEBOOK_WORD = re.compile(r"(?i)code_?book|quanti[sz]e|(^|[._])r?vq([._]|$)")
 
 _CODEBOOK_NBYTES_MAX = 16 << 20
 """One thread copies this in 2 to 4 ms."""
-
-Span = tuple[int, int]
-"""First address, and the one after the last."""
 
 _log = logging.getLogger("ckstore")
 

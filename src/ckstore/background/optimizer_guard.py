@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ckstore.background.copying import Span
 from ckstore.errors import UsageError
 from ckstore.state.torch_adapter import PLAIN_KINDS, are_strided
 
@@ -24,9 +25,6 @@ _FIRST_OF = itemgetter(0)
 
 _CALLS = "ckstore_calls"
 """Attribute of our hooks: a function that returns what the hook calls, or None if that is gone."""
-
-Span = tuple[int, int]
-"""First address, and the one after the last."""
 
 
 class OptimizerGuard:

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from ckstore.background.arena import FREE, SLOTS_MAX, STAGED, Arena, Slot
 from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, ArenaLayout, pitches_of, plan_layout
-from ckstore.background.copying import CopyPool, HostCopy, StorageOffset, result_or_error, strip_traceback
-from ckstore.background.device_copy import DeviceCopy, Span, codebooks_of, kinds_of, pin, starts_of, versions_of
+from ckstore.background.copying import CopyPool, HostCopy, Span, StorageOffset, result_or_error, strip_traceback
+from ckstore.background.device_copy import DeviceCopy, codebooks_of, kinds_of, pin, starts_of, versions_of
 from ckstore.background.staged_head import places_to_sample
 from ckstore.concurrency import Latch, log_safely, noop
 from ckstore.config import Limits, Policy

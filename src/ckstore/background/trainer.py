@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckstore.background.commits import AsyncRequest, BackgroundCommits
+from ckstore.background.copying import Span
 from ckstore.config import Policy
 from ckstore.state.capture import Captured, loaded_adapters
 from ckstore.state.capture_cache import CaptureCache
@@ -184,7 +185,7 @@ class TrainerSide:
             weakref.finalize(owner, _abandon_garbage, self._commits).atexit = False
         return self._commits
 
-    def _guarded_spans(self) -> Sequence[tuple[int, int]]:
+    def _guarded_spans(self) -> Sequence[Span]:
         """Return the memory that may be copied after ``commit_async`` has returned, as (first address, end)."""
         return () if self._guarded is None or self._open_guards else self._guarded.spans()
 

@@ -255,7 +255,7 @@ class Lz4Codec:
 
     def encode(self, plain: memoryview, params: EncodeParams, scratch: Scratch) -> Encoded | None:
         """Code the bytes as one block."""
-        return Encoded(((self.codec_id, b""),), [memoryview(compress(plain))], params.width)
+        return Encoded(((self.codec_id, b""),), [memoryview(compress_lz4(plain))], params.width)
 
     def decode(
         self, payload: memoryview, config: bytes, *, width: int, destination: memoryview, scratch: Scratch
@@ -265,7 +265,7 @@ class Lz4Codec:
         kernels.copy_bytes(_decompress(payload, destination.nbytes), destination)
 
 
-def compress(plain: memoryview) -> bytes:
+def compress_lz4(plain: memoryview) -> bytes:
     """Return one LZ4 block. Releases the GIL."""
     block: bytes = lz4.block.compress(plain, store_size=False)
     return block

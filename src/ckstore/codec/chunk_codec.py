@@ -41,9 +41,9 @@ from ckstore.codec.byte_codecs import (
     Lz4Codec,
     Scratch,
     ZstdCodec,
+    compress_lz4,
     require_elements,
 )
-from ckstore.codec.byte_codecs import compress as compress_lz4
 from ckstore.codec.kernels import SAMPLE_NBYTES
 from ckstore.codec.planes import PLAIN_WORDS, PlanesCodec, coded_bits, sample_of, take_sample
 from ckstore.config import Compression

@@ -39,7 +39,7 @@ from ckstore.errors import (
     NotFoundError,
     UsageError,
 )
-from ckstore.format import paths as layout
+from ckstore.format import paths
 from ckstore.format.header import ManifestHeader
 from ckstore.format.logical import EXACT_FIDELITY, fidelity_of
 from ckstore.format.manifest import Manifest, build_manifest
@@ -283,14 +283,14 @@ def _tagged(repository: Repository, seq: int, step: int, tags: Sequence[str]) ->
 
 def plan_warnings(repository: Repository, residual: Residual, entries: Sequence[DemoteEntry]) -> tuple[str, ...]:
     """Return a warning for each rule that matches no tensor of any checkpoint to demote."""
-    paths: dict[str, None] = {}
+    words: dict[str, None] = {}
     for entry in entries if residual.rules else ():
         if entry.action == "demote":
             # A checkpoint that was deleted meanwhile has no tensors to match.
             with contextlib.suppress(NotFoundError):
                 tree = load_whole(repository, resolve(repository, f"seq:{entry.seq}")).tree
-                paths |= dict.fromkeys(tensor_words(tree))
-    return tuple(named_nothing(residual, list(paths))) if paths else ()
+                words |= dict.fromkeys(tensor_words(tree))
+    return tuple(named_nothing(residual, list(words))) if words else ()
 
 
 def own_nbytes(manifest: Manifest) -> int:
@@ -463,7 +463,7 @@ class _Demoter:
         if self._is_named:
             return False
         # A newer manifest that was published but not synced could vanish in a power cut.
-        repository.backend.sync_folder(layout.manifests_folder(repository.run))
+        repository.backend.sync_folder(paths.manifests_folder(repository.run))
         for name in reversed(repository.manifests.listing().names):
             if name.seq <= entry.seq:
                 break

@@ -24,9 +24,18 @@ from ckstore.commit.chunking import ChunkPlan, CommitPlan
 from ckstore.commit.pipeline import BufferPurpose, CodingThread
 from ckstore.config import FirstMomentSettings, Policy, SecondMomentSettings, WeightSettings
 from ckstore.hashing import ChunkId, chunk_id_of
-from ckstore.quant import chunk_codec as lossy_forms
 from ckstore.quant.bounds import clip_max
-from ckstore.quant.chunk_codec import EXACT_METHOD, ROUNDED_METHOD, ChunkShape, Errors, QuantizedChunk, method_of
+from ckstore.quant.chunk_codec import (
+    EXACT_METHOD,
+    ROUNDED_METHOD,
+    ChunkShape,
+    Errors,
+    QuantizedChunk,
+    encode_first_moment,
+    encode_second_moment,
+    encode_weights,
+    method_of,
+)
 from ckstore.quant.error_stats import Distance, distance_of, floats_of, is_finite
 from ckstore.quant.planning import LossyTensor, Task
 from ckstore.store.chunk_index import LocatedFrame
@@ -161,7 +170,7 @@ class TaskCoder:
         if base_plain is None:
             context.fail(index, "its base could not be read")
             return []
-        made = lossy_forms.encode_weights(
+        made = encode_weights(
             plain,
             base_plain,
             self._shape(index, tensor),
@@ -218,7 +227,7 @@ class TaskCoder:
             return []
         made: QuantizedChunk | None = None
         if isinstance(tensor.settings, SecondMomentSettings):
-            made = lossy_forms.encode_second_moment(
+            made = encode_second_moment(
                 second,
                 self._shape(task.second, tensor),
                 tensor.settings,
@@ -239,7 +248,7 @@ class TaskCoder:
         tensor = context.tensor_of(task.first)
         made: QuantizedChunk | None = None
         if isinstance(tensor.settings, FirstMomentSettings):
-            made = lossy_forms.encode_first_moment(
+            made = encode_first_moment(
                 first,
                 second,
                 became,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from ckstore.clock import Clock
 from ckstore.errors import BackendError, CapacityError, CkstoreError, CorruptError, UnsupportedError, is_refused
-from ckstore.format import paths as layout
+from ckstore.format import paths
 from ckstore.format.records import DeletionListRecord, decode_record, encode_record
 from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, Distant, map_concurrent
@@ -98,7 +98,7 @@ def remove_packs(
 def _write_list(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> str:
     names = tuple(sorted(pack_id.hex() for pack_id in packs))
     record = DeletionListRecord(**identity_of(os.getpid()), acquired_ns=clock.now_ns(), packs=names)
-    path = f"{layout.trash_folder(record.token)}/{LIST_FILE}"
+    path = f"{paths.trash_folder(record.token)}/{LIST_FILE}"
     _LISTS_IN_USE.add(path)
     put_small(backend, path, encode_record(record))
     return path
@@ -112,7 +112,7 @@ def _remove(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> Remo
 
     def remove(pack_id: PackId) -> None:
         with contextlib.suppress(FileNotFoundError):
-            backend.unlink(layout.pack_name(pack_id))
+            backend.unlink(paths.pack_name(pack_id))
 
     while left:
         seconds = max(clock.monotonic() - begun, (clock.now_ns() - begun_ns) / 1e9)
@@ -130,9 +130,9 @@ def _remove(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> Remo
 
 def deletion_lists(backend: Backend) -> list[str]:
     """Return the paths of all deletion lists of this backend."""
-    folders = filter(layout.is_token, backend.list_names(layout.TRASH_FOLDER))
-    paths = (f"{layout.trash_folder(folder)}/{LIST_FILE}" for folder in folders)
-    return [path for path in paths if _may_exist(backend, path)]
+    folders = filter(paths.is_token, backend.list_names(paths.TRASH_FOLDER))
+    names = (f"{paths.trash_folder(folder)}/{LIST_FILE}" for folder in folders)
+    return [name for name in names if _may_exist(backend, name)]
 
 
 def _may_exist(backend: Backend, path: str) -> bool:
@@ -182,7 +182,7 @@ def _packs_in_unreadable_list(
     made = backend.stat(path.rpartition("/")[0])
     if made is None or (clock.now_ns() - made.modified_ns) / 1e9 > LIST_AGE_SECONDS_MAX:
         return set()
-    infos = {pack_id: backend.stat(layout.pack_name(pack_id)) for pack_id in packs}
+    infos = {pack_id: backend.stat(paths.pack_name(pack_id)) for pack_id in packs}
     found = {pack_id for pack_id, info in infos.items() if info is not None and info.modified_ns <= made.modified_ns}
     if found:
         message = "%d packs are not reused: a collector may be about to delete them, but its list %s is unreadable (%s)"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ckstore.clock import Clock
 from ckstore.config import check_name, is_name
 from ckstore.errors import BackendError, CkstoreError, ConflictError, CorruptError, NotFoundError, is_refused
-from ckstore.format import paths as layout
+from ckstore.format import paths
 from ckstore.format.records import IntentRecord, TagRecord, decode_record, encode_record
 from ckstore.hashing import new_token
 from ckstore.io.backend import Backend
@@ -58,15 +58,15 @@ def make_intents(backend: Backend, clock: Clock, run: str, seqs: Sequence[int], 
     """Announce that these seqs are about to be dropped or demoted; return the paths. The caller syncs their folder."""
     now = clock.now_ns()
     record = IntentRecord(**identity_of(os.getpid()), acquired_ns=now, heartbeat_ns=now, what=purpose)
-    paths = [layout.intent_name(run, seq, record.token) for seq in seqs]
+    intents = [paths.intent_name(run, seq, record.token) for seq in seqs]
     try:
-        put_whole(backend, paths, encode_record(record), kind="intent")
+        put_whole(backend, intents, encode_record(record), kind="intent")
     except BaseException:
         # While this process runs, they would refuse tags.
-        for path in paths:
+        for path in intents:
             retract_intent(backend, path)
         raise
-    return paths
+    return intents
 
 
 def retract_intent(backend: Backend, path: str) -> None:
@@ -116,8 +116,8 @@ def remove_abandoned(backend: Backend, clock: Clock, run: str, *, everyone: bool
 
 
 def _paths(backend: Backend, run: str) -> list[tuple[str, int]]:
-    folder = layout.claims_folder(run)
-    claims = ((name, layout.parse_claim_file(name)) for name in backend.list_names(folder))
+    folder = paths.claims_folder(run)
+    claims = ((name, paths.parse_claim_file(name)) for name in backend.list_names(folder))
     return [(f"{folder}/{name}", claim.seq) for name, claim in claims if claim is not None and claim.kind == "intent"]
 
 
@@ -154,7 +154,7 @@ class Tags:
         self._backend = backend
         self._run = run
         self._clock = clock
-        self._folder = layout.tags_folder(run)
+        self._folder = paths.tags_folder(run)
 
     def all(self, *, is_strict: bool = False) -> dict[str, TagRecord]:
         """Return every tag by name. One that cannot be read is logged and left out.
@@ -193,7 +193,7 @@ class Tags:
             NotFoundError: There is no such tag.
             CorruptError: Its file is damaged; set the tag again.
         """
-        path = layout.tag_name(self._run, check_name(name, "tag"))
+        path = paths.tag_name(self._run, check_name(name, "tag"))
         try:
             content = self._backend.read_bytes(path, nbytes_max=_RECORD_NBYTES_MAX)
         except FileNotFoundError:
@@ -217,7 +217,7 @@ class Tags:
         Raises:
             ConflictError: The checkpoint is being dropped or demoted. The tag is as it was before.
         """
-        path = layout.tag_name(self._run, check_name(name, "tag"))
+        path = paths.tag_name(self._run, check_name(name, "tag"))
         self._refuse_if_dropped(name, seq, is_dropped)
         before: bytes | None = None
         with contextlib.suppress(FileNotFoundError, CorruptError):
@@ -237,7 +237,7 @@ class Tags:
         if is_dropped(seq):
             raise ConflictError(
                 f"seq {seq} is being dropped; tag {name!r} was not set",
-                where=self._backend.location_of(layout.tag_name(self._run, name)),
+                where=self._backend.location_of(paths.tag_name(self._run, name)),
                 todo="tag another checkpoint",
             )
         for intent in self.intents_on(seq):
@@ -251,10 +251,10 @@ class Tags:
     def remove(self, name: str) -> None:
         """Remove a tag, durably; NotFoundError if there is none."""
         self.get(name)
-        self._remove(layout.tag_name(self._run, name))
+        self._remove(paths.tag_name(self._run, name))
 
     def _replace(self, path: str, content: bytes) -> None:
-        draft = f"{layout.TMP_FOLDER}/{new_token()}.tag"
+        draft = f"{paths.TMP_FOLDER}/{new_token()}.tag"
         self._backend.create(draft, content, sync=True)
         self._backend.rename(draft, path)
         self._backend.sync_folder(self._folder)
@@ -272,16 +272,16 @@ class Tags:
 
     def declare_all(self, seqs: Sequence[int], purpose: str) -> list[str]:
         """Write intents to drop or demote all of these seqs, durably; return their paths."""
-        paths = make_intents(self._backend, self._clock, self._run, seqs, purpose)
+        intents = make_intents(self._backend, self._clock, self._run, seqs, purpose)
         try:
-            self._backend.sync_folder(layout.claims_folder(self._run))
+            self._backend.sync_folder(paths.claims_folder(self._run))
         except BaseException:
             # While this process runs, they would refuse tags.
-            for path in paths:
+            for path in intents:
                 with contextlib.suppress(CkstoreError):
                     self.retract(path)
             raise
-        return paths
+        return intents
 
     def retract(self, path: str) -> None:
         """Remove an intent. After a crash, the next collection removes it."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ckstore.config import is_name
 from ckstore.errors import BackendError, is_refused
-from ckstore.format import paths as layout
+from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Backend, Distant, FileInfo
@@ -80,12 +80,12 @@ class Trash:
 
     def folders(self) -> list[str]:
         """Return the ids of all trash folders."""
-        return [name for name in self._backend.list_names(layout.TRASH_FOLDER) if layout.is_token(name)]
+        return [name for name in self._backend.list_names(paths.TRASH_FOLDER) if paths.is_token(name)]
 
     def contents(self) -> list[TrashFolder]:
         """Return all trash folders and their files, the oldest first. Empty folders are included."""
         if isinstance(self._backend, Distant):
-            found = self._bucket_contents(layout.TRASH_FOLDER)
+            found = self._bucket_contents(paths.TRASH_FOLDER)
         else:
             found = [self.read_folder(gc_id) for gc_id in self.folders()]
         return sorted(found, key=lambda folder: (folder.made_ns or 0, folder.gc_id))
@@ -93,8 +93,8 @@ class Trash:
     def read_folder(self, gc_id: str) -> TrashFolder:
         """Return the files of one folder; none if it does not exist."""
         if isinstance(self._backend, Distant):
-            return next(iter(self._bucket_contents(layout.trash_folder(gc_id))), TrashFolder(gc_id, None, (), ()))
-        info = self._backend.stat(layout.trash_folder(gc_id))
+            return next(iter(self._bucket_contents(paths.trash_folder(gc_id))), TrashFolder(gc_id, None, (), ()))
+        info = self._backend.stat(paths.trash_folder(gc_id))
         made_ns = info.modified_ns or None if info is not None else None
         return TrashFolder(gc_id, made_ns, tuple(self._packs_in(gc_id)), tuple(self._manifests_in(gc_id)))
 
@@ -104,15 +104,15 @@ class Trash:
         files: dict[str, list[tuple[list[str], str, FileInfo]]] = {}
         for path, info in self._backend.list_deep(folder):
             _, gc_id, *rest = path.split("/")
-            if layout.is_token(gc_id):
+            if paths.is_token(gc_id):
                 files.setdefault(gc_id, []).append((rest, path, info))
         found = []
         for gc_id, entries in sorted(files.items()):
             packs, manifests = [], []
             for rest, path, info in entries:
-                pack_id = layout.parse_pack_file(rest[1]) if len(rest) == 2 and rest[0] == "packs" else None
+                pack_id = paths.parse_pack_file(rest[1]) if len(rest) == 2 and rest[0] == "packs" else None
                 is_manifest = len(rest) == 3 and rest[0] == "manifests" and is_name(rest[1])
-                name = layout.parse_manifest_file(rest[1], rest[2]) if is_manifest else None
+                name = paths.parse_manifest_file(rest[1], rest[2]) if is_manifest else None
                 if pack_id is not None:
                     packs.append(TrashedPack(pack_id, path, info.nbytes))
                 elif name is not None:
@@ -122,17 +122,17 @@ class Trash:
         return found
 
     def _packs_in(self, gc_id: str) -> Iterator[TrashedPack]:
-        folder = layout.trash_packs_folder(gc_id)
+        folder = paths.trash_packs_folder(gc_id)
         for file in self._backend.list_names(folder):
-            pack_id, info = layout.parse_pack_file(file), self._backend.stat(f"{folder}/{file}")
+            pack_id, info = paths.parse_pack_file(file), self._backend.stat(f"{folder}/{file}")
             if pack_id is not None and info is not None:
                 yield TrashedPack(pack_id, f"{folder}/{file}", info.nbytes)
 
     def _manifests_in(self, gc_id: str) -> Iterator[TrashedManifest]:
-        above = f"{layout.trash_folder(gc_id)}/manifests"
+        above = f"{paths.trash_folder(gc_id)}/manifests"
         for run in filter(is_name, self._backend.list_names(above)):
             for file in self._backend.list_names(f"{above}/{run}"):
-                name, info = layout.parse_manifest_file(run, file), self._backend.stat(f"{above}/{run}/{file}")
+                name, info = paths.parse_manifest_file(run, file), self._backend.stat(f"{above}/{run}/{file}")
                 if name is not None and info is not None:
                     yield TrashedManifest(name, f"{above}/{run}/{file}", info.nbytes)
 
@@ -141,19 +141,19 @@ class Trash:
     def new_packs_folder(self) -> str:
         """Make a new folder for packs, durably; return its id."""
         gc_id = new_token()
-        make_durable_folder(self._backend, layout.trash_packs_folder(gc_id))
+        make_durable_folder(self._backend, paths.trash_packs_folder(gc_id))
         return gc_id
 
     def move_packs(self, pack_ids: list[PackId], gc_id: str) -> list[PackId]:
         """Move packs to a trash folder, durably; return those that were still in place."""
-        folder, moved = layout.trash_packs_folder(gc_id), []
+        folder, moved = paths.trash_packs_folder(gc_id), []
         for pack_id in pack_ids:
             with contextlib.suppress(FileNotFoundError):
-                self._backend.rename(layout.pack_name(pack_id), f"{folder}/{layout.pack_file(pack_id)}")
+                self._backend.rename(paths.pack_name(pack_id), f"{folder}/{paths.pack_file(pack_id)}")
                 moved.append(pack_id)
         if moved:
             self._backend.sync_folder(folder)
-            for source in sorted({layout.pack_folder(pack_id) for pack_id in moved}):
+            for source in sorted({paths.pack_folder(pack_id) for pack_id in moved}):
                 self._backend.sync_folder(source)
         return moved
 
@@ -166,7 +166,7 @@ class Trash:
         """
         refused: BackendError | None = None
         for gc_id in self.folders():
-            name = f"{layout.trash_packs_folder(gc_id)}/{layout.pack_file(pack_id)}"
+            name = f"{paths.trash_packs_folder(gc_id)}/{paths.pack_file(pack_id)}"
             try:
                 exists = self._backend.stat(name) is not None
             except BackendError as error:
@@ -187,9 +187,9 @@ class Trash:
         once more. Nothing is moved in a bucket, and each check costs a request, so there the paths are tried once.
         """
         for _ in range(1 if isinstance(self._backend, Distant) else _ROUNDS):
-            yield layout.pack_name(pack_id)
+            yield paths.pack_name(pack_id)
             yield from self.find_pack(pack_id)
-        yield layout.pack_name(pack_id)
+        yield paths.pack_name(pack_id)
 
     def rescue_pack(self, pack_id: PackId) -> bool:
         """Move a pack from the trash back into place, durably; return whether the trash had it."""
@@ -197,7 +197,7 @@ class Trash:
         try:
             for name in self.find_pack(pack_id):
                 has_found = True
-                if self.put_back(name, layout.pack_name(pack_id)):
+                if self.put_back(name, paths.pack_name(pack_id)):
                     break
         except BackendError as error:
             if not is_refused(error):
@@ -227,22 +227,22 @@ class Trash:
             return True
         return False
 
-    def sync(self, paths: list[str]) -> None:
+    def sync(self, names: list[str]) -> None:
         """Make the deletion of these files durable."""
-        for folder in sorted({path.rsplit("/", 1)[0] for path in paths}):
+        for folder in sorted({name.rsplit("/", 1)[0] for name in names}):
             with contextlib.suppress(FileNotFoundError):
                 self._backend.sync_folder(folder)
 
     def remove_if_empty(self, gc_id: str) -> bool:
         """Remove a folder without files; return whether it is gone."""
-        top = layout.trash_folder(gc_id)
+        top = paths.trash_folder(gc_id)
         manifests = f"{top}/manifests"
         runs = [f"{manifests}/{run}" for run in self._backend.list_names(manifests)]
-        for folder in (*runs, manifests, layout.trash_packs_folder(gc_id), top):
+        for folder in (*runs, manifests, paths.trash_packs_folder(gc_id), top):
             if self._backend.list_names(folder):
                 return False
             # Another collector may have removed it, or it may contain a foreign file.
             with contextlib.suppress(FileNotFoundError, BackendError):
                 self._backend.remove_folder(folder)
-        self._backend.sync_folder(layout.TRASH_FOLDER)
+        self._backend.sync_folder(paths.TRASH_FOLDER)
         return True

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ckstore.codec import chunk_codec, kernels
-from ckstore.codec.byte_codecs import ConstCodec, Lz4Codec, ZstdCodec
-from ckstore.codec.byte_codecs import compress as compress_lz4
+from ckstore.codec.byte_codecs import ConstCodec, Lz4Codec, ZstdCodec, compress_lz4
 from ckstore.hashing import digest_of
 
 FOLDER = Path(__file__).parent
