@@ -43,8 +43,8 @@ MODULES: dict[str, list[str]] = {
     ],
     "store/manifests.py": ["unit/store", "durability/test_failing_calls.py", "durability/test_power_cut_states.py"],
     "store/lease.py": ["unit/store", "unit/background/test_lent_lease.py"],
-    "store/history.py": ["unit/ops/gc", "unit/store", "integration/test_history.py", "durability/test_collection.py"],
-    "ops/gc/collect.py": ["unit/ops/gc", "durability/test_gc_races.py", "durability/test_collection.py"],
+    "store/history.py": ["unit/ops/gc", "unit/store", "integration/test_history.py", "durability/test_gc_crashes.py"],
+    "ops/gc/collect.py": ["unit/ops/gc", "durability/test_gc_races.py", "durability/test_gc_crashes.py"],
     "commit/commit.py": ["unit/commit", "integration/test_promises.py", "durability/test_failing_calls.py"],
     "commit/chunk_writer.py": [
         "unit/commit",

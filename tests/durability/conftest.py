@@ -1,4 +1,4 @@
-"""Say what this machine can do."""
+"""Fixtures that skip tests which this machine cannot run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def strace():
-    """Skip where strace is absent or may not trace."""
+    """Skip where strace is missing or may not trace."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
 

@@ -1,6 +1,6 @@
-"""Protects every way a pack can be moved: each engine, with and without O_DIRECT, on each kind of folder.
+"""Protects pack I/O in every configuration: each engine, with and without O_DIRECT, on each kind of file system.
 
-Where rings are refused, the bytes come back all the same, and the log says once what was chosen instead.
+Where io_uring is refused, packs are still written, and the log names the replacement once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def overlay(base, unmount):
 
 
 def run_child(server, folder, **job):
-    """Commit and restore in a child; return its exit code, the engine used, and what it logged."""
+    """Commit and restore in a child; return its exit code, the engine used, and its log."""
     acks = folder / f"acks-{time.monotonic_ns()}"
     place = folder / f"store-{time.monotonic_ns()}"
     server.start(scenario="large", place=str(place), acks=str(acks), **job)
@@ -78,7 +78,7 @@ def run_child(server, folder, **job):
 
 @pytest.mark.parametrize("try_direct", [True, False])
 @pytest.mark.parametrize("engine", [pytest.param("uring", marks=pytest.mark.uring), "pwrite"])
-def test_each_engine_brings_bytes_back(server, folder, engine, try_direct):
+def test_each_engine_round_trip(server, folder, engine, try_direct):
     code, engines, _, error = run_child(server, folder, engine=engine, try_direct=try_direct)
     assert (code, engines) == (0, {engine}), error
 
@@ -86,20 +86,20 @@ def test_each_engine_brings_bytes_back(server, folder, engine, try_direct):
 @pytest.mark.deep(parts=3)
 @pytest.mark.uring
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
-def test_refused_ring_is_replaced_by_pwrite_and_logged_once(server, folder, number):
-    code, engines, said, error = run_child(server, folder, engine="auto", refuse=number)
+def test_refused_ring_is_replaced_by_pwrite_with_log(server, folder, number):
+    code, engines, summary, error = run_child(server, folder, engine="auto", refuse=number)
     assert (code, engines) == (0, {"pwrite"}), error
-    assert len(said) == 1
-    assert errno.errorcode[number] in said[0]
+    assert len(summary) == 1
+    assert errno.errorcode[number] in summary[0]
 
 
-def test_refused_ring_that_was_asked_for_is_an_error(server, tmp_path):
+def test_refused_explicit_ring_is_an_error(server, tmp_path):
     code, _, _, error = run_child(server, tmp_path, engine="uring", refuse=errno.EPERM)
     assert code == 3
     assert "UnsupportedError" in error
 
 
-def test_ordinary_memlock_limit_is_enough(server, tmp_path):
-    code, engines, said, error = run_child(server, tmp_path, engine="auto", memlock_nbytes=8 << 20)
+def test_default_memlock_limit_is_enough(server, tmp_path):
+    code, engines, summary, error = run_child(server, tmp_path, engine="auto", memlock_nbytes=8 << 20)
     assert code == 0, error
-    assert engines == {"uring"} or said
+    assert engines == {"uring"} or summary

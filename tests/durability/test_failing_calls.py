@@ -1,7 +1,7 @@
-"""Protects commits from media that fail: every call in turn, once and for ever, with every errno of the programme.
+"""Protects commits against I/O errors: every call in turn, once and permanently, with every errno.
 
-A commit succeeds or raises an error of ckstore; in either case what was acknowledged stays, with and without a
-power cut right afterwards, and the next commit works. Each programme ends with a run that passes untouched.
+A commit succeeds or raises an error of ckstore. In both cases acknowledged checkpoints stay, with and without a power
+cut right afterwards, and the next commit works. Each test ends with a run in which no call fails.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import pytest
 from ckstore.errors import CkstoreError
 from support import crash_scenarios
 from support.crash_states import crash_states
-from support.failing_calls import Run, check_each, deaths, die_then_go_on_then_cut, failing_runs
+from support.failing_calls import Run, check_each, crash_points, crash_then_continue_then_cut, failing_runs
 from support.faults import SYNC_SITES, WRITE_ERRNOS, Fault, FaultyBackend
 from support.simfs import SimFS
 
 THOROUGH = (errno.EIO, errno.ENOSPC)
-"""What is on the disk afterwards differs little between errnos: one of each kind is checked in every way."""
+"""The disk afterwards differs little between errnos, so one errno of each kind gets the full check."""
 
 POINTS_MIN = {"commit": 40, "recommit": 70, "maintain": 100, "repack": 280, "read": 40}
-"""How many calls each verb makes at least; each is failed with every errno, once and for ever."""
+"""Minimum number of calls of each operation; each call fails with every errno, once and permanently."""
 
 ERRNOS = {"repack": THOROUGH}
 POINTS_MIN_ALL = sum(2 * count * len(ERRNOS.get(verb, WRITE_ERRNOS)) for verb, count in POINTS_MIN.items())
@@ -39,7 +39,7 @@ def prepared():
 
 
 DEATHS = {"commit": 1, "recommit": 1, "maintain": 1, "repack": 7, "first": 1, "collect": 9}
-"""At each how many-th call of a verb its process dies."""
+"""Interval of the calls of an operation at which the process dies."""
 
 
 @pytest.mark.deep(parts=8)
@@ -49,7 +49,7 @@ DEATHS = {"commit": 1, "recommit": 1, "maintain": 1, "repack": 7, "first": 1, "c
 @pytest.mark.parametrize("scenario", POINTS_MIN)
 def test_verb_with_a_failing_call_loses_nothing(prepared, sample, note, scenario, for_ever):
     errnos = ERRNOS.get(scenario, WRITE_ERRNOS)
-    # A repack makes hundreds of calls; power cuts during one have a programme of their own.
+    # A repack makes hundreds of calls; power cuts during a repack have their own test.
     thorough, cut = (THOROUGH[:1], ()) if scenario == "repack" else (THOROUGH, THOROUGH)
     runs = failing_runs(prepared, scenario, errnos, partial(sample.part, parts=8), for_ever=for_ever)
     points = check_each(runs, cuts=cut.__contains__, goes_on=thorough.__contains__)
@@ -62,37 +62,37 @@ def test_verb_with_a_failing_call_loses_nothing(prepared, sample, note, scenario
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize(("number", "for_ever"), [(errno.EIO, False), (errno.ENOSPC, True)])
-def test_making_a_store_with_a_failing_call_leaves_one_that_can_be_made(prepared, sample, number, for_ever):
+def test_failed_init_can_be_repeated(prepared, sample, number, for_ever):
     runs = failing_runs(prepared, "first", [number], partial(sample.part, parts=8), for_ever=for_ever)
     assert check_each(runs, cuts=lambda number: False) > (500 if sample.is_whole else 0)
 
 
-def test_lost_answer_of_a_link_is_recognized_or_raises(prepared):
+def test_link_without_answer_is_recognized_or_raises(prepared):
     sites = frozenset({"link", "rename", "rename_new"})
     assert check_each(failing_runs(prepared, "commit", [errno.EIO], sites=sites, is_late=True)) == 2
 
 
-def test_sync_that_fails_once_leads_to_a_new_pack_or_raises(prepared):
+def test_failed_sync_leads_to_new_pack_or_raises(prepared):
     for run in failing_runs(prepared, "commit", [errno.EIO], sites=SYNC_SITES):
         run.check(cuts=True)
-        is_pack = any(struck.startswith("pack.finish") for struck in run.struck)
+        is_pack = any(disturbed.startswith("pack.finish") for disturbed in run.disturbed)
         if is_pack:
-            assert run.error is None, f"{run.struck}: the commit did not take a new pack"
-            failed = run.struck[0].split()[1]
+            assert run.error is None, f"{run.disturbed}: the commit did not take a new pack"
+            failed = run.disturbed[0].split()[1]
             assert failed not in {op.path for op in run.disk.log if op.kind == "sync data" and op.path == failed}
         else:
             assert run.error is None or not run.new_acks
 
 
-def test_sync_that_fails_for_ever_raises(prepared):
+def test_permanently_failing_sync_raises(prepared):
     for run in failing_runs(prepared, "commit", [errno.EIO], sites=SYNC_SITES, for_ever=True):
         run.check(cuts=True)
-        if any(struck.startswith("pack.finish") for struck in run.struck):
+        if any(disturbed.startswith("pack.finish") for disturbed in run.disturbed):
             assert run.error is not None
             assert not run.new_acks
 
 
-def test_handle_commits_again_after_a_failed_commit(prepared):
+def test_handle_works_after_failed_commit(prepared):
     tree, acks = prepared
     for at in range(1, 400):
         disk = SimFS(tree)
@@ -106,8 +106,8 @@ def test_handle_commits_again_after_a_failed_commit(prepared):
                 backend.fault = None
                 crash_scenarios.commit(store, 101, 50, new_acks.append)
             backend.fault = None
-            crash_scenarios.check_kept(store, crash_scenarios.Promises.of([*acks, *new_acks]))
-        if not backend.struck:
+            crash_scenarios.check_acknowledged(store, crash_scenarios.Acknowledged.of([*acks, *new_acks]))
+        if not backend.disturbed:
             return
     raise AssertionError("no run passed untouched")
 
@@ -116,11 +116,11 @@ def test_handle_commits_again_after_a_failed_commit(prepared):
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize("scenario", DEATHS)
-def test_process_that_died_at_any_call_costs_the_next_one_nothing(prepared, sample, note, scenario):
-    points = sample.part(deaths(prepared, scenario, every=DEATHS[scenario]), parts=10)
+def test_next_process_works_after_death_at_any_call(prepared, sample, note, scenario):
+    points = sample.part(crash_points(prepared, scenario, every=DEATHS[scenario]), parts=10)
     states, lost = 0, []
     for at in points:
-        found, losses = die_then_go_on_then_cut(prepared, scenario, at)
+        found, losses = crash_then_continue_then_cut(prepared, scenario, at)
         states += found
         lost += losses
     note(f"deaths and then power cuts, {scenario}: {len(points)} deaths, {states} states, {len(lost)} lost")
@@ -128,7 +128,7 @@ def test_process_that_died_at_any_call_costs_the_next_one_nothing(prepared, samp
     assert states > len(points) > 0
 
 
-def test_store_that_a_dead_process_did_not_sync_is_made_durable_by_the_next(prepared):
+def test_next_process_syncs_an_unsynced_store(prepared):
     calls = Run(prepared, "first", None).backend.calls
     # The probe links twice; the third link makes store.json, and a sync of the root follows.
     after_link = [number for number, call in enumerate(calls, start=1) if call == "link"][2] + 1
@@ -139,4 +139,4 @@ def test_store_that_a_dead_process_did_not_sync_is_made_durable_by_the_next(prep
         crash_scenarios.commit(store, 300, 300, acks.append)
     for state in crash_states(run.disk, seed=1, points={len(run.disk.log)}):
         with crash_scenarios.open_store(state.disk) as store:
-            crash_scenarios.check_kept(store, crash_scenarios.Promises.of(acks))
+            crash_scenarios.check_acknowledged(store, crash_scenarios.Acknowledged.of(acks))

@@ -1,6 +1,6 @@
-"""Protects the protocol of collections and replacements: every interleaving of the model, and models that must break.
+"""Protects the protocol of collections and replacements: model checks of every interleaving, and of broken variants.
 
-The state counts are part of what is expected: a model that visits fewer states has gone blind.
+The number of visited states is part of the expectation: a model that visits fewer states checks less.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from support import gc_model
 from support.gc_rules import PackRules, ReplaceRules
 
 STATES_LARGE = 100_000
-"""Models with more states than this take seconds, and are programmes of their own."""
+"""Models with more states than this take seconds, and are deep tests."""
 SMALL = [row for row in gc_model.EXPECTED if row[2] <= STATES_LARGE]
 LARGE = [row for row in gc_model.EXPECTED if row[2] > STATES_LARGE]
 
@@ -24,17 +24,17 @@ def check(rules, states, is_safe):
 
 
 @pytest.mark.parametrize(("rules", "states", "is_safe"), [row[1:] for row in SMALL], ids=[row[0] for row in SMALL])
-def test_model_is_safe_exactly_where_the_protocol_is_whole(rules, states, is_safe):
+def test_model_is_safe_only_with_full_protocol(rules, states, is_safe):
     check(rules, states, is_safe)
 
 
 @pytest.mark.deep(parts=6)
 @pytest.mark.parametrize(("rules", "states", "is_safe"), [row[1:] for row in LARGE], ids=[row[0] for row in LARGE])
-def test_large_model_is_safe_exactly_where_the_protocol_is_whole(rules, states, is_safe):
+def test_large_model_is_safe_only_with_full_protocol(rules, states, is_safe):
     check(rules, states, is_safe)
 
 
-def test_whole_protocol_and_its_ablations_are_all_searched():
+def test_every_variant_is_searched():
     names = [name for name, *_ in gc_model.EXPECTED]
     assert sum(is_safe for *_, is_safe in gc_model.EXPECTED) == 12
     assert len(set(names)) == len(names) == 33
@@ -43,7 +43,7 @@ def test_whole_protocol_and_its_ablations_are_all_searched():
     assert any(rules == ReplaceRules() for _, rules, _, _ in gc_model.EXPECTED)
 
 
-def test_table_shows_each_violation_with_its_trace_and_what_was_not_expected(capsys, monkeypatch):
+def test_table_shows_traces_and_unexpected_rows(capsys, monkeypatch):
     rows = {name: (name, *facts) for name, *facts in gc_model.EXPECTED}
     broken = rows["without recheck before purge"]
     monkeypatch.setattr("sys.argv", ["gc_model.py", "--trace"])

@@ -1,4 +1,4 @@
-"""Protects manifests that are published while a collection is between two of its steps: one test for each order."""
+"""Protects manifests that are published between two steps of a collection: one test for each order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from support.gc_histories import (
     HOUR,
     LAST_ONE,
     check_restores,
+    other_handle,
     commit_all,
-    keeper,
     once,
     pack_of,
     packs_in_place,
@@ -40,8 +40,8 @@ def store(backend, clock):
         yield opened
 
 
-def publish_again(store, manifest):
-    """Publish an entry that names packs which nobody names any more, as a writer does that knew them before."""
+def republish(store, manifest):
+    """Publish an entry that names packs which no other manifest names, as a writer does that knew them before."""
     manifests = repository_of(store).manifests
     seq = manifests.claim(manifests.listing().claimed_max + 1)
     again = republished(manifest, seq=seq, time_ns=repository_of(store).clock.now_ns(), is_archival=False)
@@ -62,90 +62,90 @@ def dropped(store):
     return manifest
 
 
-def test_manifest_published_before_the_move_keeps_its_pack(store, backend, dropped, monkeypatch):
+def test_publish_before_move_keeps_pack(store, backend, dropped, monkeypatch):
     looks = []
     look = Marker.mark
 
     def publish_at_the_second(marker):
         looks.append(1)
         if len(looks) == 3:
-            publish_again(store, dropped)
+            republish(store, dropped)
         return look(marker)
 
     monkeypatch.setattr(Marker, "mark", publish_at_the_second)
-    report = keeper(store).gc(now=True)
+    report = other_handle(store).gc(now=True)
     assert report.done.moved_packs == 0, "the second look before the move has seen it"
     assert len(report.plan.moves) == 1
     same(store, 1, 1)
 
 
-def test_manifest_published_after_the_move_gets_its_pack_back_before_the_purge(store, backend, dropped, monkeypatch):
-    once(monkeypatch, Trash, "move_packs", before=lambda: publish_again(store, dropped))
-    report = keeper(store).gc(now=True)
+def test_publish_after_move_gets_pack_back(store, backend, dropped, monkeypatch):
+    once(monkeypatch, Trash, "move_packs", before=lambda: republish(store, dropped))
+    report = other_handle(store).gc(now=True)
     assert (report.done.moved_packs, report.done.rescued) == (1, 1)
     same(store, 1, 1)
     assert store.verify("decode").is_clean
 
 
-def test_manifest_published_after_the_last_look_is_rescued_by_its_writer(store, backend, dropped, monkeypatch):
-    """A writer looks for its packs after it has published, and takes them out of the trash before they go."""
+def test_publish_after_last_check_rescues_pack(store, backend, dropped, monkeypatch):
+    """A writer verifies its packs after publishing, and moves them back from the trash before they are purged."""
     published = []
 
     def publish_and_verify():
-        published.append(publish_again(store, dropped))
+        published.append(republish(store, dropped))
         assert repository_of(store).rescue_packs(published[0].packs) == set()
 
     once(monkeypatch, Trash, "unlink", before=publish_and_verify)
-    report = keeper(store).gc(now=True)
+    report = other_handle(store).gc(now=True)
     assert published
     assert report.done.freed_files <= 1, "a manifest in the trash at most"
     same(store, 1, 1)
 
 
-def test_writer_that_publishes_after_the_purge_finds_its_pack_lost(store, backend, dropped):
-    keeper(store).gc(now=True)
-    again = publish_again(store, dropped)
+def test_publish_after_purge_reports_lost_pack(store, backend, dropped):
+    other_handle(store).gc(now=True)
+    again = republish(store, dropped)
     assert repository_of(store).rescue_packs(again.packs), "then it withdraws, and nothing was acknowledged"
 
 
-def test_commit_whose_packs_are_collected_before_it_is_published_writes_them_again(store, backend, monkeypatch):
-    """To a collector, the unpublished packs of a writer that was stopped for long are garbage like any other."""
+def test_commit_rewrites_collected_packs(store, backend, monkeypatch):
+    """The unpublished packs of a writer that was stopped for long look like garbage to a collector."""
     manifests = type(repository_of(store).manifests)
-    once(monkeypatch, manifests, "publish", before=lambda: keeper(store).gc(now=True, min_age=0))
+    once(monkeypatch, manifests, "publish", before=lambda: other_handle(store).gc(now=True, min_age=0))
     receipt = store.commit(state_of(7), 7)
     same(store, 7, 7)
     assert receipt.seq == 4, "what was published first is withdrawn, and its seq never given again"
     assert store.verify("decode").is_clean
 
 
-def test_commit_whose_packs_are_in_the_trash_brings_them_back(store, backend, monkeypatch):
+def test_commit_rescues_packs_from_trash(store, backend, monkeypatch):
     manifests = type(repository_of(store).manifests)
-    once(monkeypatch, manifests, "publish", before=lambda: keeper(store).gc(min_age=0))
+    once(monkeypatch, manifests, "publish", before=lambda: other_handle(store).gc(min_age=0))
     assert store.commit(state_of(7), 7).seq == 3
     same(store, 7, 7)
     assert store.verify("decode").is_clean
 
 
-def test_reader_that_has_opened_its_packs_reads_on_while_they_are_freed(folder):
+def test_reader_with_open_packs_survives_purge(folder):
     with ckstore.open(folder) as store:
         commit_all(store, [0, 1])
         file = repository_of(store).backend.open_read(pack_of(store, 0))
         size = file.nbytes
-        keeper(store).gc(LAST_ONE, now=True, repack_nbytes_max=1 << 30)
+        other_handle(store).gc(LAST_ONE, now=True, repack_nbytes_max=1 << 30)
         assert file.read_at(0, 8) == b"CKPACK\x00\x01"
         assert file.nbytes == size
         file.close()
 
 
-def test_two_collections_that_take_turns_lose_nothing(store, backend, monkeypatch):
-    once(monkeypatch, Trash, "move_packs", before=lambda: keeper(store).gc(LAST_ONE, now=True))
-    report = keeper(store).gc(LAST_ONE, now=True)
+def test_interleaved_collections_lose_nothing(store, backend, monkeypatch):
+    once(monkeypatch, Trash, "move_packs", before=lambda: other_handle(store).gc(LAST_ONE, now=True))
+    report = other_handle(store).gc(LAST_ONE, now=True)
     assert report.done.moved_packs == 0, "the other one was faster"
     check_restores(store, [2])
-    assert keeper(store).gc(LAST_ONE, now=True).plan.is_empty
+    assert other_handle(store).gc(LAST_ONE, now=True).plan.is_empty
 
 
-def test_collection_that_was_killed_in_the_trash_is_finished_by_the_next(store, backend, monkeypatch):
+def test_next_collection_completes_killed_purge(store, backend, monkeypatch):
     class Killed(BaseException):
         pass
 
@@ -154,15 +154,15 @@ def test_collection_that_was_killed_in_the_trash_is_finished_by_the_next(store, 
 
     once(monkeypatch, Trash, "move_packs", after=die)
     with pytest.raises(Killed):
-        keeper(store).gc(LAST_ONE, now=True)
+        other_handle(store).gc(LAST_ONE, now=True)
     packs = packs_in_place(backend)
-    report = keeper(store).gc(now=True)
+    report = other_handle(store).gc(now=True)
     assert report.done.freed_files >= 1
     assert packs_in_place(backend) == packs
     check_restores(store, [2])
 
 
-def test_run_that_is_begun_during_a_look_is_seen(store, backend, clock, monkeypatch):
+def test_run_created_during_listing_is_seen(store, backend, clock, monkeypatch):
     once(monkeypatch, type(repository_of(store)), "runs", before=None, after=lambda: begin(backend, clock))
     look = Marker(repository_of(store)).mark()
     assert "late" in look.dropped
@@ -174,7 +174,7 @@ def begin(backend, clock):
         commit_all(late, [5])
 
 
-def test_manifest_that_vanishes_between_listing_and_reading_is_looked_for_again(store, backend, monkeypatch):
+def test_vanished_manifest_is_listed_again(store, backend, monkeypatch):
     from dataclasses import replace
 
     manifest = repository_of(store).manifests.load(repository_of(store).manifests.listing().names[1])
@@ -189,8 +189,8 @@ def test_manifest_that_vanishes_between_listing_and_reading_is_looked_for_again(
     assert sorted((name.seq, name.generation) for name in look.manifests) == [(0, 0), (1, 1), (2, 0)]
 
 
-def test_other_bytes_under_the_same_name_are_read_again(store, backend):
-    """A generation that was withdrawn leaves its name to another replacer, who has other packs."""
+def test_changed_manifest_under_same_name_is_reread(store, backend):
+    """A withdrawn generation frees its name for another replacement, which has other packs."""
     from dataclasses import replace
 
     manifest = repository_of(store).manifests.load(repository_of(store).manifests.listing().names[1])
@@ -205,21 +205,21 @@ def test_other_bytes_under_the_same_name_are_read_again(store, backend):
     assert bytes(range(16)) in marker.mark().named
 
 
-def test_gc_drops_nothing_if_the_pack_of_the_newest_one_is_freed_meanwhile(store, backend, monkeypatch):
+def test_gc_drops_nothing_if_newest_loses_its_pack(store, backend, monkeypatch):
     """A manifest whose pack is in the trash counts as whole, because the pack is moved back; here it is freed first."""
     path, gc_id = pack_of(store, 2), repository_of(store).trash.new_packs_folder()
     trashed = f"trash/{gc_id}/packs/{path.rsplit('/')[-1]}"
     backend.rename(path, trashed)
     once(monkeypatch, Trash, "rescue_pack", before=lambda: backend.unlink(trashed))
-    report = keeper(store).gc(LAST_ONE)
+    report = other_handle(store).gc(LAST_ONE)
     assert [name.step for name in report.plan.drops] == [0, 1]
     assert report.done.dropped == []
     assert all("was freed" in why for why in report.done.spared.values())
     same(store, 1, 1)
 
 
-def test_delete_ends_when_its_trash_is_freed_between_two_of_its_files(disk_store, monkeypatch):
-    """A collector that frees immediately takes the folder with what was moved so far; the rest goes to another one."""
+def test_delete_survives_purge_of_its_trash(disk_store, monkeypatch):
+    """A collector frees the trash folder with the files moved so far; the rest goes to a new folder."""
     commit_all(disk_store, [1, 2])
     parts, taken = repository_of(disk_store), []
     rename = parts.backend.rename
@@ -241,13 +241,13 @@ def test_delete_ends_when_its_trash_is_freed_between_two_of_its_files(disk_store
     assert disk_store.steps() == []
 
 
-def test_delete_of_a_checkpoint_that_was_dropped_meanwhile_says_so(store, monkeypatch):
-    """Found by a storm of 15,000 commits: the collector comes between finding the checkpoint and listing its step."""
+def test_delete_reports_concurrently_dropped(store, monkeypatch):
+    """Found by a stress test: the collector runs between finding the checkpoint and listing its step."""
     resolve = history.resolve
 
     def dropped_meanwhile(parts, reference):
         name = resolve(parts, reference)
-        keeper(store).gc(LAST_ONE)
+        other_handle(store).gc(LAST_ONE)
         return name
 
     monkeypatch.setattr(history, "resolve", dropped_meanwhile)

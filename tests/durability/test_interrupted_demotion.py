@@ -1,4 +1,4 @@
-"""Protects checkpoints that are being demoted: wherever it ends, each is there in its exact or in its new form."""
+"""Protects checkpoints during a demotion: wherever it stops, each one exists in its exact or in its new form."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SEED = 515
 COUNT = 5
 WANTED = DemotePolicy(keep_newest=2, keep_every=0)
 FINISHED_EVERY = 20
-"""In each so many-th state, the demotion is done again."""
+"""Interval of the states in which the demotion is repeated."""
 
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("ignore")]
 
 
 @functools.lru_cache(maxsize=32)
 def state_of(step):
-    """Return the state of a step: weights that move, moments, and something that stays."""
+    """Return the state of a step: weights that change, moments, and a constant part."""
     rng = np.random.default_rng(step)
     weights = np.random.default_rng(0).standard_normal((64, 70))
     moves = [np.random.default_rng(number).standard_normal((64, 70)) * 1e-3 for number in range(step)]
@@ -55,7 +55,7 @@ def filled(place):
 
 @functools.lru_cache(maxsize=1)
 def demoted_states():
-    """Return what every step holds when the demotion was not disturbed."""
+    """Return the state of every step after an undisturbed demotion."""
     with crash_scenarios.open_store(filled(MemoryBackend())) as store:
         report = store.demote(policy=WANTED)
         assert [entry.is_done for entry in report.entries] == [False, False, True, True, True]
@@ -63,7 +63,7 @@ def demoted_states():
 
 
 def check(place):
-    """Every checkpoint is as it was or as it becomes, and the two newest are as they were."""
+    """Every checkpoint has its old or its new form, and the two newest have the old one."""
     with crash_scenarios.open_store(place) as store:
         by_step = {info.step: info for info in store.log()}
         assert sorted(by_step) == list(range(COUNT))
@@ -78,7 +78,7 @@ def check(place):
 
 
 def finish(place):
-    """What was interrupted can be done again, and then everything is as it was to be."""
+    """The interrupted demotion can be repeated, and then everything has its final form."""
     with crash_scenarios.open_store(place) as store:
         store.demote(policy=WANTED)
         for step in range(COUNT):
@@ -98,7 +98,7 @@ def recorded(wrap=lambda disk: disk):
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
-def test_demotion_that_ends_at_any_step_leaves_every_checkpoint(sample, note):
+def test_power_cut_in_demotion_loses_nothing(sample, note):
     disk = recorded()
     points = sample.part(range(len(disk.log) + 1), parts=40)
     count, finished, checked = 0, 0, CheckedStates()
@@ -117,18 +117,18 @@ def test_demotion_that_ends_at_any_step_leaves_every_checkpoint(sample, note):
     assert finished > 0
 
 
-def test_demotion_keeps_the_order_of_syncs():
+def test_demotion_follows_sync_order():
     assert order_violations(recorded().log) == []
 
 
 @pytest.mark.parametrize("skips", ["pack data", "folder packs", "folder manifests"])
-def test_demotion_without_one_sync_breaks_the_ordering_rules(skips):
+def test_demotion_without_one_sync_breaks_order(skips):
     disk = recorded(lambda disk: SyncSkippingBackend(disk, [skips]))
     assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
 
 
-def test_tag_that_is_set_while_a_checkpoint_is_demoted_is_refused():
-    class TaggedMeanwhile(MemoryBackend):
+def test_tag_during_demotion_is_refused():
+    class TaggingBackend(MemoryBackend):
         """Lets another handle tag every checkpoint of step 1 when its demotion is declared."""
 
         seen: ClassVar[list[str]] = []
@@ -140,7 +140,7 @@ def test_tag_that_is_set_while_a_checkpoint_is_demoted_is_refused():
                     other.tag(1, "late")
                 self.seen.append(target)
 
-    backend = filled(TaggedMeanwhile())
+    backend = filled(TaggingBackend())
     with crash_scenarios.open_store(backend) as store:
         store.demote(policy=WANTED)
         assert store.tags() == {}

@@ -1,6 +1,6 @@
-"""Protects checkpoints from a repair that dies or loses power: each stays as it was or becomes what it was to be.
+"""Protects checkpoints during a repair that is killed or loses power: each keeps its old form or gets its new one.
 
-Another repair completes what one has left.
+Another repair completes the work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WRITING = frozenset(
 
 
 def damaged():
-    """Return a disk with a torn manifest, a pack without its tail, and a flipped byte in a difference."""
+    """Return a disk with a torn manifest, a pack without its tail, and a flipped byte in a delta."""
     disk = SimFS()
     stores.fill(disk)
     with opened(disk) as store:
@@ -49,9 +49,9 @@ def change(disk, name, offset):
 
 
 def check(disk):
-    """Whatever became of the repair: what was whole is whole, and doing it again ends well."""
+    """Check that undamaged checkpoints stay intact and that a second repair succeeds."""
     with opened(disk) as store:
-        # Damage is an error or healed already; a wrong tensor fails inside of is_right.
+        # Damage raises an error or is repaired already; a wrong tensor fails inside is_right.
         assert is_right(store, 1, STATES[1])
         for step in STEPS:
             is_right(store, step, STATES[step])
@@ -65,13 +65,13 @@ def check(disk):
         assert store.repair().entries == ()
 
 
-def test_repair_that_nothing_disturbs_does_what_the_others_are_compared_with():
+def test_undisturbed_repair_gives_expected_result():
     check(damaged())
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
-def test_power_cut_at_any_point_of_a_repair_loses_nothing(sample, note):
+def test_power_cut_in_repair_loses_nothing(sample, note):
     disk = damaged()
     with opened(disk) as store:
         store.repair(dry_run=False)
@@ -87,34 +87,34 @@ def test_power_cut_at_any_point_of_a_repair_loses_nothing(sample, note):
 
 
 def repaired(fault):
-    """Repair a damaged disk with a fault; return the disk and the calls that failed, and all that were made."""
+    """Repair a damaged disk with a fault; return the disk, the failed calls, and all calls."""
     disk = damaged()
     faulty = FaultyBackend(disk, fault)
     store = opened(faulty)
     with contextlib.suppress(CkstoreError):
-        # One that nothing disturbs must not raise: what it leaves is checked by those who call.
+        # Without a fault the repair must not raise; the callers check the result.
         store.repair(dry_run=False)
     store.close()
-    return disk, faulty.struck, faulty.calls
+    return disk, faulty.disturbed, faulty.calls
 
 
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
-def test_failing_call_at_any_point_of_a_repair_is_an_error_and_no_harm(for_ever, sample, note):
+def test_failing_call_in_repair_loses_nothing(for_ever, sample, note):
     _, _, calls = repaired(None)
     count = sum(call in WRITING for call in calls)
     points = sample.part(range(1, count + 1), parts=16)
     for number in points:
-        disk, struck, _ = repaired(Fault(number, for_ever=for_ever, sites=WRITING))
-        assert struck
+        disk, disturbed, _ = repaired(Fault(number, for_ever=for_ever, sites=WRITING))
+        assert disturbed
         check(disk)
-    _, struck, _ = repaired(Fault(count + 1, for_ever=for_ever, sites=WRITING))
-    assert not struck
+    _, disturbed, _ = repaired(Fault(count + 1, for_ever=for_ever, sites=WRITING))
+    assert not disturbed
     note(f"failing calls, repair: {len(points)} of {count} calls")
     assert len(points) > (20 if sample.is_whole else 0)
 
 
-def test_repair_on_a_full_disk_raises_and_leaves_everything_as_it_was():
+def test_repair_on_full_disk_changes_nothing():
     disk = damaged()
     sites = frozenset({"pack.write", "create_pack"})
     faulty = FaultyBackend(disk, Fault(1, errno=errno.ENOSPC, for_ever=True, sites=sites))

@@ -17,7 +17,7 @@ class Killed(BaseException):
 
 
 class KilledAfterLink(SyncSkippingBackend):
-    """Dies when the next generation of a manifest has got its name, before that is durable."""
+    """Dies after linking the next generation of a manifest, before the link is durable."""
 
     is_dead = False
 
@@ -31,7 +31,7 @@ class KilledAfterLink(SyncSkippingBackend):
         return object.__getattribute__(self, name)
 
 
-def test_generations_are_superseded_only_by_names_that_are_durable():
+def test_only_durable_generation_supersedes():
     disk = SimFS()
     crash_scenarios.prepare(disk)
     disk = disk.settled()

@@ -1,6 +1,6 @@
-"""Protects commits from what happens at the same time: the state changes, another writer commits, a kill, a fork.
+"""Protects commits against concurrent events: the state changes, another writer commits, a kill, a fork.
 
-None of it loses what was acknowledged, or makes a wrong checkpoint.
+No event may lose an acknowledged checkpoint or make a wrong one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def state_of(seed, count=64):
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("compression", ["none", "fast"])
 @pytest.mark.parametrize("verify_encoded", [True, False])
-def test_state_changed_during_a_commit_never_makes_a_wrong_checkpoint(store, sample, compression, verify_encoded):
+def test_state_changed_during_commit_is_never_wrong(store, sample, compression, verify_encoded):
     array = np.random.default_rng(1).standard_normal(1_500_000).astype(np.float32)
     words = array.view(np.uint32)
     stop = threading.Event()
@@ -55,7 +55,7 @@ def test_state_changed_during_a_commit_never_makes_a_wrong_checkpoint(store, sam
     try:
         least, deadline = sample.count(8, parts=2), time.monotonic() + 60
         for step in itertools.count():
-            # Whether a change comes between hashing and encoding is chance: go on until one does.
+            # Whether a change falls between hashing and encoding is random, so repeat until one does.
             if step >= least and (messages or not verify_encoded or time.monotonic() > deadline):
                 break
             before = set(store.steps())
@@ -101,7 +101,7 @@ def test_change_between_hashing_and_copying_is_caught(store, monkeypatch):
 # Two writers
 
 
-def test_second_writer_of_a_run_is_refused_and_may_still_read(backend):
+def test_second_writer_of_run_can_only_read(backend):
     with ckstore.open(backend) as one, ckstore.open(backend) as other:
         one.commit(state_of(1), 1)
         with pytest.raises(ConflictError, match=f"pid {os.getpid()}"):
@@ -112,7 +112,7 @@ def test_second_writer_of_a_run_is_refused_and_may_still_read(backend):
         assert other.commit(state_of(2), 2).seq == 2
 
 
-def test_writers_of_two_runs_do_not_meet(backend):
+def test_writers_of_two_runs_do_not_conflict(backend):
     with ckstore.open(backend, run="a") as one, ckstore.open(backend, run="b") as other:
         one.commit(state_of(1), 1)
         other.commit(state_of(2), 1)
@@ -120,8 +120,8 @@ def test_writers_of_two_runs_do_not_meet(backend):
         assert difference(other.restore(), state_of(2)) is None
 
 
-def test_two_writers_without_any_lease_lose_nothing(backend, monkeypatch):
-    # The lease is for people; claims carry safety.
+def test_two_writers_without_lease_lose_nothing(backend, monkeypatch):
+    # The lease informs users; claims guarantee safety.
     from ckstore.store.lease import Lease
 
     monkeypatch.setattr(Lease, "take", lambda self: None)
@@ -147,7 +147,7 @@ def test_two_writers_without_any_lease_lose_nothing(backend, monkeypatch):
         store.close()
 
 
-def test_commits_of_many_threads_on_one_handle_all_count(store):
+def test_concurrent_commits_on_one_handle_all_succeed(store):
     receipts = []
     threads = [
         threading.Thread(target=lambda number=number: receipts.append(store.commit(state_of(number), number)))
@@ -176,7 +176,7 @@ for step in range(int(sys.argv[2]), 10_000):
 
 
 @pytest.mark.deep
-def test_killed_trainer_loses_nothing_that_was_acknowledged(folder, sample):
+def test_killed_trainer_loses_no_acknowledged_commit(folder, sample):
     acknowledged = -1
     for delay in sample.part([0.0, 0.01, 0.03, 0.07], parts=2):
         command = [sys.executable, "-c", TRAINER, str(folder), str(acknowledged + 1)]
@@ -197,14 +197,14 @@ def test_killed_trainer_loses_nothing_that_was_acknowledged(folder, sample):
 
 
 def interrupted(delay, call):
-    """Call, with a Ctrl-C some seconds later; return whether the call ended before it."""
+    """Call a function and send Ctrl-C some seconds later; return whether the call ended before it."""
 
     def interrupt():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     timer = threading.Timer(delay, interrupt)
     is_done = False
-    # The collector may call what is written in Python (hypothesis has it count its time), and drops what that raises.
+    # The garbage collector may call Python code (hypothesis measures its time) and drops what that raises.
     gc.disable()
     # A shell that starts the suite in the background makes it ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -223,7 +223,7 @@ def interrupted(delay, call):
 
 
 @pytest.mark.deep
-def test_interrupted_commit_leaves_a_working_store_and_no_threads(folder, no_threads_left, sample):
+def test_interrupted_commit_leaves_working_store(folder, no_threads_left, sample):
     array = np.random.default_rng(1).integers(0, 256, 16 << 20, np.uint8)
     outcomes = []
     with ckstore.open(folder, policy=ckstore.Policy(threads=2)) as store:
@@ -243,7 +243,7 @@ def test_interrupted_commit_leaves_a_working_store_and_no_threads(folder, no_thr
         assert left == used, "an interrupted commit removes its packs"
 
 
-def test_interrupted_restore_leaves_a_working_store_and_no_threads(folder, no_threads_left):
+def test_interrupted_restore_leaves_working_store(folder, no_threads_left):
     state = {"w": [np.random.default_rng(n).standard_normal(700_000) for n in range(4)]}
     with ckstore.open(folder, policy=ckstore.Policy(threads=2)) as store:
         store.commit(state, 1)
@@ -288,7 +288,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("engine", ["auto", "pwrite"])
-def test_forked_child_may_read_and_is_refused_as_second_writer(folder, engine):
+def test_forked_child_can_only_read(folder, engine):
     code = FORKING.replace("sys.argv[1])", f"sys.argv[1], engine={engine!r})")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, str(folder)], capture_output=True, text=True, timeout=300

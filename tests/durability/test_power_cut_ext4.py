@@ -1,7 +1,7 @@
 """Protects acknowledged commits against real power cuts: ext4 on a loop device, shut down by an ioctl.
 
-Cuts fall right after an acknowledgement and at random moments of a commit, with and without a last write of the
-journal. Two negative controls, which leave out syncs, must lose data: else nothing is cut.
+Cuts happen right after an acknowledgement and at random moments of a commit, with and without a last write of the
+journal. Two negative controls leave out syncs and must lose data; otherwise the cuts are not effective.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 SEED = 7
 COMMITS_MAX = 40
-"""A store is replaced after this many commits, so that checking it stays cheap."""
+"""A store is replaced after this many commits, so that checking it stays fast."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def disk(tmp_path):
 
 
 class Cutter:
-    """Commits to a store on the disk, cuts the power, and checks what is left."""
+    """Commits to a store on the disk, cuts the power, and checks the result."""
 
     def __init__(self, disk, **options):
         self.disk = disk
@@ -55,7 +55,7 @@ class Cutter:
         self.place = self.disk.folder / f"store{self.cuts}"
         self.acks = crash_scenarios.prepare(self.place, count=1)
         if self.cuts:
-            # Made durable whole: the negative controls must lose what they commit, not what is prepared.
+            # Sync everything: the negative controls must lose what they commit, not what is prepared.
             self.disk.sync()
 
     def cut_after_a_commit(self, mode):
@@ -77,7 +77,7 @@ class Cutter:
             time.sleep(0.001)
         time.sleep(rng.uniform(0.0, 0.04))
         self.disk.cut(mode)
-        # It may have ended by itself, at the first error the dead disk gave it.
+        # The child may have exited at its first I/O error.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         server.wait()
@@ -92,7 +92,7 @@ class Cutter:
         self.cuts += 1
         is_long = len(self.acks) > COMMITS_MAX
         try:
-            # All of them now and then, else the newest: they alone have been near the cut.
+            # Check all of them now and then, otherwise only the newest, which was affected by the cut.
             crash_scenarios.check_store(self.place, self.acks if is_long else self.acks[-6:], level="read")
         except (CkstoreError, AssertionError) as error:
             self.lost.append(f"cut {self.cuts}, mode {mode}: {error!r}")
@@ -102,7 +102,7 @@ class Cutter:
 
 
 def cycles(cutter, server, tmp_path, *, count, seed):
-    """Cut the power so many times; return what was done, in words."""
+    """Cut the power this many times; return a summary."""
     rng = random.Random(seed)
     for number in range(count):
         mode = LOG_LOST if number % 3 else LOG_FLUSHED
@@ -126,13 +126,13 @@ def test_acknowledged_checkpoints_survive_power_cuts(disk, tmp_path, sample, not
 
 @pytest.mark.parametrize(
     "negative",
-    # Past the page cache the later syncs of folders would save the pack: they write out ext4's journal.
+    # With O_DIRECT, because otherwise the later folder syncs would save the pack by writing out ext4's journal.
     [{"skips": ["pack data"], "try_direct": False}, {"after_link": True}],
     ids=["no pack sync", "no sync"],
 )
-def test_commits_without_syncs_lose_acknowledged_checkpoints(disk, negative):
+def test_commits_without_syncs_lose_checkpoints(disk, negative):
     cutter = Cutter(disk, **negative)
-    # A sync of all disks of the machine between a commit and its cut, as some test or job may make, spoils that cut.
+    # A sync of all disks by another program between a commit and its cut would make that cut ineffective.
     while len(cutter.lost) < 4 and cutter.cuts < 12:
         cutter.cut_after_a_commit(LOG_LOST)
     assert len(cutter.lost) == 4, "power cuts lost nothing although syncs were left out: nothing is cut"

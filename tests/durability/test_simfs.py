@@ -1,4 +1,4 @@
-"""Protects the simulated disk: it must lose what a real one may lose, or the crash tests prove nothing."""
+"""Protects the simulated disk: it must lose what a real disk may lose, or the crash tests prove nothing."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def disk_with(*folders):
     return disk.settled()
 
 
-def test_synced_file_loses_its_name_without_a_folder_sync():
+def test_file_without_folder_sync_loses_its_name():
     disk = disk_with("f")
     disk.create("f/a", b"x" * 600, sync=True)
     assert contents(last_states(disk), "f/a") == {None, b"x" * 600}
 
 
-def test_synced_folder_with_unsynced_file_keeps_name_and_loses_bytes():
+def test_unsynced_file_in_synced_folder_loses_bytes():
     disk = disk_with("f")
     disk.create("f/a", b"x" * 600, sync=False)
     disk.sync_folder("f")
@@ -43,7 +43,7 @@ def test_synced_folder_with_unsynced_file_keeps_name_and_loses_bytes():
     assert any(len(each) == 600 and each not in (b"x" * 600, bytes(600)) for each in found), "garbage"
 
 
-def test_file_and_folder_synced_survives_every_cut():
+def test_synced_file_and_folder_survive_every_cut():
     disk = disk_with("f")
     disk.create("f/a", b"x" * 600, sync=True)
     disk.sync_folder("f")
@@ -58,7 +58,7 @@ def test_sync_of_another_folder_does_not_help():
     assert None in contents(last_states(disk), "f/a")
 
 
-def test_link_without_folder_sync_loses_only_the_new_name():
+def test_unsynced_link_loses_only_the_new_name():
     disk = disk_with("f", "g")
     disk.create("f/a", b"x", sync=True)
     disk.sync_folder("f")
@@ -78,7 +78,7 @@ def test_unsynced_unlink_comes_back():
     assert contents(last_states(disk), "f/a") == {None}
 
 
-def test_rename_over_is_old_or_new_and_never_nothing():
+def test_replacing_rename_keeps_old_or_new():
     disk = disk_with("f")
     disk.create("f/t", b"old", sync=True)
     disk.create("f/d", b"new", sync=True)
@@ -90,7 +90,7 @@ def test_rename_over_is_old_or_new_and_never_nothing():
 
 
 @pytest.mark.parametrize("synced", ["f", "g"])
-def test_rename_between_folders_is_never_in_neither(synced):
+def test_rename_between_folders_never_loses_the_file(synced):
     disk = disk_with("f", "g")
     disk.create("f/a", b"x", sync=True)
     disk.sync_folder("f")
@@ -104,7 +104,7 @@ def test_rename_between_folders_is_never_in_neither(synced):
     assert ((True, True) in where) == (synced == "g")
 
 
-def test_folder_whose_parent_was_not_synced_takes_its_files_along():
+def test_folder_with_unsynced_parent_loses_its_files():
     disk = SimFS()
     disk.make_folder("f/g")
     disk.create("f/g/a", b"x", sync=True)
@@ -115,7 +115,7 @@ def test_folder_whose_parent_was_not_synced_takes_its_files_along():
     assert contents(last_states(disk), "f/g/a") == {b"x"}
 
 
-def test_empty_folder_that_is_durable_can_be_used_after_the_cut():
+def test_durable_empty_folder_is_usable_after_cut():
     disk = SimFS()
     disk.make_folder("f/g")
     disk.sync_folder("")
@@ -125,7 +125,7 @@ def test_empty_folder_that_is_durable_can_be_used_after_the_cut():
         state.create("f/g/a", b"", sync=True)
 
 
-def test_failed_sync_is_not_made_good_by_the_next_one():
+def test_next_sync_does_not_undo_a_failed_sync():
     disk = disk_with("f")
     disk.create("f/a", b"x" * 10, sync=False)
     disk.sync_folder("f")
@@ -135,7 +135,7 @@ def test_failed_sync_is_not_made_good_by_the_next_one():
     assert contents(last_states(disk), "f/a") == {b""}
 
 
-def test_failed_folder_sync_is_not_made_good_by_the_next_one():
+def test_next_folder_sync_does_not_undo_a_failed_one():
     disk = disk_with("f")
     disk.create("f/a", b"x", sync=True)
     disk.lose_folder("f")
@@ -146,7 +146,7 @@ def test_failed_folder_sync_is_not_made_good_by_the_next_one():
     assert contents(states, "f/b") == {b"y"}
 
 
-def test_pack_is_durable_only_after_finish_and_its_folder_sync():
+def test_pack_is_durable_after_finish_and_folder_sync():
     disk = disk_with("packs")
     pool = BufferPool(8192, 1)
     sink = disk.create_pack("packs/p", nbytes_expected=8192)
@@ -164,7 +164,7 @@ def test_pack_is_durable_only_after_finish_and_its_folder_sync():
     assert [(result.tag, bytes(result.view)) for result in results] == [(7, b"z" * 96)]
 
 
-def test_later_change_of_a_name_never_survives_an_earlier_one():
+def test_name_changes_survive_in_order():
     disk = disk_with("f")
     disk.create("f/a", b"1", sync=True)
     disk.unlink("f/a")
@@ -173,7 +173,7 @@ def test_later_change_of_a_name_never_survives_an_earlier_one():
     assert contents(last_states(disk, samples=64), "f/a") == {None, b"1", b"2"}
 
 
-def test_states_are_reproducible_and_all_different():
+def test_states_are_reproducible_and_unique():
     disk = disk_with("f")
     for number in range(3):
         disk.create(f"f/{number}", bytes([number]) * 700, sync=False)
@@ -188,7 +188,7 @@ def test_states_are_reproducible_and_all_different():
     assert len(labels) == len(set(labels))
 
 
-def test_marks_are_given_from_the_point_they_were_made():
+def test_marks_appear_from_their_point_on():
     disk = disk_with("f")
     disk.create("f/a", b"", sync=True)
     disk.note("acknowledged")
@@ -198,7 +198,7 @@ def test_marks_are_given_from_the_point_they_were_made():
     assert all((marks == ("acknowledged",)) == (point > at) for point, marks in seen.items())
 
 
-def test_state_can_be_written_to_without_changing_its_siblings():
+def test_writing_to_a_state_leaves_others_unchanged():
     disk = disk_with("f")
     disk.create("f/a", b"x", sync=False)
     first, *others = last_states(disk)
@@ -209,7 +209,7 @@ def test_state_can_be_written_to_without_changing_its_siblings():
     assert b"x" in contents(others, "f/a")
 
 
-def test_ordinary_answers_are_those_of_a_file_system():
+def test_results_match_a_file_system():
     disk = disk_with("f")
     disk.create("f/a", b"x", sync=False)
     with pytest.raises(FileExistsError):
@@ -246,14 +246,14 @@ SEEN = Tree({"": {"f": FOLDER}, "f": {"a": 1}}, {1: b"x"}, {1: 5})
         (SEEN, ("acknowledged",)),
     ],
 )
-def test_states_that_differ_in_anything_one_can_see_are_all_checked(tree, marks):
+def test_visibly_different_states_are_all_checked(tree, marks):
     checked = CheckedStates()
     assert checked.is_new(CrashState(0, "", (), SimFS(SEEN)))
     assert checked.is_new(CrashState(1, "", marks, SimFS(tree)))
     assert len(checked) == 2
 
 
-def test_states_that_nobody_can_tell_apart_are_checked_once_and_again_for_more():
+def test_equal_states_are_checked_once_per_level():
     checked = CheckedStates()
     other = Tree({"": {"f": FOLDER}, "f": {"a": 7}}, {7: b"x", 8: b"without a name"}, {7: 5})
     assert checked.is_new(CrashState(0, "", (), SimFS(SEEN)))
@@ -264,7 +264,7 @@ def test_states_that_nobody_can_tell_apart_are_checked_once_and_again_for_more()
     assert len(checked) == 1
 
 
-def test_a_state_that_is_written_to_is_not_another_one():
+def test_written_state_is_not_a_new_state():
     disk = disk_with("f")
     disk.create("f/a", b"x", sync=True)
     checked = CheckedStates()

@@ -1,10 +1,9 @@
 """Protects readers from damaged files: flipped bytes, truncations, swaps, zeroed and stale blocks.
 
-After each mutation a restore raises CkstoreError or returns the right bytes, never others; and
-``verify(level="decode")`` reports it, unless it is in what is documented as disposable: leases, tmp, trash, reserve,
-what a drop mark holds, packs that no manifest names. A deep run flips every byte of a small store and cuts each of its
-files to every length.
-Stores are copied in memory, so that a mutation costs milliseconds.
+After each mutation a restore raises CkstoreError or returns the right bytes. ``verify(level="decode")`` reports the
+mutation, unless it is in something documented as disposable: leases, tmp, trash, reserve, the content of a drop mark,
+and packs that no manifest names. A deep run flips every byte of a small store and truncates each of its files to every
+length. Stores are copied in memory, so that a mutation takes milliseconds.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def whole():
 
 @pytest.fixture(scope="module")
 def small():
-    """The same for one run with one pack, two checkpoints of it, a tag and a drop: every byte of it is tried."""
+    """The same for a small store: one run, one pack, two checkpoints, a tag and a drop. Every byte of it is tested."""
     logging.getLogger("ckstore").setLevel(logging.CRITICAL)
     backend = MemoryBackend()
     arrays = {"w": np.random.default_rng(7).standard_normal(40).astype(np.float32), "ints": np.arange(60)}
@@ -93,12 +92,12 @@ def is_disposable(name):
 
 
 def is_mark_still(name, content):
-    """Say whether this leaves a drop mark in place: what it holds says nothing, as docs/FORMAT.md says."""
+    """Return whether this leaves a drop mark in place: its content has no meaning, as docs/FORMAT.md says."""
     return name.endswith(".dropped") and content is not None
 
 
 def is_blank_alone(content, changed):
-    """Say whether only white space behind a JSON record differs, which docs/FORMAT.md calls not covered."""
+    """Return whether only white space after a JSON record differs, which docs/FORMAT.md calls not covered."""
     return changed is not None and content.startswith(b"{") and content.rstrip() == changed.rstrip()
 
 
@@ -144,7 +143,7 @@ def names(whole, kind):
     return sorted(name for name in whole[0] if name.startswith(kind))
 
 
-def test_untouched_copy_is_right_and_clean(whole):
+def test_unchanged_copy_is_clean(whole):
     assert check(whole, {}, "untouched") is False
 
 
@@ -159,11 +158,11 @@ def strided(count, stride, seed):
 
 
 class Probe:
-    """One open store whose bytes are changed in place, for the mutations that there are many of."""
+    """An open store whose bytes are changed in place, for tests with many mutations."""
 
     def __init__(self, whole):
         self.whole, self.backend = whole[0], copy_of(whole)
-        # A look into a folder of this backend goes through all names: of 256 folders nearly all are empty.
+        # This backend lists a folder by visiting all names, and nearly all of the 256 folders are empty.
         memory_files.remove_empty_folders(self.backend)
         self.stores = {run: ckstore.open(self.backend, run=run, policy=POLICY) for run in ("main", "other")}
         self.users = {}
@@ -182,7 +181,7 @@ class Probe:
         self.backend.overwrite(name, self.whole[name])
 
     def truncate(self, name, nbytes):
-        """Take bytes from the end of a file until so many are left, as ``flip`` does."""
+        """Truncate a file to a length, and check as ``flip`` does."""
         self.backend.overwrite(name, self.whole[name][:nbytes])
         self._check_user_of(name, f"cut to {nbytes}")
         self.backend.overwrite(name, self.whole[name])
@@ -194,7 +193,7 @@ class Probe:
 
 
 CODED = ("packs/", "manifests/")
-"""Kinds of files that a probe changes in place: whatever is wrong with them, a checkpoint that uses them is lost."""
+"""Kinds of files that a probe changes in place: any damage affects a checkpoint that uses them."""
 
 
 def is_coded(name):
@@ -206,15 +205,15 @@ def is_not_coded(name):
 
 
 @pytest.fixture
-def probes(small, whole, nothing_aside):
+def probes(small, whole, no_quarantine):
     return {"small": Probe(small), "whole": Probe(whole)}
 
 
 def points_of(small, whole, is_wanted, stride, *, part=lambda offsets: offsets):
-    """Return (store, file, offset) for bytes of the small store, and for every ``stride``-th of the other one.
+    """Return (store, file, offset) for bytes of the small store, and for every ``stride``-th byte of the other one.
 
-    ``part`` chooses offsets, the same ones for all files: the order of files is another one in each run, because names
-    of packs are random.
+    ``part`` selects offsets, the same ones for all files, because the order of files differs in each run: names of
+    packs are random.
     """
     found = []
     for which, store, step in (("small", small, 1), ("whole", whole, stride)):
@@ -229,7 +228,7 @@ def mask_at(offset):
 
 
 @pytest.mark.deep
-def test_flipped_byte_of_a_pack_or_manifest_is_reported_by_verify(small, whole, probes, sample, note):
+def test_verify_reports_flipped_pack_or_manifest_byte(small, whole, probes, sample, note):
     all_points = points_of(small, whole, is_coded, 7)
     points = points_of(small, whole, is_coded, 7, part=partial(sample.part, parts=64))
     for which, name, offset in points:
@@ -239,7 +238,7 @@ def test_flipped_byte_of_a_pack_or_manifest_is_reported_by_verify(small, whole, 
 
 
 @pytest.mark.deep
-def test_truncated_pack_or_manifest_is_reported_by_verify(small, whole, probes, sample, note):
+def test_verify_reports_truncated_pack_or_manifest(small, whole, probes, sample, note):
     all_points = points_of(small, whole, is_coded, 64)
     points = points_of(small, whole, is_coded, 64, part=partial(sample.part, parts=64))
     for which, name, nbytes in points:
@@ -249,8 +248,8 @@ def test_truncated_pack_or_manifest_is_reported_by_verify(small, whole, probes, 
 
 
 @pytest.mark.deep
-@pytest.mark.usefixtures("nothing_aside")
-def test_flipped_byte_of_another_file_is_reported_by_verify(small, whole, sample):
+@pytest.mark.usefixtures("no_quarantine")
+def test_verify_reports_flipped_byte_of_other_file(small, whole, sample):
     stores = {"small": small, "whole": whole}
     points = points_of(small, whole, is_not_coded, 2, part=partial(sample.part, parts=20))
     for which, name, offset in points:
@@ -260,8 +259,8 @@ def test_flipped_byte_of_another_file_is_reported_by_verify(small, whole, sample
 
 
 @pytest.mark.deep
-@pytest.mark.usefixtures("nothing_aside")
-def test_truncated_other_file_is_reported_by_verify(small, whole, sample):
+@pytest.mark.usefixtures("no_quarantine")
+def test_verify_reports_truncated_other_file(small, whole, sample):
     stores = {"small": small, "whole": whole}
     points = points_of(small, whole, is_not_coded, 11, part=partial(sample.part, parts=20))
     for which, name, nbytes in points:
@@ -269,7 +268,7 @@ def test_truncated_other_file_is_reported_by_verify(small, whole, sample):
     assert {name.split("/")[0] for _, name, _ in points} >= {"store.json", "tags", "trash"}
 
 
-def test_flip_that_a_named_checkpoint_does_not_need_leaves_it_right(whole):
+def test_unneeded_flip_leaves_checkpoint_right(whole):
     name = names(whole, "packs/")[0]
     content = whole[0][name]
     for offset in strided(len(content), 151, 1):
@@ -283,7 +282,7 @@ def test_trailing_bytes_are_found(whole):
                 check_reported(whole, {name: content + tail}, f"{name} with {len(tail)} bytes behind it")
 
 
-def test_zeroed_blocks_of_packs_and_manifests_are_found(whole):
+def test_zeroed_blocks_are_found(whole):
     for name in (*names(whole, "packs/"), *names(whole, "manifests/")):
         content = whole[0][name]
         for begin in range(0, len(content), 512):
@@ -293,7 +292,7 @@ def test_zeroed_blocks_of_packs_and_manifests_are_found(whole):
 
 
 def test_stale_blocks_are_found(whole):
-    # What a lost write leaves behind: the block another pack of ours held in that place before.
+    # The result of a lost write: the block that another pack had at this place before.
     packs = names(whole, "packs/")
     for name, other in zip(packs, packs[1:] + packs[:1], strict=True):
         content, stale = whole[0][name], whole[0][other]
@@ -319,7 +318,7 @@ def test_swapped_files_are_found(whole, kind):
         for other in found:
             if one < other and whole[0][one] != whole[0][other]:
                 changes = {one: whole[0][other], other: whole[0][one]}
-                # A claim takes its seq whatever it holds, and a drop mark drops it: both are still there.
+                # A claim takes its seq and a drop mark drops it whatever they contain: both still exist.
                 look = check if kind.startswith("claims/") else check_reported
                 look(whole, changes, f"{one} and {other} swapped")
 
@@ -334,16 +333,16 @@ def test_manifest_under_every_other_name_is_found(whole):
 
 def test_missing_file_is_found(whole):
     for name in whole[0]:
-        # Making the mark ``published`` may fail, so that one which is missing says nothing; a drop mark that is missing
-        # is that of a manifest in the trash.
+        # Making the mark ``published`` may fail, so its absence proves nothing. If a drop mark is missing, its manifest
+        # is in the trash.
         if name.startswith(("packs/", "claims/main/0000000")) and not name.endswith((".dropped", ".published")):
             if name == "claims/main/00000000":
-                continue  # Its seq was dropped: nobody misses the claim but who would claim it again.
+                continue  # Its seq was dropped, so the claim only prevents reuse.
             check_reported(whole, {name: None}, f"{name} is missing")
 
 
-def test_missing_manifest_never_makes_a_restore_wrong(whole):
-    # Verify cannot tell it from a commit that was interrupted: the claim alone says nothing.
+def test_missing_manifest_never_gives_wrong_restore(whole):
+    # Verify cannot distinguish it from an interrupted commit: the claim alone proves nothing.
     for name in names(whole, "manifests/"):
         backend = copy_of(whole, {name: None})
         with ckstore.open(backend, create=False, policy=POLICY) as store:
@@ -361,7 +360,7 @@ def test_files_full_of_noise_are_found(whole):
 
 
 def test_commit_after_damage_never_relies_on_it(whole):
-    # Chunks of a pack that cannot be read may be reused only if the manifest that names them is whole.
+    # Chunks of an unreadable pack may be reused only if the manifest that names them is intact.
     for name in (*names(whole, "manifests/main/"), *names(whole, "tags/"), *names(whole, "leases/")):
         content = whole[0][name]
         for offset in strided(len(content), 41, 1):
@@ -371,7 +370,7 @@ def test_commit_after_damage_never_relies_on_it(whole):
                 assert difference(store.restore(50), STATES[1]) is None
 
 
-def test_wrong_store_file_never_opens_another_store_s_packs(whole):
+def test_foreign_store_file_is_refused(whole):
     other = MemoryBackend()
     ckstore.open(other).close()
     backend = copy_of(whole, {"store.json": other.files()["store.json"]})

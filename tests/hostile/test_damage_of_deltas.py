@@ -1,7 +1,7 @@
 """Protects readers from flipped bytes, truncations and misplaced blocks in a store of deltas and their bases.
 
-After each mutation a restore raises CkstoreError or returns the right bytes, never others, whatever base a delta is
-applied to; and ``verify(level="decode")`` reports it.
+After each mutation a restore raises CkstoreError or returns the right bytes, whatever base a delta is applied to.
+``verify(level="decode")`` reports the mutation.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def whole():
             manifest = writer.commit(state_at(step), step, base=None if step == 0 else -1)
             packs[step] = [pack_name(pack.pack_id) for pack in manifest.packs]
         assert manifest.header.depth_max == 4, "three residuals, and what is rounded from the last one"
-    # A look into a folder of this backend goes through all names: of 256 folders nearly all are empty.
+    # This backend lists a folder by visiting all names, and nearly all of the 256 folders are empty.
     memory_files.remove_empty_folders(backend)
     return backend, packs
 
 
 def check(whole, changes, label):
-    """Restore everything from a changed copy: right or an error; verify tells."""
+    """Restore everything from a changed copy: right or an error; verify reports damage."""
     original, packs = whole
     backend = memory_files.copy_of(original, changes)
     with ckstore.open(backend, create=False, policy=POLICY) as store:
@@ -82,9 +82,9 @@ def pack_names(whole):
 
 
 @pytest.mark.deep
-def test_flipped_byte_of_a_pack_is_reported_and_harms_only_checkpoints_that_need_it(whole, nothing_aside, sample):
+def test_flipped_byte_harms_only_dependent_checkpoints(whole, no_quarantine, sample):
     contents = memory_files.files_of(whole[0], "packs/")
-    # Offsets have their turn, the same ones in all packs: the order of packs changes, because their names are random.
+    # A run selects the same offsets in all packs, because the order of packs changes: their names are random.
     offsets = sample.part(range(0, max(map(len, contents.values())), 37), parts=64)
     points = [(name, offset) for offset in offsets for name in contents if offset < len(contents[name])]
     for name, offset in points:
@@ -95,7 +95,7 @@ def test_flipped_byte_of_a_pack_is_reported_and_harms_only_checkpoints_that_need
     assert {name for name, _ in points} == set(contents)
 
 
-def test_truncated_and_stale_packs_are_found(whole, nothing_aside):
+def test_truncated_and_stale_packs_are_found(whole, no_quarantine):
     found, files = pack_names(whole), whole[0].files()
     for name, other in zip(found, found[1:] + found[:1], strict=True):
         content, stale = files[name], files[other]
@@ -107,7 +107,7 @@ def test_truncated_and_stale_packs_are_found(whole, nothing_aside):
                 check(whole, {name: changed}, f"{name} stale at {begin}")
 
 
-def test_whole_store_is_right_and_clean(whole):
+def test_undamaged_store_is_clean(whole):
     with ckstore.open(whole[0], create=False, policy=POLICY) as store:
         assert store.verify("decode").is_clean
         for step in STEPS:

@@ -1,7 +1,7 @@
-"""Protects readers from hostile payloads: every decoder gets mutations of what it accepts, 240,000 in a deep run.
+"""Protects readers from hostile payloads: mutations of valid input for every decoder, 240,000 in a deep run.
 
 Each input decodes to exactly its destination, or is refused as corrupt or unsupported. Bytes next to the destination
-do not change, the base does not change, and a delta that is decoded onto its base leaves it whole when it is refused.
+and the base do not change. A refused delta that is decoded onto its base leaves the base unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONFIGS = [b"", b"\x00", b"\x01", b"\x02", b"\x00\x00"]
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """A frame that decodes, from which hostile ones are made."""
+    """A valid frame from which hostile ones are made."""
 
     name: str
     steps: tuple[CodecStep, ...]
@@ -46,7 +46,7 @@ def planes_by_hand(planes: list[tuple[int, bytes]]) -> bytes:
 
 
 def sparse(plane: np.ndarray) -> bytes:
-    """Shorter than our writer bothers with."""
+    """Shorter than ckstore would store this way."""
     bits, others = coded(np.packbits(plane != 0, bitorder="little")), coded(plane[plane != 0])
     return struct.pack("<BII", 0, np.count_nonzero(plane), len(bits)) + bits + others
 
@@ -99,7 +99,7 @@ def mutated(seed: Seed, rng: np.random.Generator) -> Seed:
     payload, kind = bytearray(seed.payload), int(rng.integers(12))
     nbytes, width, steps, base = seed.nbytes, seed.width, seed.steps, seed.base
     if kind < 6 and payload:
-        # Tables, headers and states lie in front, where a change does most.
+        # Tables, headers and states are at the beginning, where changes have the greatest effect.
         reach = len(payload) if kind < 3 else min(len(payload), 64)
         for place in rng.integers(0, reach, rng.integers(1, 5)):
             payload[place] = rng.integers(256) if kind % 2 else payload[place] ^ (1 << rng.integers(8))
@@ -120,7 +120,7 @@ def mutated(seed: Seed, rng: np.random.Generator) -> Seed:
 
 
 def survives(hostile: Seed, onto_base: bool, scratch: chunk_codec.Scratch) -> str:
-    """Decode, and return what came of it."""
+    """Decode, and return the outcome."""
     room = bytearray(GUARD + bytes(hostile.nbytes) + GUARD)
     destination = memoryview(room)[len(GUARD) : len(GUARD) + hostile.nbytes]
     base = None if hostile.base is None else memoryview(hostile.base)
@@ -157,13 +157,13 @@ def attack(count: int, seed: int) -> Counter[str]:
         hostile = mutated(start, rng)
         outcomes[survives(hostile, number % 3 == 0, scratch)] += 1
         if number % 5000 == 0:
-            # The scratch and its contexts survived all of that.
+            # The scratch memory and its contexts still work afterwards.
             assert all(survives(whole, False, scratch) == "decoded" for whole in valid)
     return outcomes
 
 
 @pytest.mark.deep
-def test_decoders_given_hostile_payloads_write_only_to_their_destination(sample, note) -> None:
+def test_hostile_payloads_stay_within_destination(sample, note) -> None:
     outcomes = attack(sample.count(240_000, parts=40), sample.seed(2))
     note(f"fuzz: {sum(outcomes.values())} hostile payloads, {dict(sorted(outcomes.items()))}")
     assert set(outcomes) == {"decoded", "corrupt", "unsupported"}

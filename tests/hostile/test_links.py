@@ -1,7 +1,7 @@
-"""A store that somebody else has made reaches nothing outside of its folder: no link below the root is written through.
+"""A hostile store cannot affect files outside its folder: no link below the root is followed for writing.
 
-Each folder of a store is replaced by a link to a folder outside, which holds files of the same names. Whatever verb is
-tried then, and whether it fails or not, that folder is as it was.
+Each folder of a store is replaced by a link to an outside folder with files of the same names. No operation, successful
+or not, may change that folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.memory_folders import tmp_path as tmp_path
 
 
 def verbs(tier):
-    """Yield each verb that writes or removes, as a call."""
+    """Yield each operation that writes or removes, as a function."""
     yield "tag", lambda store: store.tag(1, "good")
     yield "untag", lambda store: store.untag("best")
     yield "commit", lambda store: store.commit({"x": np.arange(50_000)}, 9)
@@ -60,7 +60,7 @@ def original(tmp_path_factory):
 
 
 def folders_of(root):
-    """Return every folder below a root, one of many packs' only."""
+    """Return every folder below a root, but only one of the many pack folders."""
     found = [Path(folder).relative_to(root) for folder, _, _ in os.walk(root)]
     packs = [folder for folder in found if folder.parts[:1] == ("packs",) and len(folder.parts) == 2]
     used = [folder for folder in packs if any((root / folder).iterdir())]
@@ -82,7 +82,7 @@ def snapshot(folder):
 
 
 def replaced_by_a_link(original, tmp_path, name):
-    """Copy a store, and put a folder of it outside and a link in its place; return both."""
+    """Copy a store, move one of its folders outside and put a link in its place; return both."""
     root, outside = tmp_path / "store", tmp_path / "outside"
     shutil.rmtree(root, ignore_errors=True)
     shutil.rmtree(outside, ignore_errors=True)
@@ -93,7 +93,7 @@ def replaced_by_a_link(original, tmp_path, name):
     return root, outside
 
 
-def test_no_verb_changes_what_a_link_points_to(original, tmp_path):
+def test_no_operation_changes_a_link_target(original, tmp_path):
     said = {}
     for name in folders_of(original):
         root, outside = replaced_by_a_link(original, tmp_path, name)
@@ -103,7 +103,7 @@ def test_no_verb_changes_what_a_link_points_to(original, tmp_path):
                 try:
                     call(store)
                 except CkstoreError as error:
-                    # Others say that an earlier verb has left nothing to do.
+                    # Other errors report that an earlier operation has left nothing to do.
                     if isinstance(error, UnsupportedError):
                         said[name, verb] = str(error)
                 assert snapshot(outside) == before, (name, verb)
@@ -112,7 +112,7 @@ def test_no_verb_changes_what_a_link_points_to(original, tmp_path):
 
 
 @pytest.mark.parametrize("target", ["a folder", "nothing", "itself", "the root"])
-def test_links_are_refused_whatever_they_point_to(tmp_path, target):
+def test_links_to_anything_are_refused(tmp_path, target):
     backend = LocalBackend(tmp_path / "store")
     backend.make_folder("tmp")
     backend.create("tmp/one", b"1", sync=False)
@@ -150,7 +150,7 @@ def test_the_root_itself_may_be_a_link(tmp_path):
     assert (tmp_path / "disk/run/store.json").exists()
 
 
-def test_a_link_in_place_of_a_file_goes_and_not_what_it_points_to(tmp_path):
+def test_link_is_removed_but_not_its_target(tmp_path):
     backend = LocalBackend(tmp_path / "store")
     backend.make_folder("tmp")
     (tmp_path / "precious").write_bytes(b"kept")

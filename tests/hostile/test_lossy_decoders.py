@@ -1,7 +1,7 @@
-"""Protects readers from hostile lossy payloads: each mutation decodes or is refused, 180,000 of them in a deep run.
+"""Protects readers from hostile lossy payloads: each mutation decodes or is refused, 180,000 in a deep run.
 
-These tests check memory, exceptions, and that a refused payload leaves its base whole. Wrong values of a payload that
-decodes are found by its BLAKE3, which is tested elsewhere.
+These tests check memory, exceptions, and that a refused payload leaves its base unchanged. Wrong values of a payload
+that decodes are detected by its BLAKE3, which is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEAD_NBYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """A lossy frame that decodes, from which hostile ones are made."""
+    """A valid lossy frame from which hostile ones are made."""
 
     name: str
     steps: tuple[CodecStep, ...]
@@ -77,7 +77,7 @@ def seeds(scratch: chunk_codec.Scratch, rows: int) -> list[Seed]:
 
 
 def mutated(seed: Seed, rng: np.random.Generator) -> Seed:
-    """Change the payload, mostly where its lengths and tables lie; sometimes length, kind or base."""
+    """Change the payload, mostly its lengths and tables; sometimes length, kind or base."""
     payload, nbytes, steps, width, base = bytearray(seed.payload), seed.nbytes, seed.steps, seed.width, seed.base
     kind = int(rng.integers(12))
     if kind < 7:
@@ -102,7 +102,7 @@ def mutated(seed: Seed, rng: np.random.Generator) -> Seed:
 
 
 def survives(hostile: Seed, scratch: chunk_codec.Scratch) -> str:
-    """Decode onto the base, and return what came of it."""
+    """Decode onto the base, and return the outcome."""
     inside = hostile.base if hostile.base else bytes(hostile.nbytes)
     room = bytearray(GUARD + inside[: hostile.nbytes].ljust(hostile.nbytes, b"\0") + GUARD)
     destination = memoryview(room)[len(GUARD) : len(room) - len(GUARD)]
@@ -140,10 +140,10 @@ def attack(count: int, rows: int, seed: int) -> Counter[str]:
 
 @pytest.mark.deep
 @pytest.mark.parametrize(("rows", "total"), [(20, 150_000), (250, 30_000)])
-def test_lossy_decoders_given_hostile_payloads_write_only_to_their_destination(rows, total, sample, note) -> None:
+def test_hostile_payloads_stay_within_destination(rows, total, sample, note) -> None:
     count = sample.count(total, parts=40)
     if not sample.is_whole and kernels.IMPLEMENTATION["finish_values"] != "native":
-        # The loops of numpy take about ten times as long.
+        # The numpy loops take about ten times as long.
         count //= 10
     outcomes = attack(count, rows, sample.seed(rows))
     note(f"fuzz: {sum(outcomes.values())} lossy payloads of {rows} rows, {dict(sorted(outcomes.items()))}")
@@ -151,7 +151,7 @@ def test_lossy_decoders_given_hostile_payloads_write_only_to_their_destination(r
     assert not sample.is_whole or sum(outcomes.values()) == total
 
 
-def test_numpy_decoders_given_hostile_payloads_write_only_to_their_destination(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_decoders_stay_within_destination(monkeypatch: pytest.MonkeyPatch) -> None:
     for loop in kernels.IMPLEMENTATION:
         monkeypatch.setattr(kernels, loop, getattr(reference, loop))
     assert set(attack(300, 20, 20)) == {"decoded", "corrupt", "unsupported"}

@@ -1,6 +1,6 @@
-"""Protects readers from bytes made to hurt: a parser answers quickly, in little memory, and with our errors.
+"""Protects readers from hostile bytes: a parser answers quickly, uses little memory, and raises only ckstore errors.
 
-The bound on memory is taken from tracemalloc, which sees what Python and msgspec allocate.
+Memory is measured with tracemalloc, which sees the allocations of Python and msgspec.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ PARSERS = {
 
 @contextmanager
 def within(nbytes, seconds):
-    """Fail when the body allocates more, or takes more of a processor: others may keep it from us."""
+    """Fail if the body allocates more, or uses more processor time: other programs must not affect it."""
     tracemalloc.start()
     begun = time.thread_time()
     try:
@@ -81,7 +81,7 @@ def within(nbytes, seconds):
 @pytest.mark.parametrize("kind", PARSERS)
 @settings(deadline=None)
 @given(data=st.data())
-def test_mutated_structures_raise_only_our_errors(kind, data):
+def test_mutated_structures_raise_only_ckstore_errors(kind, data):
     content = bytearray(STARTS[kind])
     for _ in range(data.draw(st.integers(1, 3))):
         match data.draw(st.sampled_from(("flip", "cut", "insert", "repeat", "zero"))):
@@ -105,7 +105,7 @@ def test_mutated_structures_raise_only_our_errors(kind, data):
 
 @pytest.mark.parametrize("kind", PARSERS)
 @given(content=st.binary(max_size=5000))
-def test_arbitrary_bytes_raise_only_our_errors(kind, content):
+def test_arbitrary_bytes_raise_only_ckstore_errors(kind, content):
     for parse in PARSERS[kind]:
         with pytest.raises(REFUSALS):
             parse(content + b"\1")
@@ -113,7 +113,7 @@ def test_arbitrary_bytes_raise_only_our_errors(kind, content):
 
 @settings(deadline=None)
 @given(fields=st.binary(max_size=160), magic=st.sampled_from((b"CKPACK\0\1", b"CKTAIL\0\1")))
-def test_arbitrary_fields_behind_a_right_seal_raise_only_our_errors(fields, magic):
+def test_sealed_noise_raises_only_ckstore_errors(fields, magic):
     block = sealed(magic + b"\1\0" + fields, 4096)
     for parse in (decode_superheader, decode_tail):
         with suppress(*REFUSALS):
@@ -121,7 +121,7 @@ def test_arbitrary_fields_behind_a_right_seal_raise_only_our_errors(fields, magi
 
 
 @given(rows=st.lists(st.binary(min_size=96, max_size=96), min_size=1, max_size=4))
-def test_arbitrary_directories_behind_a_right_digest_raise_only_our_errors(rows):
+def test_noise_directories_raise_only_ckstore_errors(rows):
     with pytest.raises(REFUSALS):
         read_directory(b"".join(rows))
 
@@ -176,22 +176,22 @@ def test_deeply_nested_json_is_refused(content):
         decode_record(content, TagRecord)
 
 
-def test_a_tail_cannot_announce_more_than_its_pack_has():
-    """A reader allocates ``directory_nbytes``; with the size of the file given, that is bounded by it."""
+def test_tail_cannot_claim_more_than_its_pack():
+    """A reader allocates ``directory_nbytes``, which is bounded by the given size of the file."""
     body = bytearray(STARTS["tail"][:-8])
     struct.pack_into("<QQQQ", body, 64, 1 << 35, 96 << 20, 1 << 20, (1 << 35) + (96 << 20) + 4096)
     with pytest.raises(CorruptError):
         decode_tail(sealed(bytes(body), 4096), pack_nbytes=len(PACK))
 
 
-def test_a_scan_holds_one_window_however_large_the_file():
+def test_scan_of_large_file_holds_one_window():
     blank = bytes(MIB)
     with within(4 * MIB, 20):
         assert list(scan_frames(lambda offset, nbytes: blank[:nbytes], 256 * MIB)) == []
 
 
-def test_a_scan_of_headers_without_payload_ends():
-    """Every 64 bytes a valid header could start; each is read once, and none has its payload in the file."""
+def test_scan_of_headers_without_payload_ends():
+    """A valid header could start every 64 bytes; each is read once, and none has its payload in the file."""
     header = encode_frame_header(sample_frames()[0][0])
     content = bytes(4096) + header * 200
     with within(4 * MIB, 20):
@@ -199,6 +199,6 @@ def test_a_scan_of_headers_without_payload_ends():
     assert all(offset + frame.frame_nbytes <= len(content) for offset, frame in found)
 
 
-def test_a_source_that_ends_early_ends_the_scan():
+def test_truncated_source_ends_the_scan():
     assert list(scan_frames(lambda offset, nbytes: b"", 1 << 40)) == []
     assert list(scan_frames(lambda offset, nbytes: PACK[offset : offset + nbytes], 1 << 40)) != []

@@ -1,6 +1,6 @@
-"""Protects memory: the native loops run under the address and undefined-behaviour sanitizers, with hostile payloads.
+"""Protects memory safety: native loops run with the address and undefined-behavior sanitizers on hostile payloads.
 
-The program is compiled once for each state of the sources and then taken from a cache; see support/sanitized_build.py.
+The program is compiled once for each state of the sources and cached; see support/sanitized_build.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ FAULTS = {
     "heap-use-after-free": "int main(int n, char **) { volatile int *p = new int[4]; delete[] p; return p[n] & 0; }\n",
     "shift exponent": "int main(int n, char **) { return (n << (n + 40)) & 0; }\n",
 }
-"""What the sanitizers report, and a program that does it."""
+"""What the sanitizers report, and a program that triggers it."""
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # Leaks cannot be looked for under a tracer, and the loops allocate nothing.
+    # LeakSanitizer does not work under a tracer, and the loops allocate nothing.
     options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
     return subprocess.run(
         [str(program), *arguments],
@@ -49,10 +49,10 @@ def cxx(tmp_path_factory) -> str:
     return found
 
 
-# Compiling takes most of a minute where nothing is cached, so that not every commit pays for it.
+# Compiling takes most of a minute without a cache, so not every commit does it.
 @pytest.mark.deep(parts=8)
 @pytest.mark.timeout(2400)
-def test_native_loops_under_sanitizers_report_no_error(cxx, sample, note) -> None:
+def test_native_loops_pass_sanitizers(cxx, sample, note) -> None:
     rounds = sample.count(ROUNDS, parts=5)
     done = run(build(cxx, cache_folder()).program, str(rounds), str(sample.seed(1)))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,7 +61,7 @@ def test_native_loops_under_sanitizers_report_no_error(cxx, sample, note) -> Non
 
 
 @pytest.mark.parametrize("report", FAULTS)
-def test_faulty_program_under_sanitizers_fails_with_a_report(report, cxx, tmp_path) -> None:
+def test_sanitizers_report_faulty_program(report, cxx, tmp_path) -> None:
     """The negative control: with these flags, each of the two sanitizers finds an error."""
     source = tmp_path / "faulty.cpp"
     source.write_text(FAULTS[report])
@@ -70,7 +70,7 @@ def test_faulty_program_under_sanitizers_fails_with_a_report(report, cxx, tmp_pa
     assert report in done.stderr
 
 
-def test_build_of_unchanged_sources_compiles_nothing(cxx, tmp_path) -> None:
+def test_unchanged_sources_are_not_recompiled(cxx, tmp_path) -> None:
     sources = [tmp_path / "main.cpp", tmp_path / "other.cpp"]
     sources[0].write_text("int other(); int main() { return other(); }\n")
     programs, cache = set(), tmp_path / "cache"

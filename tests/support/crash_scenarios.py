@@ -197,7 +197,7 @@ def prepare(place, count=2):
 
 
 @dataclass
-class Promises:
+class Acknowledged:
     """What acknowledgements promise: which seq holds which state, and what may be gone."""
 
     held: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -207,38 +207,38 @@ class Promises:
 
     @staticmethod
     def of(acks):
-        promises = Promises()
+        acknowledged = Acknowledged()
         for line in acks:
             verb, *facts = line.split()
             if verb in ("commit", "undeleted"):
                 seq, step, number = map(int, facts)
-                assert seq not in promises.held, f"seq {seq} was acknowledged twice"
-                promises.held[seq] = step, number
-                promises.archival |= {seq} if verb == "undeleted" else set()
+                assert seq not in acknowledged.held, f"seq {seq} was acknowledged twice"
+                acknowledged.held[seq] = step, number
+                acknowledged.archival |= {seq} if verb == "undeleted" else set()
             elif verb == "deleting":
-                promises.doubtful.add(int(facts[0]))
+                acknowledged.doubtful.add(int(facts[0]))
             elif verb == "deleted":
-                promises.gone.add(int(facts[0]))
-        return promises
+                acknowledged.gone.add(int(facts[0]))
+        return acknowledged
 
     @property
     def latest(self):
         return max((seq for seq in self.held if seq not in self.gone | self.doubtful | self.archival), default=-1)
 
 
-def check_kept(store, promises):
+def check_acknowledged(store, acknowledged):
     """Every acknowledged checkpoint comes back bit for bit, and the newest one is at least the newest acknowledged."""
     seen = {info.seq: info.step for info in store.log()}
-    assert not promises.gone & set(seen), f"deleted seqs are back: {promises.gone & set(seen)}"
+    assert not acknowledged.gone & set(seen), f"deleted seqs are back: {acknowledged.gone & set(seen)}"
     newest_seq = None
-    if promises.latest >= 0:
+    if acknowledged.latest >= 0:
         newest = store.restore()
         newest_seq = store.restored.seq
-        assert newest_seq >= promises.latest, f"latest is {newest_seq}, not {promises.latest}"
+        assert newest_seq >= acknowledged.latest, f"latest is {newest_seq}, not {acknowledged.latest}"
         found = difference(newest, state_of(newest["number"]))
         assert found is None, f"newest: {found}"
-    for seq, (step, number) in promises.held.items():
-        if seq in promises.gone or (seq in promises.doubtful and seq not in seen):
+    for seq, (step, number) in acknowledged.held.items():
+        if seq in acknowledged.gone or (seq in acknowledged.doubtful and seq not in seen):
             continue
         assert seen.get(seq) == step, f"seq {seq} of step {step} was acknowledged and is not listed"
         if seq == newest_seq:
@@ -248,20 +248,20 @@ def check_kept(store, promises):
         assert found is None, f"seq {seq}: {found}"
 
 
-def check_goes_on(store, promises, *, number=900):
+def check_next_commit(store, acknowledged, *, number=900):
     """The next commit works without repair, under a seq nobody was ever given."""
     receipt = store.commit(state_of(number), 999)
-    assert receipt.seq > max(promises.held, default=-1), "a seq was given twice"
+    assert receipt.seq > max(acknowledged.held, default=-1), "a seq was given twice"
     assert difference(store.restore(), state_of(number)) is None
     assert difference(store.restore(f"seq:{receipt.seq}"), state_of(number)) is None
 
 
 def check_store(place, acks, *, level="decode", **options):
     """Open the store as after a crash and check all that was promised; raises AssertionError."""
-    promises = Promises.of(acks)
+    acknowledged = Acknowledged.of(acks)
     with open_store(place, **options) as store:
-        check_kept(store, promises)
-        check_goes_on(store, promises)
+        check_acknowledged(store, acknowledged)
+        check_next_commit(store, acknowledged)
         report = store.verify(level=level)
         assert not damage_of(report), f"verify found damage: {damage_of(report)}"
 

@@ -23,7 +23,7 @@ class Run:
             crash_scenarios.SCENARIOS[scenario](self.backend, self.ack)
         except CkstoreError as error:
             self.error = error
-        self.struck = self.backend.struck
+        self.disturbed = self.backend.disturbed
 
     def ack(self, line):
         self.new_acks.append(line)
@@ -38,7 +38,7 @@ class Run:
         disks = (state.disk for state in states if checked.is_new(state)) if goes_on else (self.disk.settled(),)
         for disk in disks:
             with crash_scenarios.open_store(disk) as store:
-                crash_scenarios.check_kept(store, crash_scenarios.Promises.of(acks))
+                crash_scenarios.check_acknowledged(store, crash_scenarios.Acknowledged.of(acks))
         if goes_on:
             crash_scenarios.check_store(self.disk.settled(), acks, level="read")
 
@@ -61,16 +61,16 @@ def failing_runs(prepared, scenario, numbers, points_of=list, *, for_ever=False,
     assert points, f"no call of {scenario} was made to fail"
     for number, at in points:
         run = Run(prepared, scenario, Fault(at, number, for_ever=for_ever, sites=sites, is_late=is_late))
-        assert run.struck, f"{scenario} made {count} calls, and fewer than {at} when it was to be disturbed"
+        assert run.disturbed, f"{scenario} made {count} calls, and fewer than {at} when it was to be disturbed"
         yield run
     last = Run(prepared, scenario, Fault(count + 1, numbers[0], for_ever=for_ever, sites=sites, is_late=is_late))
-    assert not last.struck, f"{scenario} made {count} calls, and more when it was to be disturbed"
+    assert not last.disturbed, f"{scenario} made {count} calls, and more when it was to be disturbed"
     assert last.error is None
     yield last
 
 
 def check_each(runs, *, cuts=lambda number: True, goes_on=lambda number: True):
-    """Check each run; return how many were struck.
+    """Check each run; return how many had a failing call.
 
     Args:
         runs: From ``failing_runs``.
@@ -80,41 +80,41 @@ def check_each(runs, *, cuts=lambda number: True, goes_on=lambda number: True):
     count, failures = 0, []
     for run in runs:
         fault = run.backend.fault
-        count += bool(run.struck)
+        count += bool(run.disturbed)
         try:
             run.check(cuts=cuts(fault.errno), goes_on=goes_on(fault.errno))
         except Exception as error:
-            failures.append(f"{fault} struck {run.struck[:2]}, raised {run.error!r}: {error!r}")
+            failures.append(f"{fault} failed {run.disturbed[:2]}, raised {run.error!r}: {error!r}")
     assert not failures, "\n".join(failures)
     return count
 
 
-def deaths(prepared, scenario, *, every=1):
+def crash_points(prepared, scenario, *, every=1):
     """Return the calls at which a process may die, each ``every``-th one, by their numbers."""
     count = len(Run(prepared, scenario, None).backend.calls)
     # Making the folders of a store is hundreds of calls alike: begin shortly before it becomes one.
     return range(count - 50 if scenario == "first" else 1, count + 1, every)
 
 
-def die_then_go_on_then_cut(prepared, scenario, at):
+def crash_then_continue_then_cut(prepared, scenario, at):
     """Let a process die at a call, another one go on, and then the power fail; return the states and the losses."""
     # Every later call fails too: for the disk that is a process that has died here, with nothing synced since.
     run = Run(prepared, scenario, Fault(at, for_ever=True, forgets=False))
-    assert run.struck
+    assert run.disturbed
     states, lost, checked = 0, [], CheckedStates()
     acks = [*run.acks, *run.new_acks]
     try:
         with crash_scenarios.open_store(run.disk) as store:
             crash_scenarios.commit(store, 300, 300, acks.append)
     except CkstoreError as error:
-        lost.append(f"died at call {at} ({run.struck[0]}), the next process failed: {error!r}")
+        lost.append(f"died at call {at} ({run.disturbed[0]}), the next process failed: {error!r}")
     for state in crash_states(run.disk, seed=at, samples=2, singles_max=8, points={len(run.disk.log)}):
         states += 1
         if not checked.is_new(state):
             continue
         try:
             with crash_scenarios.open_store(state.disk) as store:
-                crash_scenarios.check_kept(store, crash_scenarios.Promises.of(acks))
+                crash_scenarios.check_acknowledged(store, crash_scenarios.Acknowledged.of(acks))
         except (CkstoreError, AssertionError) as error:
-            lost.append(f"died at call {at} ({run.struck[0]}), {state.label}: {error!r}")
+            lost.append(f"died at call {at} ({run.disturbed[0]}), {state.label}: {error!r}")
     return states, lost

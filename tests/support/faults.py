@@ -73,7 +73,7 @@ class FaultyBackend:
         self.fault = fault
         self.calls: list[str] = []
         """The site of every call so far."""
-        self.struck: list[str] = []
+        self.disturbed: list[str] = []
         """What was made to fail: site and name."""
         self._counted = 0
         self._lock = threading.Lock()
@@ -204,7 +204,7 @@ class FaultyBackend:
             self._counted += 1
             is_hit = self._counted >= fault.at if fault.for_ever else self._counted == fault.at
             if is_hit:
-                self.struck.append(f"{site} {name}".rstrip())
+                self.disturbed.append(f"{site} {name}".rstrip())
             return _Site(self, site, name, fault if is_hit else None)
 
 

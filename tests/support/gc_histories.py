@@ -34,8 +34,8 @@ def commit_all(store, steps, **options):
     return [store.commit(state_of(step), step, **options) for step in steps]
 
 
-def keeper(store, run=None):
-    """Return what collects in the store of a handle, as another process would."""
+def other_handle(store, run=None):
+    """Return a second handle on the same store, like that of another process."""
     parts = repository_of(store)
     again = type(parts)(parts.backend, parts.record, run or parts.run, clock=parts.clock)
     return Store(again, ckstore.Policy())

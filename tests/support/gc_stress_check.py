@@ -8,7 +8,7 @@ from collections import Counter
 from ckstore._testing import repository_of
 from ckstore.errors import CorruptError
 from ckstore.store.refs import load_whole
-from support.gc_stress_roles import KEPT_EVERY, KEPT_LAST, keeper, open_store, remove_unacknowledged, state_of
+from support.gc_stress_roles import KEPT_EVERY, KEPT_LAST, other_handle, open_store, remove_unacknowledged, state_of
 from support.model import difference
 
 
@@ -32,7 +32,7 @@ def check(folder, acks, counters):
     failures += repair_torn(folder, sorted({run for run, _ in held}))
     with open_store(folder, "w0") as store:
         for _ in range(2):
-            report = keeper(store).gc(None, now=True, all_runs=True, min_age=0)
+            report = other_handle(store).gc(None, now=True, all_runs=True, min_age=0)
         blocked = [f"{plan.run}: {plan.blocked}" for plan in report.runs if plan.blocked]
         failures += [f"blocked after all have ended: {each}" for each in (*blocked, report.done.stop) if each]
         report = store.verify("decode")

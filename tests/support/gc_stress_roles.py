@@ -111,7 +111,7 @@ def open_store(folder, run):
     return ckstore.open(LocalBackend(folder / "store", engine="pwrite"), run=run, create=False, policy=POLICY)
 
 
-def keeper(store):
+def other_handle(store):
     parts = repository_of(store)
     return Store(type(parts)(parts.backend, parts.record, parts.run, clock=parts.clock), POLICY)
 
@@ -229,7 +229,7 @@ def collect(folder, run, rng, note):
         ckstore.ops.gc.run.throttled = throttled if is_leisurely else lambda backend, clock: backend
         with open_store(folder, "w0") as store:
             try:
-                report = keeper(store).gc(
+                report = other_handle(store).gc(
                     RETENTION,
                     all_runs=True,
                     now=rng.random() < 0.5,
@@ -246,7 +246,7 @@ def collect(folder, run, rng, note):
             counts = len(done.dropped), done.moved_packs, done.freed_files, done.rescued, done.repacked.manifests
             note(f"collected {' '.join(map(str, counts))} {int(is_blocked)}")
             if rng.random() < 0.1:
-                undelete_one(keeper(store), rng, note)
+                undelete_one(other_handle(store), rng, note)
 
 
 def undelete_one(keeping, rng, note):

@@ -46,10 +46,10 @@ def in_words(counters):
 
 
 def check_state(disk, acks, *, goes_on):
-    promises = crash_scenarios.Promises.of(acks)
+    acknowledged = crash_scenarios.Acknowledged.of(acks)
     with crash_scenarios.open_store(disk) as store:
-        crash_scenarios.check_kept(store, promises)
+        crash_scenarios.check_acknowledged(store, acknowledged)
         if goes_on:
-            crash_scenarios.check_goes_on(store, promises)
+            crash_scenarios.check_next_commit(store, acknowledged)
     if goes_on:
         assert order_violations(disk.log) == []

@@ -117,12 +117,12 @@ class Tally:
 
     Attributes:
         points: Children that were started to be disturbed.
-        struck: Those that were killed, or got an error from a call.
+        disturbed: Those that were killed, or got an error from a call.
         untouched: The others: they made fewer such calls.
     """
 
     points: int = 0
-    struck: int = 0
+    disturbed: int = 0
     untouched: int = 0
     acks: int = 0
     failures: list[str] = field(default_factory=list)
@@ -130,6 +130,6 @@ class Tally:
 
     def __str__(self) -> str:
         return (
-            f"{self.points} points, {self.struck} struck, {self.untouched} untouched, "
+            f"{self.points} points, {self.disturbed} disturbed, {self.untouched} untouched, "
             f"{self.acks} acknowledged, {len(self.failures)} failures"
         )

@@ -28,7 +28,7 @@ def fast_folder(tmp_path):
         shutil.rmtree(base)
 
 
-class Striker:
+class StraceRunner:
     """Disturbs children of one scenario and engine, and checks what they leave."""
 
     def __init__(self, base, scenario, engine):
@@ -57,12 +57,12 @@ class Striker:
         shutil.rmtree(place)
         return count_calls(trace)
 
-    def strike(self, server, call, number, fault):
+    def disturb(self, server, call, number, fault):
         """Disturb a child at one point and check; return whether it made so many calls."""
         label = f"{self.scenario}-{self.engine}-{call}-{number}"
         trace = self.base / f"{label}.trace"
         code, place, acks = self.run(server, label, inject=f"{call}:{fault}:when={number}", trace_path=trace)
-        is_struck = code == -9 or "(INJECTED)" in trace.read_text(errors="replace")
+        is_disturbed = code == -9 or "(INJECTED)" in trace.read_text(errors="replace")
         trace.unlink()
         error = self.base / f"{label}.acks.error"
         text = error.read_text() if error.exists() else ""
@@ -76,21 +76,21 @@ class Striker:
             trouble = repr(error)
         with self.tally.lock:
             self.tally.points += 1
-            self.tally.struck += is_struck
-            self.tally.untouched += not is_struck
+            self.tally.disturbed += is_disturbed
+            self.tally.untouched += not is_disturbed
             self.tally.acks += len(acks) - len(self.acks)
             if trouble:
                 self.tally.failures.append(f"{label}: {trouble}")
         shutil.rmtree(place, ignore_errors=True)
-        return is_struck
+        return is_disturbed
 
-    def strike_past(self, server, call, number, fault):
+    def disturb_until_unreached(self, server, call, number, fault):
         """Disturb children at this point and later ones until one makes fewer calls."""
-        while self.strike(server, call, number, fault):
+        while self.disturb(server, call, number, fault):
             number += 1
 
 
-def strike_everywhere(tmp_path, sample, scenario, engine, *, parts, fault="signal=KILL", every=1, calls=None):
+def disturb_everywhere(tmp_path, sample, scenario, engine, *, parts, fault="signal=KILL", every=1, calls=None):
     """Kill or fail a child at each point that has its turn; return the tally, and what was done in words.
 
     The points are the calls that an undisturbed child makes, and for each kind of call one more, which no child
@@ -109,8 +109,8 @@ def strike_everywhere(tmp_path, sample, scenario, engine, *, parts, fault="signa
     with fast_folder(tmp_path) as base, ThreadPoolExecutor(LANES) as lanes:
         servers = [ChildServer() for _ in range(LANES)]
         try:
-            striker = Striker(base, scenario, engine)
-            most = {call: n for call, n in striker.count(servers[0]).items() if calls is None or call in calls}
+            runner = StraceRunner(base, scenario, engine)
+            most = {call: n for call, n in runner.count(servers[0]).items() if calls is None or call in calls}
             points = sample.part(
                 [(call, n) for call in sorted(most) for n in (*range(1, most[call] + 1, every), most[call] + 1)],
                 parts=parts,
@@ -118,8 +118,8 @@ def strike_everywhere(tmp_path, sample, scenario, engine, *, parts, fault="signa
 
             def work(lane):
                 for call, number in points[lane::LANES]:
-                    strike = striker.strike if number <= most[call] else striker.strike_past
-                    strike(servers[lane], call, number, fault)
+                    disturb = runner.disturb if number <= most[call] else runner.disturb_until_unreached
+                    disturb(servers[lane], call, number, fault)
 
             reachable = sum(number <= most[call] for call, number in points)
 
@@ -127,9 +127,9 @@ def strike_everywhere(tmp_path, sample, scenario, engine, *, parts, fault="signa
         finally:
             for server in servers:
                 server.close()
-    assert not striker.tally.failures, "\n".join(striker.tally.failures)
+    assert not runner.tally.failures, "\n".join(runner.tally.failures)
     # Threads take turns by chance: a child may make fewer calls than the one that was counted.
-    assert striker.tally.struck > reachable // 2 or reachable < 4
+    assert runner.tally.disturbed > reachable // 2 or reachable < 4
     made = sum(most.values())
-    assert not sample.is_whole or every > 1 or striker.tally.points > made, f"{striker.tally} for {made} calls"
-    return striker.tally, f"strace, {scenario}, {engine}, {fault}: {made} calls, {striker.tally}"
+    assert not sample.is_whole or every > 1 or runner.tally.points > made, f"{runner.tally} for {made} calls"
+    return runner.tally, f"strace, {scenario}, {engine}, {fault}: {made} calls, {runner.tally}"

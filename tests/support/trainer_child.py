@@ -119,7 +119,7 @@ class TorchTask:
         store.attach(self.optimizer)
 
 
-class Telling(logging.Handler):
+class LogLines(logging.Handler):
     """Says every log record."""
 
     def __init__(self, life):
@@ -190,8 +190,8 @@ class Trainer:
         job = self.job
         # As a shell would have it, so that Ctrl-C can be sent to all of its group.
         os.setpgid(0, 0)
-        self.say("born", os.getpid())
-        logging.getLogger("ckstore").addHandler(Telling(self.life))
+        self.say("started", os.getpid())
+        logging.getLogger("ckstore").addHandler(LogLines(self.life))
         from ckstore.background import client
 
         client.WARN_AFTER_SECONDS = job["patience"]
@@ -235,11 +235,11 @@ class Trainer:
             task.state.pop("more", None)
             self.say("refused", step, type(error).__name__, error)
             return
-        self.say("handed", step, background_of(store).saver_pid or 0)
+        self.say("submitted", step, background_of(store).saver_pid or 0)
         if pending.is_skipped:
             # Training takes time.
             time.sleep(0.02)
-        pending.when_done(self._tell_end)
+        pending.when_done(self._report_end)
         if index == self.job["exit_at"]:
             leave(self.job["exit_how"])
         wait = self._choice.choice(self.job["waits"])
@@ -251,7 +251,7 @@ class Trainer:
             except (ckstore.CkstoreError, MemoryError, OSError) as error:
                 self.say("asked", step, type(error).__name__)
 
-    def _tell_end(self, pending):
+    def _report_end(self, pending):
         receipt, error = pending.receipt_or_none(), pending.error_or_none()
         if receipt is not None:
             self.say("durable", pending.step, receipt.seq)

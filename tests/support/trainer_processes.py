@@ -21,33 +21,33 @@ SECONDS_MAX = 100.0
 """Longer than anything here takes, on a machine that others use too."""
 
 
-class Life:
+class TrainerRun:
     """One trainer: what it was told to do, what it said, and what was done to it."""
 
     def __init__(self, number, job):
         self.number, self.job = number, job
-        self.said = []
-        self.struck = set()
+        self.events = []
+        self.failed_savers = set()
         """Savers that were killed or kept from memory."""
         self.is_over = False
 
-    def facts(self, word):
+    def facts(self, event):
         """Return the facts of each line with this word, in order."""
-        return [facts for said, *facts in self.said if said == word]
+        return [facts for kind, *facts in self.events if kind == event]
 
-    def steps(self, word):
+    def steps(self, event):
         """Return the steps that a word was said of."""
-        return [int(facts[0]) for facts in self.facts(word)]
+        return [int(facts[0]) for facts in self.facts(event)]
 
     @property
     def pid(self):
-        return int(self.facts("born")[0][0])
+        return int(self.facts("started")[0][0])
 
     def saver_of(self):
         """Return for each step the saver that it was handed to."""
-        return {int(step): int(pid) for step, pid in self.facts("handed")}
+        return {int(step): int(pid) for step, pid in self.facts("submitted")}
 
-    def kept_steps(self):
+    def promised_steps(self):
         """Return the steps that were promised to survive, whatever happens to the trainer."""
         durable, failed, begun = self.steps("durable"), set(self.steps("failed")), self.steps("begin")
         savers = self.saver_of()
@@ -55,7 +55,7 @@ class Life:
             step
             for step in self.steps("staged")
             if step not in failed
-            and savers.get(step) not in self.struck
+            and savers.get(step) not in self.failed_savers
             # A later state may have replaced it, as the policy wants.
             and (self.job["policy"].get("on_busy") != "replace" or step == begun[-1])
         ]
@@ -67,7 +67,7 @@ class Trainers:
 
     def __init__(self, task, base):
         self.token = f"{os.getpid()}-{time.monotonic_ns()}"
-        self.lives = {}
+        self.runs = {}
         self.dead = {}
         self._changed = threading.Condition()
         self._errors = base / "stderr"
@@ -88,29 +88,29 @@ class Trainers:
         self._listener.start()
         assert self.is_ready.wait(SECONDS_MAX), self.errors()
 
-    def start(self, life):
+    def start(self, trainer):
         """Let a trainer be born."""
-        self.lives[life.number] = life
-        self._process.stdin.write(json.dumps(life.job).encode() + b"\n")
+        self.runs[trainer.number] = trainer
+        self._process.stdin.write(json.dumps(trainer.job).encode() + b"\n")
         self._process.stdin.flush()
-        self.wait(lambda: life.facts("born"), "the birth of a trainer")
+        self.wait(lambda: trainer.facts("started"), "the birth of a trainer")
 
-    def wait(self, has_come, what, seconds=SECONDS_MAX, error=None):
+    def wait(self, condition, what, seconds=SECONDS_MAX, error=None):
         """Wait until something was said; whatever does not come hangs, which is a fault."""
         deadline = time.monotonic() + seconds
         with self._changed:
-            while not has_come():
+            while not condition():
                 # Not all that is waited for is said.
                 self._changed.wait(0.01)
                 if time.monotonic() > deadline and error is not None:
                     raise error(what)
                 if time.monotonic() > deadline:
-                    last = [life.said[-12:] for life in list(self.lives.values())[-2:]]
-                    raise AssertionError(f"{what} did not come; last said: {last}; stderr: {self.autopsy()}")
+                    last = [trainer.events[-12:] for trainer in list(self.runs.values())[-2:]]
+                    raise AssertionError(f"{what} did not come; last said: {last}; stderr: {self.dump_stacks()}")
 
-    def autopsy(self):
+    def dump_stacks(self):
         """Let everybody say where its threads are, and die."""
-        for pid in self.others():
+        for pid in self.descendants():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGABRT)
                 os.kill(pid, signal.SIGCONT)
@@ -120,7 +120,7 @@ class Trainers:
     def errors(self):
         return self._errors.read_text(errors="replace")
 
-    def others(self):
+    def descendants(self):
         """Return every process that came from this one: pid to command line."""
         found = {}
         for place in Path("/proc").iterdir():
@@ -133,7 +133,7 @@ class Trainers:
 
     def close(self):
         """End all of it, whatever lives."""
-        for pid in self.others():
+        for pid in self.descendants():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.stdin.close()
@@ -143,15 +143,15 @@ class Trainers:
 
     def _listen(self):
         for line in self._process.stdout:
-            number, word, *facts = line.decode(errors="replace").rstrip("\n").split(" ", 5)
-            if word == "ready":
+            number, event, *facts = line.decode(errors="replace").rstrip("\n").split(" ", 5)
+            if event == "ready":
                 self.is_ready.set()
                 continue
             with self._changed:
-                if word == "dead":
+                if event == "dead":
                     self.dead[int(facts[0])] = int(facts[1])
                 if int(number):
-                    life = self.lives[int(number)]
-                    life.said.append((word, *facts))
-                    life.is_over = life.is_over or word == "dead"
+                    trainer = self.runs[int(number)]
+                    trainer.events.append((event, *facts))
+                    trainer.is_over = trainer.is_over or event == "dead"
                 self._changed.notify_all()

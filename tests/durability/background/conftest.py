@@ -1,4 +1,4 @@
-"""The fixtures of tests that stage, hand over and commit in a saver."""
+"""Fixtures of tests that stage and commit in a saver."""
 
 from __future__ import annotations
 

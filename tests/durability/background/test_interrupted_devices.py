@@ -1,7 +1,7 @@
-"""Ctrl-C before each line of what the trainer's thread does about a state in the memory of a device.
+"""Ctrl-C before each line of the trainer's code that handles a state in device memory.
 
-A device goes on copying what it was asked for after the thread was interrupted. The next state comes from the host's
-memory, immediately: it must not be given the part of the arena that the device still writes to.
+A device continues its copies after the thread was interrupted. The next state comes from host memory, immediately: it
+must not get the part of the arena to which the device still writes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from support.interrupts import check_rounds, commit, filled, interrupt_each_line
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.timeout(300)]
 
 LINES_MIN = 400
-"""A commit runs more lines than that; all of them are interrupted in a deep run."""
+"""A commit runs more lines than this; a deep run interrupts all of them."""
 
 
 def interrupt(folder, memory_kinds, sample, kind, act, guard, *, is_checked=False):
-    """Interrupt commits of a state in the device's memory, each followed by one from the host's."""
+    """Interrupt commits of a state in device memory; after each one commit a state from host memory."""
     far = {"w": np.zeros(2 * UNIT_NBYTES + 1000, np.uint8)}
 
     def from_device(store, _, step):
@@ -43,20 +43,18 @@ def interrupt(folder, memory_kinds, sample, kind, act, guard, *, is_checked=Fals
 
 
 @pytest.mark.deep
-def test_interrupted_commit_that_waits_for_the_device_does_not_mix_states(
-    recording_savers, folder, device, memory_kinds, sample
-):
+def test_interrupted_device_wait_keeps_states_apart(recording_savers, folder, device, memory_kinds, sample):
     interrupt(folder, memory_kinds, sample, DEVICE_NOW, commit, lambda store: None)
 
 
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("is_checked", [False, True], ids=["unchecked", "checked"])
-def test_interrupted_commit_of_a_guarded_device_state_does_not_mix_states(
+def test_interrupted_guarded_device_commit_is_isolated(
     recording_savers, folder, device, memory_kinds, sample, is_checked
 ):
     def guard(store):
         background_of(store).guard()
-        # What training tells the device next comes after that.
+        # Work that training submits to the device afterwards is executed after these copies.
         device.wait_for_held_copies()
 
     def commit_and_guard(store, state, step):

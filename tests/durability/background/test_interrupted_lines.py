@@ -1,6 +1,6 @@
-"""Ctrl-C before each line of what the trainer's thread does in a background commit, one commit a line.
+"""Ctrl-C before each line of the trainer's code in a background commit, one commit per line.
 
-Wherever it comes: the call raises it, the next commit works, and what is published of a step is the state of that step.
+At each line: the call raises KeyboardInterrupt, the next commit works, and a published step has the state of that step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from support.interrupts import STEPS, check_rounds, commit_and_guard, filled, gu
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.timeout(300)]
 
 LINES_MIN = 400
-"""A commit runs more lines than that; all of them are interrupted in a deep run."""
+"""A commit runs more lines than this; a deep run interrupts all of them."""
 
 
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_interrupted_commit_that_copies_all_itself_stages_its_own_state_or_none(
-    recording_savers, folder, sample, threads
-):
+def test_interrupted_commit_stages_own_state_or_none(recording_savers, folder, sample, threads):
     with ckstore.open(folder, policy=ckstore.Policy(staging_threads=threads)) as store:
         rounds = interrupt_each_line(store, sample, parts=16)
     check_rounds(rounds)
@@ -33,8 +31,8 @@ def test_interrupted_commit_that_copies_all_itself_stages_its_own_state_or_none(
 
 
 @pytest.mark.deep
-def test_interrupted_commit_that_is_not_given_up_is_noticed(recording_savers, folder, sample, monkeypatch):
-    # A negative control: then the commit after it, which was not interrupted, raises.
+def test_commit_that_is_not_aborted_is_detected(recording_savers, folder, sample, monkeypatch):
+    # A negative control: here the commit after it, which was not interrupted, raises.
     monkeypatch.setattr(BackgroundCommits, "give_up", lambda *_: None)
     with ckstore.open(folder) as store, pytest.raises(SaverError, match="was interrupted"):
         interrupt_each_line(store, sample, parts=16)
@@ -42,7 +40,7 @@ def test_interrupted_commit_that_is_not_given_up_is_noticed(recording_savers, fo
 
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("is_checked", [False, True])
-def test_interrupted_commit_with_a_guard_stages_its_own_state_or_none(recording_savers, folder, sample, is_checked):
+def test_interrupted_guarded_commit_stages_own_state(recording_savers, folder, sample, is_checked):
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=is_checked)) as store:
         guard_with(store, OwnerOfAll())
         rounds = interrupt_each_line(store, sample, commit_and_guard, after=guard, parts=20)
@@ -51,9 +49,7 @@ def test_interrupted_commit_with_a_guard_stages_its_own_state_or_none(recording_
 
 
 @pytest.mark.deep
-def test_interrupted_commit_that_replaces_a_waiting_state_stages_its_own_state_or_none(
-    recording_savers, folder, sample
-):
+def test_interrupted_replacement_stages_own_state(recording_savers, folder, sample):
     def fill(store, state, step):
         recording_savers[-1].is_quick = False
         store.commit_async(filled(state, step), step)
@@ -75,7 +71,7 @@ def test_interrupted_commit_that_replaces_a_waiting_state_stages_its_own_state_o
 
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("guarded", [False, True])
-def test_interrupted_commit_with_a_real_saver_publishes_its_own_state_or_none(folder, sample, note, guarded):
+def test_interrupted_commit_publishes_own_state(folder, sample, note, guarded):
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=guarded, compression="none", saver_nice=0)) as store:
         if guarded:
             guard_with(store, OwnerOfAll())

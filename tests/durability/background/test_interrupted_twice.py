@@ -1,7 +1,7 @@
-"""Ctrl-C twice, at random moments of a background commit: also inside of what Python itself is made of.
+"""Two Ctrl-C at random moments of a background commit, also inside Python's own code.
 
-The second one may interrupt what the first one has made the thread do. Nothing hangs then, the next commit works, and
-what is published of a step is the state of that step.
+The second one may interrupt the handling of the first one. Nothing hangs, the next commit works, and a published step
+has the state of that step.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ckstore.errors import SaverError
 from support.fake_saver import guard_with
 from support.interrupts import STEPS, RecordingSaver, check_seen, filled
 
-# The limit of time is kept by a thread: there is one timer that makes signals, and it is needed here.
+# pytest-timeout uses a thread, because there is only one timer that sends signals and this test needs it.
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.timeout(300, method="thread")]
 
 COUNT = 500
-"""So many commits of each kind are interrupted in a deep run."""
+"""Commits of each kind that a deep run interrupts."""
 
 
 class Interrupts:
-    """Raises Ctrl-C after some time, and once more, but only within what is called; a signal itself may come later.
+    """Raises KeyboardInterrupt after some time, and once more, but only inside ``within``; signals may come later.
 
     Args:
         first: Seconds until the first one.
-        second: From there to the second one.
+        second: Seconds from the first to the second one.
     """
 
     def __init__(self, first, second):
@@ -56,7 +56,7 @@ class Interrupts:
                 raise KeyboardInterrupt
 
         signal.signal(signal.SIGALRM, hear)
-        # What a collection ends that runs just then drops what is raised.
+        # During a garbage collection Python drops what is raised.
         gc.disable()
         try:
             signal.setitimer(signal.ITIMER_REAL, first)
@@ -69,7 +69,7 @@ class Interrupts:
 
 @pytest.fixture
 def alarm():
-    """Put the handler of the timer's signal back afterwards."""
+    """Restore the handler of the timer's signal afterwards."""
     before = signal.getsignal(signal.SIGALRM)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -77,7 +77,7 @@ def alarm():
 
 
 def commit(store, state, step):
-    """Commit; once more if the first call only raises that the last one was interrupted twice."""
+    """Commit; repeat it if the first call only reports that the previous commit was interrupted twice."""
     try:
         return store.commit_async(filled(state, step), step)
     except SaverError as error:
@@ -88,7 +88,7 @@ def commit(store, state, step):
 
 @pytest.mark.deep(parts=4)
 @pytest.mark.parametrize("kind", [NOW, LAZY, DEVICE_NOW, DEVICE_LAZY], ids=["now", "lazy", "far now", "far lazy"])
-def test_commit_interrupted_twice_stages_its_own_state_or_none(
+def test_commit_interrupted_twice_stages_own_state(
     recording_savers, folder, device, memory_kinds, alarm, sample, note, kind
 ):
     far, near = ({"w": np.zeros(2 * UNIT_NBYTES + 1000, np.uint8)} for _ in range(2))
@@ -121,7 +121,7 @@ def test_commit_interrupted_twice_stages_its_own_state_or_none(
             interrupts = Interrupts(choice.uniform(1e-5, 1.2 * seconds), second)
             interrupts.within(commit_and_train, step + 5)
             counts[interrupts.count] += 1
-            # The machine may be slower or faster by now: some come too late, and not too many.
+            # The speed of the machine varies: some signals may come too late, but not too many.
             seconds *= 1.05 if interrupts.count else 0.9
             train(step + 6)
             memory_kinds.kind = NOW

@@ -1,4 +1,4 @@
-"""Protects trainer and saver from leaks: many commits leave neither memory nor descriptors, threads or processes."""
+"""Protects trainer and saver against leaks of memory, descriptors, threads and processes over many commits."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ print(json.dumps(measured))
 
 
 def measured(folder, count, every, kind):
-    """Return what trainer and saver had after each ``every``-th of so many commits."""
+    """Return the usage of trainer and saver after every ``every``-th of ``count`` commits."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder), str(count), str(every), kind],
         capture_output=True,
         text=True,
         timeout=500,
-        # What the C library keeps of large pieces for the next time comes and goes by megabytes, and hides leaks.
+        # Large blocks that the C library caches would vary by megabytes and hide leaks.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB // 4)},
     )
     assert done.returncode == 0, done.stderr
@@ -110,7 +110,7 @@ def measured(folder, count, every, kind):
 
 
 def growth(samples, name, side):
-    """Return by how much the least of the last third exceeds the least of the first: a leak raises the least too."""
+    """Return the minimum of the last third minus the minimum of the first third: a leak raises the minimum."""
     third = len(samples) // 3
     early, late = samples[:third], samples[-third:]
     return min(sample[side][name] for sample in late) - min(sample[side][name] for sample in early)
@@ -125,17 +125,17 @@ def check(samples, anonymous_nbytes):
 
 
 COMMITS = {"plain": 1000, "memory": 1000, "guarded": 1000, "turns": 240, "checked": 240}
-"""How many commits a deep run makes of each kind."""
+"""Commits of each kind in a deep run."""
 FEW = 60
-"""So many show a leak of 60 KiB a commit, or of one descriptor in all; a deep run shows one of 4 KiB a commit."""
+"""This many show a leak of 60 KiB per commit, or of one descriptor in all; a deep run shows 4 KiB per commit."""
 WARM_UP = 100
-"""The first commits fill caches; where only a few are made, a quarter of them is left out."""
+"""The first commits fill caches; with few commits, the first quarter is ignored."""
 
 
 @pytest.mark.deep(parts=8)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", COMMITS)
-def test_many_commits_leave_nothing_behind(fast_folder, sample, note, kind):
+def test_many_commits_leak_nothing(fast_folder, sample, note, kind):
     count = sample.count(COMMITS[kind], parts=COMMITS[kind] // FEW)
     every = max(5, count // 40)
     samples = measured(fast_folder / "store", count, every, kind)
@@ -145,7 +145,7 @@ def test_many_commits_leave_nothing_behind(fast_folder, sample, note, kind):
     check(samples, 3 * MIB)
 
 
-def test_receipts_that_are_not_asked_for_are_not_kept(folder, monkeypatch):
+def test_unrequested_receipts_are_not_kept(folder, monkeypatch):
     FakeSaver.started = []
     monkeypatch.setattr(commits, "Saver", FakeSaver)
 
@@ -157,7 +157,7 @@ def test_receipts_that_are_not_asked_for_are_not_kept(folder, monkeypatch):
     with ckstore.open(folder) as store:
         for step in range(30):
             store.commit_async({"a": step}, step)
-            # Only the pretended saver keeps these.
+            # Only the fake saver keeps these.
             FakeSaver.started[0].begun.clear()
-        # Who measures what commits cost looks at the last few.
+        # The cost estimate of commits uses the last few.
         assert receipts() <= before + 15

@@ -1,4 +1,4 @@
-"""Protects the bound on memory: a saver needs the arena and 256 MiB, however large the state is."""
+"""Protects the memory bound of the saver: the arena and 256 MiB, for any size of the state."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ print(json.dumps([most[0], arena, seconds]))
 @pytest.mark.deep(parts=8)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("compression", ["none", "fast"])
-def test_saver_of_a_large_state_needs_256_mib_and_the_arena(fast_folder, note, compression):
+def test_saver_needs_at_most_arena_and_256_mib(fast_folder, note, compression):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(fast_folder / "store"), compression],
         capture_output=True,

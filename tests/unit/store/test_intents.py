@@ -17,7 +17,7 @@ from ckstore.io.backend import Distant
 from ckstore.io.memory import MemoryBackend
 from ckstore.processes import boot_identity, process_started
 from ckstore.store.tags import Tags, intents_in, make_intents, remove_abandoned
-from support.gc_histories import keeper, once
+from support.gc_histories import other_handle, once
 
 HOUR = 3600
 IN_A_CONTAINER = IntentRecord(
@@ -192,10 +192,10 @@ def test_a_tag_that_comes_after_a_collector_cleared_the_intent_stops_the_drop(st
 def test_collection_says_which_intents_it_leaves_and_clears_them_when_told(store, backend):
     store.commit({"n": 1}, 1)
     leave(backend, IN_A_CONTAINER, seq=0)
-    done = keeper(store).gc().done
+    done = other_handle(store).gc().done
     assert done.intents == 0
     assert [words.partition(", made")[0] for words in done.waits_for] == [
         "run main, seq 0: an intent to delete by pid 7 on host node-a"
     ]
-    assert keeper(store).gc(clear_intents=True).done.intents == 1
+    assert other_handle(store).gc(clear_intents=True).done.intents == 1
     store.tag(1, "best")

@@ -17,10 +17,10 @@ from ckstore.store.reachability import Marker
 from support.gc_histories import (
     LAST_ONE,
     check_restores,
+    other_handle,
     commit_all,
     damage,
     files_of,
-    keeper,
     pack_of,
     packs_in_place,
     replace_by_itself,
@@ -53,7 +53,7 @@ def history(store, clock):
 
 def test_rules_drop_checkpoints_and_their_packs_go_to_the_trash(history, backend):
     before = packs_in_place(backend)
-    report = keeper(history).gc(Retention(keep_last=2, keep_every=3))
+    report = other_handle(history).gc(Retention(keep_last=2, keep_every=3))
     assert [name.step for name in report.done.dropped] == [1, 2]
     check_restores(history, [0, 3, 4, 5])
     gone = before - packs_in_place(backend)
@@ -65,11 +65,11 @@ def test_rules_drop_checkpoints_and_their_packs_go_to_the_trash(history, backend
 
 def test_dry_run_changes_nothing_and_its_plan_is_carried_out(history, backend):
     before = files_of(backend)
-    dry = keeper(history).gc(Retention(keep_last=2), dry_run=True)
+    dry = other_handle(history).gc(Retention(keep_last=2), dry_run=True)
     assert files_of(backend) == before
     assert dry.is_dry_run
     assert dry.done is None
-    real = keeper(history).gc(Retention(keep_last=2))
+    real = other_handle(history).gc(Retention(keep_last=2))
     assert (real.runs, real.plan) == (dry.runs, dry.plan)
     assert tuple(real.done.dropped) == dry.plan.drops
     assert real.done.moved_packs == len(dry.plan.moves)
@@ -77,9 +77,9 @@ def test_dry_run_changes_nothing_and_its_plan_is_carried_out(history, backend):
 
 
 def test_second_collection_has_nothing_left_to_do(history, backend):
-    keeper(history).gc(Retention(keep_last=2))
+    other_handle(history).gc(Retention(keep_last=2))
     after = files_of(backend)
-    report = keeper(history).gc(Retention(keep_last=2))
+    report = other_handle(history).gc(Retention(keep_last=2))
     assert report.plan.is_empty
     assert files_of(backend) == after
 
@@ -90,7 +90,7 @@ def nbytes_but_claims(backend):
 
 def test_now_frees_at_once(history, backend):
     before = nbytes_but_claims(backend)
-    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    report = other_handle(history).gc(Retention(keep_last=2), now=True)
     assert report.done.freed_nbytes >= report.done.moved_nbytes > 0
     assert before - nbytes_but_claims(backend) == report.done.freed_nbytes
     assert not [name for name in files_of(backend) if name.startswith("trash/")]
@@ -100,7 +100,7 @@ def test_now_frees_at_once(history, backend):
 def test_without_rules_only_garbage_goes(history, backend):
     history.delete(2)
     before = packs_in_place(backend)
-    report = keeper(history).gc()
+    report = other_handle(history).gc()
     assert report.done.dropped == []
     assert len(before - packs_in_place(backend)) == 1
     check_restores(history, [0, 1, 3, 4, 5])
@@ -108,7 +108,7 @@ def test_without_rules_only_garbage_goes(history, backend):
 
 def test_chunks_that_others_share_stay(history, backend):
     shared = pack_of(history, 0)
-    keeper(history).gc(LAST_ONE, now=True, repack_nbytes_max=0)
+    other_handle(history).gc(LAST_ONE, now=True, repack_nbytes_max=0)
     assert shared in packs_in_place(backend), "step 5 needs what step 0 wrote"
     check_restores(history, [5])
 
@@ -117,10 +117,10 @@ def test_runs_do_not_evict_each_other(history, backend, clock):
     with ckstore.open(backend, run="other", clock=clock) as other:
         commit_all(other, [7, 8])
         clock.now += 2 * HOUR
-        keeper(history).gc(LAST_ONE, now=True)
+        other_handle(history).gc(LAST_ONE, now=True)
         check_restores(other, [7, 8])
         check_restores(history, [5])
-        report = keeper(history).gc(LAST_ONE, all_runs=True, now=True)
+        report = other_handle(history).gc(LAST_ONE, all_runs=True, now=True)
         assert [plan.run for plan in report.runs] == ["main", "other"]
         check_restores(other, [8])
         check_restores(history, [5])
@@ -130,37 +130,37 @@ def test_packs_that_other_runs_need_stay(history, backend, clock):
     with ckstore.open(backend, run="other", clock=clock) as other:
         commit_all(other, [3])
         clock.now += 2 * HOUR
-        keeper(history).gc(LAST_ONE, now=True)
+        other_handle(history).gc(LAST_ONE, now=True)
         check_restores(other, [3])
 
 
 def test_young_packs_that_nobody_ever_named_are_spared(history, backend, clock):
     backend.create("packs/ab/" + "ab" * 16 + ".pack", b"x" * 4096, sync=True)
-    report = keeper(history).gc()
+    report = other_handle(history).gc()
     assert (report.plan.young_nbytes, report.done.moved_packs) == (4096, 0)
     clock.now += HOUR + 1
-    assert keeper(history).gc().done.moved_packs == 1
+    assert other_handle(history).gc().done.moved_packs == 1
 
 
 def test_young_packs_of_dropped_checkpoints_are_not_spared(store, backend):
     commit_all(store, [0, 1, 2])
-    assert keeper(store).gc(Retention(keep_every=2), now=True).done.moved_packs == 1
+    assert other_handle(store).gc(Retention(keep_every=2), now=True).done.moved_packs == 1
     commit_all(store, [3])
     store.delete(2)
-    assert keeper(store).gc(now=True).done.moved_packs == 1, "the trash still knows who had named it"
+    assert other_handle(store).gc(now=True).done.moved_packs == 1, "the trash still knows who had named it"
     check_restores(store, [0, 3])
 
 
 def test_packs_whose_time_lies_far_ahead_are_not_spared_for_ever(history, backend, clock):
     path = "packs/ab/" + "ab" * 16 + ".pack"
     add(backend, path, b"x" * 4096, modified_ns=clock.now_ns() + 10**6 * 10**9)
-    assert keeper(history).gc().done.moved_packs == 1
+    assert other_handle(history).gc().done.moved_packs == 1
 
 
 def test_named_pack_in_the_trash_is_brought_back(history, backend):
     path, folder = pack_of(history, 3), repository_of(history).trash.new_packs_folder()
     backend.rename(path, f"trash/{folder}/packs/{path.rsplit('/')[-1]}")
-    report = keeper(history).gc(now=True)
+    report = other_handle(history).gc(now=True)
     assert report.done.rescued == 1
     assert report.done.freed_files == 0
     assert path in packs_in_place(backend)
@@ -171,7 +171,7 @@ def test_missing_pack_blocks_its_run_and_no_other(history, backend, clock):
         commit_all(other, [17, 18])
     backend.unlink(pack_of(history, 3))
     clock.now += 2 * HOUR
-    report = keeper(history).gc(LAST_ONE, all_runs=True)
+    report = other_handle(history).gc(LAST_ONE, all_runs=True)
     assert "is missing" in report.runs[0].blocked
     assert [name.run for name in report.done.dropped] == ["other"]
     assert report.done.moved_packs == 1
@@ -184,7 +184,7 @@ def test_unreadable_manifest_stops_packs_everywhere_and_drops_in_its_run(history
     clock.now += 2 * HOUR
     damage(backend, next(name for name in files_of(backend) if name.startswith("manifests/main/00000003")))
     packs = packs_in_place(backend)
-    report = keeper(history).gc(LAST_ONE, all_runs=True, now=True)
+    report = other_handle(history).gc(LAST_ONE, all_runs=True, now=True)
     assert "cannot be read" in report.runs[0].blocked
     assert "may name any pack" in report.done.stop
     assert ["not collected" in line or "no checkpoint of run main" in line for line in report.obstacles] == [True, True]
@@ -192,7 +192,7 @@ def test_unreadable_manifest_stops_packs_everywhere_and_drops_in_its_run(history
     assert packs_in_place(backend) == packs
     assert report.done.freed_nbytes == 0
     history.delete("seq:3")
-    again = keeper(history).gc(now=True)
+    again = other_handle(history).gc(now=True)
     assert again.done.moved_packs > 0, "an operator has taken the damaged one away"
     assert again.obstacles == ()
 
@@ -209,7 +209,7 @@ def test_manifest_that_becomes_unreadable_during_a_collection_stops_it(history, 
         return look(marker)
 
     monkeypatch.setattr(Marker, "mark", damaging_look)
-    report = keeper(history).gc(LAST_ONE)
+    report = other_handle(history).gc(LAST_ONE)
     assert report.plan.stop == "" != report.stop == report.done.stop
     assert "may name any pack" in report.stop
     assert packs_in_place(backend) == packs
@@ -218,14 +218,14 @@ def test_manifest_that_becomes_unreadable_during_a_collection_stops_it(history, 
 def test_damaged_tag_blocks_its_run(history, backend):
     history.tag(1, "good")
     damage(backend, "tags/main/good", at=5)
-    report = keeper(history).gc(LAST_ONE)
+    report = other_handle(history).gc(LAST_ONE)
     assert "tag" in report.runs[0].blocked
     assert report.done.dropped == []
 
 
 def test_tagged_checkpoint_stays_and_says_so(history):
     history.tag(1, "good")
-    report = keeper(history).gc(LAST_ONE)
+    report = other_handle(history).gc(LAST_ONE)
     check_restores(history, [1, 5])
     assert next(verdict for verdict in report.runs[0].verdicts if verdict.step == 1).reasons == ("tag good",)
 
@@ -240,7 +240,7 @@ def test_checkpoint_that_is_tagged_after_the_plan_is_spared(history, monkeypatch
         return declare_all(self, seqs, purpose)
 
     monkeypatch.setattr(tags, "declare_all", tag_first)
-    report = keeper(history).gc(LAST_ONE, now=True)
+    report = other_handle(history).gc(LAST_ONE, now=True)
     assert [name.step for name in report.done.spared] == [2]
     assert [name.step for name in report.done.dropped] == [0, 1, 3, 4]
     check_restores(history, [2, 5])
@@ -257,7 +257,7 @@ def test_newer_entry_of_a_step_that_was_tagged_late_is_spared_too(store, monkeyp
         return declare_all(self, seqs, purpose)
 
     monkeypatch.setattr(tags, "declare_all", tag_first)
-    report = keeper(store).gc(LAST_ONE)
+    report = other_handle(store).gc(LAST_ONE)
     assert report.done.dropped == []
     assert sorted(name.seq for name in report.done.spared) == [0, 1]
 
@@ -265,14 +265,14 @@ def test_newer_entry_of_a_step_that_was_tagged_late_is_spared_too(store, monkeyp
 def test_more_than_max_delete_is_refused_before_anything_is_changed(history, backend):
     before = files_of(backend)
     with pytest.raises(UsageError, match="5 checkpoints would be dropped, but max_delete is 4"):
-        keeper(history).gc(LAST_ONE, max_delete=4)
+        other_handle(history).gc(LAST_ONE, max_delete=4)
     assert files_of(backend) == before
-    assert keeper(history).gc(LAST_ONE, max_delete=4, dry_run=True).refused
-    assert len(keeper(history).gc(LAST_ONE, max_delete=5).done.dropped) == 5
+    assert other_handle(history).gc(LAST_ONE, max_delete=4, dry_run=True).refused
+    assert len(other_handle(history).gc(LAST_ONE, max_delete=5).done.dropped) == 5
 
 
 def test_rules_for_a_run_that_is_not_there_are_refused_or_do_nothing(history, backend):
-    assert keeper(history, run="none").gc(LAST_ONE).runs == ()
+    assert other_handle(history, run="none").gc(LAST_ONE).runs == ()
     check_restores(history, range(6))
     from ckstore.ops.gc.run import GcLimits, collect_store
 
@@ -288,10 +288,10 @@ def test_quarantined_manifest_keeps_its_packs_even_if_it_is_damaged(history, bac
     history.delete(1)
     backend.make_folder(paths.quarantine_manifests_folder("main"))
     backend.create(f"{paths.quarantine_manifests_folder('main')}/{name.file}", bytes(content), sync=True)
-    keeper(history).gc(LAST_ONE, now=True, repack_nbytes_max=0)
+    other_handle(history).gc(LAST_ONE, now=True, repack_nbytes_max=0)
     assert pack in packs_in_place(backend)
     backend.unlink(f"{paths.quarantine_manifests_folder('main')}/{name.file}")
-    keeper(history).gc(now=True)
+    other_handle(history).gc(now=True)
     assert pack not in packs_in_place(backend)
 
 
@@ -302,7 +302,7 @@ def test_leftover_drafts_go_and_young_or_foreign_files_stay(history, backend, cl
     clock.now += 2 * HOUR
     young = "tmp/" + "2" * 32 + ".lease"
     backend.create(young, b"x", sync=True)
-    report = keeper(history).gc()
+    report = other_handle(history).gc()
     assert report.done.drafts == 1
     assert {"tmp/notes.txt", young} <= set(files_of(backend))
     assert old not in files_of(backend)
@@ -313,28 +313,28 @@ def test_intents_of_dead_makers_go_and_those_of_living_ones_stay(history, backen
     dead = repository_of(history).tags.declare(2, "test")
     record = decode_record(backend.read_bytes(dead, nbytes_max=4096), IntentRecord)
     backend.overwrite(dead, encode_record(replace(record, process_started="1")))
-    assert keeper(history).gc().done.intents == 1
+    assert other_handle(history).gc().done.intents == 1
     assert mine in files_of(backend)
     assert dead not in files_of(backend)
 
 
 def test_store_without_any_commit_is_collected(store):
-    report = keeper(store).gc(LAST_ONE, all_runs=True)
+    report = other_handle(store).gc(LAST_ONE, all_runs=True)
     assert report.plan.is_empty
     assert report.runs == ()
 
 
 def test_stored_policy_applies_where_none_is_given(history, backend):
-    keeping = keeper(history)
+    keeping = other_handle(history)
     assert keeping.retention is None
     keeping.set_retention(Retention(keep_last=2))
-    assert keeper(history).retention == Retention(keep_last=2)
-    keeper(history).gc()
+    assert other_handle(history).retention == Retention(keep_last=2)
+    other_handle(history).gc()
     check_restores(history, [4, 5])
-    keeper(history).gc(LAST_ONE)
+    other_handle(history).gc(LAST_ONE)
     check_restores(history, [5])
     keeping.set_retention(None)
-    assert keeper(history).retention is None
+    assert other_handle(history).retention is None
     assert history.verify().is_clean
 
 
@@ -344,7 +344,7 @@ def test_stored_policy_with_a_typo_is_refused_and_drops_nothing(history, backend
 
     change_config(backend, lambda record: ConfigRecord(retention={"keep_lats": 1}))
     with pytest.raises(UsageError, match="Did you mean 'keep_last'"):
-        keeper(history).gc()
+        other_handle(history).gc()
     check_restores(history, range(6))
 
 
@@ -353,7 +353,7 @@ def test_policy_is_kept_beside_what_else_the_configuration_says(history, backend
     from ckstore.store.store_config import change_config, read_config
 
     change_config(backend, lambda record: ConfigRecord(tiers={"cold": "s3://bucket/x"}))
-    keeper(history).set_retention(LAST_ONE)
+    other_handle(history).set_retention(LAST_ONE)
     assert read_config(backend).tiers == {"cold": "s3://bucket/x"}
 
 
@@ -363,7 +363,7 @@ def test_policy_is_kept_beside_what_else_the_configuration_says(history, backend
 )
 def test_limits_that_cannot_be_are_refused(history, options):
     with pytest.raises(UsageError):
-        keeper(history).gc(**options)
+        other_handle(history).gc(**options)
 
 
 def test_one_collection_at_a_time(folder, clock):
@@ -371,10 +371,10 @@ def test_one_collection_at_a_time(folder, clock):
         commit_all(store, [1])
         lock = LocalBackend(folder).try_lock("gc.lock")
         with pytest.raises(LockHeldError):
-            keeper(store).gc()
-        keeper(store).gc(dry_run=True)
+            other_handle(store).gc()
+        other_handle(store).gc(dry_run=True)
         lock.close()
-        keeper(store).gc()
+        other_handle(store).gc()
 
 
 def test_packs_stay_in_the_trash_for_their_time(folder, clock):
@@ -384,15 +384,15 @@ def test_packs_stay_in_the_trash_for_their_time(folder, clock):
     with ckstore.open(folder, clock=clock) as store:
         commit_all(store, [1, 2])
         clock.now += 2 * HOUR
-        first = keeper(store).gc(LAST_ONE)
+        first = other_handle(store).gc(LAST_ONE)
         assert first.done.freed_nbytes == 0
         assert first.plan.free_ns == pytest.approx(clock.now_ns() + 24 * HOUR * 10**9)
         clock.now += 20 * HOUR
-        assert keeper(store).gc().done.freed_nbytes == 0
+        assert other_handle(store).gc().done.freed_nbytes == 0
         clock.now += 5 * HOUR
-        report = keeper(store).gc()
+        report = other_handle(store).gc()
         assert report.done.freed_nbytes >= first.done.moved_nbytes
-        assert keeper(store).trash() == []
+        assert other_handle(store).trash() == []
         check_restores(store, [2])
 
 
@@ -402,7 +402,7 @@ def test_trash_of_a_clock_that_was_ahead_waits(folder, clock):
     clock.now = time.time() + 2 * HOUR
     with ckstore.open(folder, clock=clock) as store:
         commit_all(store, [1, 2])
-        keeper(store).gc(LAST_ONE)
+        other_handle(store).gc(LAST_ONE)
         clock.now -= 1000 * HOUR
-        assert keeper(store).gc().done.freed_nbytes == 0
-        assert keeper(store).gc(now=True).done.freed_nbytes > 0
+        assert other_handle(store).gc().done.freed_nbytes == 0
+        assert other_handle(store).gc(now=True).done.freed_nbytes > 0

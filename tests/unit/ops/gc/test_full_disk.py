@@ -13,7 +13,7 @@ from ckstore._testing import repository_of
 from ckstore.errors import CapacityError
 from ckstore.io.local import LocalBackend
 from ckstore.store.reserve import FILE_COUNT, FILE_NBYTES
-from support.gc_histories import keeper
+from support.gc_histories import other_handle
 
 BLOCK = 4096
 
@@ -99,10 +99,10 @@ def test_a_collection_frees_on_a_full_disk(full, disk, what, number):
     with pytest.raises(CapacityError):
         disk.create("tmp/full", b"x" * BLOCK, sync=False)
     blocks = disk.used()[1]
-    keeper(full).gc({"keep_last": 2}, now=True, min_age=0)
+    other_handle(full).gc({"keep_last": 2}, now=True, min_age=0)
     assert disk.used()[1] < blocks - 20_000 * 8 // BLOCK
     assert len(disk.list_names("reserve")) > FILE_COUNT // 2, "filled again with what was freed"
-    assert keeper(full).gc({"keep_last": 2}, now=True, min_age=0).obstacles == ()
+    assert other_handle(full).gc({"keep_last": 2}, now=True, min_age=0).obstacles == ()
     assert full.steps() == [4, 5]
     disk.inodes_max = disk.blocks_max = 1 << 60
     for step in (4, 5):
@@ -114,7 +114,7 @@ def test_a_delete_and_a_collection_free_on_a_full_disk(full, disk):
     fill_up(full)
     full.delete(0)
     blocks = disk.used()[1]
-    keeper(full).gc(now=True, min_age=0)
+    other_handle(full).gc(now=True, min_age=0)
     assert disk.used()[1] < blocks
     assert full.steps() == [1, 2, 3, 4, 5]
 
@@ -123,12 +123,12 @@ def test_without_a_reserve_the_error_says_what_to_do(full, disk):
     for name in disk.list_names("reserve"):
         disk.unlink(f"reserve/{name}")
     fill_up(full)
-    for call in (lambda: full.delete(0), lambda: keeper(full).gc({"keep_last": 2}, now=True)):
+    for call in (lambda: full.delete(0), lambda: other_handle(full).gc({"keep_last": 2}, now=True)):
         with pytest.raises(CapacityError, match="Remove any file of 64 KiB or more"):
             call()
     assert full.steps() == [0, 1, 2, 3, 4, 5]
     disk.inodes_max = disk.blocks_max = 1 << 60
-    keeper(full).gc({"keep_last": 2}, now=True)
+    other_handle(full).gc({"keep_last": 2}, now=True)
     assert full.steps() == [4, 5]
 
 

@@ -16,7 +16,7 @@ from ckstore.ops.gc import run as collection
 from ckstore.ops.gc import run as gc_pace
 from ckstore.ops.gc.run import ThrottledBackend, someone_writes, throttled
 from ckstore.processes import boot_identity, process_started
-from support.gc_histories import LAST_ONE, check_restores, commit_all, keeper
+from support.gc_histories import LAST_ONE, check_restores, other_handle, commit_all
 
 
 class Wrist:
@@ -110,7 +110,7 @@ def test_collection_beside_a_writer_does_the_same_in_leisure(disk_store, monkeyp
     acted = []
     collect = collection.collect
     monkeypatch.setattr(collection, "collect", lambda parts, *rest: acted.append(parts) or collect(parts, *rest))
-    done = keeper(disk_store).gc(LAST_ONE, now=True, min_age=0).done
+    done = other_handle(disk_store).gc(LAST_ONE, now=True, min_age=0).done
     assert [type(parts.backend) for parts in acted] == [ThrottledBackend]
     assert len(done.dropped) == 4
     assert done.freed_files >= 7
@@ -127,7 +127,7 @@ def test_intents_of_many_drops_are_synced_once(disk_store, monkeypatch):
         create(backend, name, content, sync=sync)
 
     monkeypatch.setattr(LocalBackend, "create", noting)
-    keeper(disk_store).gc(LAST_ONE, now=True, min_age=0)
+    other_handle(disk_store).gc(LAST_ONE, now=True, min_age=0)
     assert len([name for name in made if name.endswith(".intent")]) == 1
     check_restores(disk_store, [19])
     assert not [name for name in repository_of(disk_store).backend.list_names("claims/main") if "intent" in name]

@@ -17,9 +17,9 @@ from support.gc_histories import (
     HOUR,
     LAST_ONE,
     PLAIN,
+    other_handle,
     commit_half_needed,
     files_of,
-    keeper,
     packs_in_place,
     parts_state,
 )
@@ -53,10 +53,10 @@ def restores(store, expected):
 def test_half_empty_pack_is_rewritten_and_checkpoints_stay_what_they_are(history, backend):
     ids = {info.step: info.checkpoint_id for info in history.log()}
     before = sum(filter(None, files_of(backend).values()))
-    dry = keeper(history).gc(Retention(keep_last=2), dry_run=True, now=True)
+    dry = other_handle(history).gc(Retention(keep_last=2), dry_run=True, now=True)
     (rewrite,) = dry.plan.rewrites
     assert rewrite.packed_nbytes < 0.3 * rewrite.nbytes
-    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    report = other_handle(history).gc(Retention(keep_last=2), now=True)
     assert report.plan == dry.plan
     assert report.done.repacked.nbytes_written == rewrite.packed_nbytes
     assert report.done.repacked.manifests == 1
@@ -66,19 +66,19 @@ def test_half_empty_pack_is_rewritten_and_checkpoints_stay_what_they_are(history
     assert history.info(1).generation == 1
     restores(history, {1: parts_state(1, {1, 2, 3}), 2: parts_state(2, {0, 1, 2, 3})})
     assert history.verify("decode").is_clean
-    assert keeper(history).gc(Retention(keep_last=2), now=True).plan.is_empty
+    assert other_handle(history).gc(Retention(keep_last=2), now=True).plan.is_empty
 
 
 def test_budget_of_nothing_frees_whole_packs_only(history, backend):
-    report = keeper(history).gc(Retention(keep_last=2), now=True, repack_nbytes_max=0)
+    report = other_handle(history).gc(Retention(keep_last=2), now=True, repack_nbytes_max=0)
     assert report.plan.rewrites == ()
     assert history.info(1).generation == 0
 
 
 def test_budget_and_threshold_bound_what_is_rewritten(history):
-    assert keeper(history).gc(Retention(keep_last=2), dry_run=True, repack_nbytes_max=200_000).plan.rewrites == ()
-    assert keeper(history).gc(Retention(keep_last=2), dry_run=True, waste_max=0.8).plan.rewrites == ()
-    assert len(keeper(history).gc(Retention(keep_last=2), dry_run=True, waste_max=0.7).plan.rewrites) == 1
+    assert other_handle(history).gc(Retention(keep_last=2), dry_run=True, repack_nbytes_max=200_000).plan.rewrites == ()
+    assert other_handle(history).gc(Retention(keep_last=2), dry_run=True, waste_max=0.8).plan.rewrites == ()
+    assert len(other_handle(history).gc(Retention(keep_last=2), dry_run=True, waste_max=0.7).plan.rewrites) == 1
 
 
 def test_several_manifests_that_name_a_pack_are_all_replaced(history, clock, backend):
@@ -87,7 +87,7 @@ def test_several_manifests_that_name_a_pack_are_all_replaced(history, clock, bac
     with ckstore.open(backend, run="other", clock=clock, policy=PLAIN) as other:
         other.commit(parts_state(9, {1, 2, 3}), 9)
         clock.now += 2 * HOUR
-        report = keeper(history).gc(Retention(keep_last=2), now=True)
+        report = other_handle(history).gc(Retention(keep_last=2), now=True)
         assert report.done.repacked.manifests == 3
         restores(other, {9: parts_state(9, {1, 2, 3})})
         restores(history, {3: parts_state(3, {1, 2, 3}), 4: parts_state(4, {1, 2, 3})})
@@ -109,18 +109,18 @@ def test_pack_of_a_blocked_run_is_not_rewritten(history, backend, clock):
         backend.unlink(
             paths.pack_name(repository_of(other).manifests.load(resolve(repository_of(other), 10)).packs[0].pack_id)
         )
-    report = keeper(history).gc(Retention(keep_last=2), now=True, all_runs=True)
+    report = other_handle(history).gc(Retention(keep_last=2), now=True, all_runs=True)
     assert report.plan.rewrites == ()
     assert [bool(plan.blocked) for plan in report.runs] == [False, True]
 
 
 def test_damaged_frame_is_told_and_its_pack_left_as_it_is(history, backend):
-    (rewrite,) = keeper(history).gc(Retention(keep_last=2), dry_run=True).plan.rewrites
+    (rewrite,) = other_handle(history).gc(Retention(keep_last=2), dry_run=True).plan.rewrites
     path = paths.pack_name(rewrite.pack_id)
     manifest = repository_of(history).manifests.load(resolve(repository_of(history), 1))
     frame = next(f for f in manifest.frames if manifest.packs[f.pack].pack_id == rewrite.pack_id)
     flip(backend, path, frame.offset + 1000)
-    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    report = other_handle(history).gc(Retention(keep_last=2), now=True)
     assert "checksum" in report.done.repacked.troubles[0]
     assert report.done.repacked.pack_ids == []
     assert path in packs_in_place(backend)
@@ -133,8 +133,8 @@ def test_full_disk_leaves_packs_as_they_are(history, backend, monkeypatch):
 
     packs = packs_in_place(backend)
     monkeypatch.setattr(backend, "create_pack", full)
-    report = keeper(history).gc(Retention(keep_last=3), now=True, waste_max=0.01)
-    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    report = other_handle(history).gc(Retention(keep_last=3), now=True, waste_max=0.01)
+    report = other_handle(history).gc(Retention(keep_last=2), now=True)
     assert "full" in report.done.repacked.troubles[0]
     assert packs_in_place(backend) == packs
     restores(history, {1: parts_state(1, {1, 2, 3})})
@@ -145,11 +145,11 @@ def test_manifest_that_another_replaces_meanwhile_is_left_to_it(history, backend
 
     def another_first(manifest, moved):
         monkeypatch.setattr(rewrite_packs, "with_new_locations", with_new_locations)
-        keeper(history).gc(now=True)
+        other_handle(history).gc(now=True)
         return with_new_locations(manifest, moved)
 
     monkeypatch.setattr(rewrite_packs, "with_new_locations", another_first)
-    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    report = other_handle(history).gc(Retention(keep_last=2), now=True)
     assert "another writer has published" in report.done.repacked.troubles[0]
     assert history.info(1).generation == 1
     restores(history, {1: parts_state(1, {1, 2, 3}), 2: parts_state(2, {0, 1, 2, 3})})
@@ -164,9 +164,9 @@ def test_checkpoint_that_is_dropped_while_it_is_replaced_stays_dropped(history, 
         return with_new_locations(manifest, moved)
 
     monkeypatch.setattr(rewrite_packs, "with_new_locations", dropped_first)
-    keeper(history).gc(Retention(keep_last=2), now=True)
+    other_handle(history).gc(Retention(keep_last=2), now=True)
     assert history.steps() == [2]
-    keeper(history).gc(now=True)
+    other_handle(history).gc(now=True)
     assert history.verify("decode").is_clean
 
 
@@ -175,7 +175,7 @@ def test_writer_that_knows_the_old_pack_commits_all_the_same(store, clock):
     store.commit(parts_state(0, {0, 1, 2, 3}), 0)
     store.commit(parts_state(1, {1, 2, 3}), 1)
     clock.now += 2 * HOUR
-    assert keeper(store).gc(LAST_ONE, now=True).done.repacked.manifests == 1
+    assert other_handle(store).gc(LAST_ONE, now=True).done.repacked.manifests == 1
     store.commit(parts_state(1, {1, 2, 3}), 2)
     restores(store, {1: parts_state(1, {1, 2, 3}), 2: parts_state(1, {1, 2, 3})})
     assert store.verify("decode").is_clean
@@ -189,7 +189,7 @@ def test_writer_whose_bases_are_freed_commits_all_the_same(backend, clock):
             store.commit({"w": weights + np.float32(1e-4) * step, "n": step}, step)
         store.delete(3)
         clock.now += 2 * HOUR
-        keeper(store).gc(LAST_ONE, now=True)
+        other_handle(store).gc(LAST_ONE, now=True)
         store.commit({"w": weights + np.float32(5e-4), "n": 9}, 9)
         assert store.restore(9)["n"] == 9
         assert store.restore(2)["n"] == 2
@@ -207,7 +207,7 @@ def test_differences_keep_their_bases(backend, clock):
             store.commit(states[step], step)
         assert store.info(4).depth_max >= 1
         clock.now += 2 * HOUR
-        report = keeper(store).gc(LAST_ONE, now=True)
+        report = other_handle(store).gc(LAST_ONE, now=True)
         assert report.done.repacked.pack_ids, "the base lies in a pack of which the rest is needed by nobody"
         restores(store, {4: states[4]})
         assert store.verify("decode").is_clean
@@ -219,7 +219,7 @@ def test_reader_that_has_read_the_old_manifest_finds_the_new_one(history, monkey
 
     def rewritten_first(parts, manifest):
         monkeypatch.setattr(type(repository_of(history)), "require_packs", require_packs)
-        keeper(history).gc(Retention(keep_last=2), now=True)
+        other_handle(history).gc(Retention(keep_last=2), now=True)
         return require_packs(parts, manifest)
 
     monkeypatch.setattr(type(repository_of(history)), "require_packs", rewritten_first)
@@ -228,6 +228,6 @@ def test_reader_that_has_read_the_old_manifest_finds_the_new_one(history, monkey
 
 def test_generations_run_out_and_the_pack_stays(history, monkeypatch):
     monkeypatch.setattr(rewrite_packs, "GENERATION_MAX", 0)
-    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    report = other_handle(history).gc(Retention(keep_last=2), now=True)
     assert report.done.repacked.manifests == 0
     restores(history, {1: parts_state(1, {1, 2, 3})})

@@ -18,10 +18,10 @@ from support.drop_marks import mark_dropped
 from support.gc_histories import (
     LAST_ONE,
     check_restores,
+    other_handle,
     commit_all,
     damage,
     files_of,
-    keeper,
     next_generation,
     pack_of,
     packs_in_place,
@@ -55,7 +55,7 @@ def same(store, ref, number):
 
 def test_undeleted_checkpoint_comes_back_bit_for_bit_as_a_new_entry(store):
     store.delete(1)
-    info = keeper(store).undelete(1)
+    info = other_handle(store).undelete(1)
     assert (info.seq, info.step, info.is_archival) == (4, 1, True)
     same(store, 1, 1)
     same(store, "seq:4", 1)
@@ -64,27 +64,27 @@ def test_undeleted_checkpoint_comes_back_bit_for_bit_as_a_new_entry(store):
 
 def test_undelete_rescues_packs_that_were_collected(store, backend):
     pack = pack_of(store, 1)
-    keeper(store).gc(LAST_ONE)
+    other_handle(store).gc(LAST_ONE)
     assert pack not in packs_in_place(backend)
-    keeper(store).undelete(1)
+    other_handle(store).undelete(1)
     assert pack in packs_in_place(backend)
     same(store, 1, 1)
-    keeper(store).gc(now=True)
+    other_handle(store).gc(now=True)
     same(store, 1, 1)
 
 
 def test_latest_skips_what_was_undeleted(store):
     store.delete(1)
-    keeper(store).undelete(1)
+    other_handle(store).undelete(1)
     assert store.latest().step == 3
     assert store.restore()["number"] == 3
     same(store, 3, 3)
 
 
 def test_retention_keeps_what_was_undeleted(store):
-    keeper(store).gc(LAST_ONE)
-    keeper(store).undelete("seq:2")
-    report = keeper(store).gc(LAST_ONE, now=True)
+    other_handle(store).gc(LAST_ONE)
+    other_handle(store).undelete("seq:2")
+    report = other_handle(store).gc(LAST_ONE, now=True)
     check_restores(store, [2, 3])
     assert report.runs[0].verdicts[0].reasons == ("restored by undelete",)
 
@@ -92,7 +92,7 @@ def test_retention_keeps_what_was_undeleted(store):
 def test_undelete_needs_no_lease_and_the_writer_goes_on(store, backend):
     store.commit(state_of(4), 4)
     store.delete(1)
-    info = keeper(store).undelete(1)
+    info = other_handle(store).undelete(1)
     receipt = store.commit(state_of(6), 6)
     assert receipt.seq == info.seq + 1
     check_restores(store, [0, 1, 2, 3, 4, 6])
@@ -101,57 +101,57 @@ def test_undelete_needs_no_lease_and_the_writer_goes_on(store, backend):
 @pytest.mark.parametrize("ref", [1, "1", "seq:1"])
 def test_dropped_checkpoint_is_named_by_step_or_seq(store, ref):
     store.delete(1)
-    assert keeper(store).undelete(ref).step == 1
+    assert other_handle(store).undelete(ref).step == 1
 
 
 def test_dropped_checkpoint_is_named_by_its_id(store):
     prefix = store.info(1).checkpoint_id[:8]
     store.delete(1)
-    assert keeper(store).undelete(f"id:{prefix}").step == 1
+    assert other_handle(store).undelete(f"id:{prefix}").step == 1
     with pytest.raises(NotFoundError):
-        keeper(store).undelete("id:ffffffffffff")
+        other_handle(store).undelete("id:ffffffffffff")
 
 
 def test_step_means_its_newest_dropped_entry(store):
     store.commit(state_of(9), 1)
     store.delete(1)
-    assert keeper(store).undelete(1).origin_id is not None
+    assert other_handle(store).undelete(1).origin_id is not None
     same(store, 1, 9)
 
 
 @pytest.mark.parametrize("ref", ["latest", "seq:x", "id:z", True, 1.5, "best:loss"])
 def test_other_references_mean_nothing_in_the_trash(store, ref):
     with pytest.raises(UsageError):
-        keeper(store).undelete(ref)
+        other_handle(store).undelete(ref)
 
 
 def test_what_was_never_dropped_is_not_in_the_trash(store):
     store.delete(2)
     with pytest.raises(NotFoundError, match=r"it has steps 2 \(seq:2\)|It has steps 2 \(seq:2\)"):
-        keeper(store).undelete(1)
+        other_handle(store).undelete(1)
 
 
 def test_what_was_freed_cannot_come_back(store):
     store.delete(1)
-    keeper(store).gc(now=True)
+    other_handle(store).gc(now=True)
     with pytest.raises(NotFoundError, match="no checkpoint of this run"):
-        keeper(store).undelete(1)
+        other_handle(store).undelete(1)
 
 
 def test_undelete_whose_packs_were_freed_is_loud_and_publishes_nothing(store, backend):
     store.delete(1)
     saved = {path: backend.files()[path] for path in files_of(backend) if path.startswith("trash/")}
-    keeper(store).gc(now=True)
+    other_handle(store).gc(now=True)
     for path, content in saved.items():
         backend.make_folder(path.rsplit("/", 1)[0])
         backend.create(path, content, sync=True)
     with pytest.raises(MissingChunkError):
-        keeper(store).undelete(1)
+        other_handle(store).undelete(1)
     assert store.steps() == [0, 2, 3]
 
 
 def test_pack_that_is_freed_after_the_publish_withdraws_it(store, backend, monkeypatch):
-    keeper(store).gc(LAST_ONE)
+    other_handle(store).gc(LAST_ONE)
     parts = type(repository_of(store))
     rescue_packs = parts.rescue_packs
 
@@ -162,7 +162,7 @@ def test_pack_that_is_freed_after_the_publish_withdraws_it(store, backend, monke
 
     monkeypatch.setattr(parts, "rescue_packs", freed_first)
     with pytest.raises(MissingChunkError, match="vanished meanwhile"):
-        keeper(store).undelete(1)
+        other_handle(store).undelete(1)
     assert store.steps() == [3]
     assert store.verify("decode").is_clean
 
@@ -171,16 +171,16 @@ def test_damaged_manifest_in_the_trash_is_not_published(store, backend):
     store.delete(1)
     damage(backend, next(path for path in files_of(backend) if path.startswith("trash/")))
     with pytest.raises(CorruptError):
-        keeper(store).undelete(1)
+        other_handle(store).undelete(1)
 
 
 # The trash itself
 
 
 def test_trash_lists_what_lies_there(store):
-    assert keeper(store).trash() == []
-    keeper(store).gc(Retention(keep_last=2))
-    entries = keeper(store).trash()
+    assert other_handle(store).trash() == []
+    other_handle(store).gc(Retention(keep_last=2))
+    entries = other_handle(store).trash()
     assert sum(entry.pack_count for entry in entries) == 1, "what they share is needed still"
     assert [entry.manifests for entry in entries if entry.manifests] == [(("main", 0, 0, 0), ("main", 1, 1, 0))]
     assert all(entry.nbytes > 0 for entry in entries)
@@ -188,9 +188,9 @@ def test_trash_lists_what_lies_there(store):
 
 def test_restored_folder_of_the_trash_brings_back_packs_and_checkpoints(store, backend):
     before = packs_in_place(backend)
-    keeper(store).gc(Retention(keep_last=2))
+    other_handle(store).gc(Retention(keep_last=2))
     assert len(before - packs_in_place(backend)) == 1
-    keeping = keeper(store)
+    keeping = other_handle(store)
     restored = [keeping.restore_from_trash(entry.trash_id[:10]) for entry in keeping.trash()]
     assert packs_in_place(backend) == before
     assert sorted(info.step for each in restored for info in each.undeleted) == [0, 1]
@@ -198,20 +198,20 @@ def test_restored_folder_of_the_trash_brings_back_packs_and_checkpoints(store, b
 
 
 def test_folder_that_is_not_there_or_not_one_is_refused(store):
-    keeper(store).gc(LAST_ONE)
+    other_handle(store).gc(LAST_ONE)
     with pytest.raises(NotFoundError):
-        keeper(store).restore_from_trash("zz")
+        other_handle(store).restore_from_trash("zz")
     with pytest.raises(NotFoundError):
-        keeper(store).restore_from_trash("")
-    twin = keeper(store).trash()[0].trash_id
+        other_handle(store).restore_from_trash("")
+    twin = other_handle(store).trash()[0].trash_id
     repository_of(store).backend.make_folder(paths.trash_folder(twin[:5] + "0" * 27))
     with pytest.raises(UsageError, match="more letters"):
-        keeper(store).purge(twin[:5])
+        other_handle(store).purge(twin[:5])
 
 
 def test_purge_frees_one_folder_or_all(store, backend):
-    keeper(store).gc(LAST_ONE)
-    keeping = keeper(store)
+    other_handle(store).gc(LAST_ONE)
+    keeping = other_handle(store)
     first, *others = keeping.trash()
     assert keeping.purge(first.trash_id) == first.nbytes
     assert keeping.purge() == sum(entry.nbytes for entry in others)
@@ -222,7 +222,7 @@ def test_purge_frees_one_folder_or_all(store, backend):
 def test_purge_brings_back_what_something_names(store, backend):
     path, gc_id = pack_of(store, 2), repository_of(store).trash.new_packs_folder()
     backend.rename(path, f"{paths.trash_packs_folder(gc_id)}/{path.rsplit('/')[-1]}")
-    assert keeper(store).purge() == 0
+    assert other_handle(store).purge() == 0
     assert path in packs_in_place(backend)
 
 
@@ -230,8 +230,8 @@ def test_purge_is_refused_while_a_manifest_cannot_be_read(store, backend):
     store.delete(1)
     damage(backend, next(path for path in files_of(backend) if path.startswith("manifests/")))
     with pytest.raises(ConflictError, match="may name any pack"):
-        keeper(store).purge()
-    assert len(keeper(store).trash()) == 1
+        other_handle(store).purge()
+    assert len(other_handle(store).trash()) == 1
 
 
 def trash_of(store, *names):
@@ -249,7 +249,7 @@ def trash_of(store, *names):
 def test_purge_of_one_folder_brings_back_a_manifest_and_its_packs(store):
     name = repository_of(store).manifests.listing().names[1]
     gc_id = trash_of(store, pack_of(store, 1), name.path)
-    assert keeper(store).purge(gc_id) == 0
+    assert other_handle(store).purge(gc_id) == 0
     check_restores(store, [0, 1, 2, 3])
 
 
@@ -259,7 +259,7 @@ def test_purge_of_one_folder_sees_what_lies_in_the_others(store):
     higher = repository_of(store).manifests.publish(next_generation(store, 1))
     trash_of(store, higher.path)
     gc_id = trash_of(store, lower.path)
-    assert keeper(store).purge(gc_id) > 0
+    assert other_handle(store).purge(gc_id) > 0
     assert store.info(1).generation == 1
     check_restores(store, [0, 1, 2, 3])
 
@@ -269,7 +269,7 @@ def test_purge_of_one_folder_sees_what_lies_in_the_others(store):
 
 def test_manifest_that_is_marked_and_still_in_place_is_moved(store, backend):
     mark_dropped(repository_of(store), 1, 2)
-    report = keeper(store).gc()
+    report = other_handle(store).gc()
     assert report.done.superseded == 2
     assert repository_of(store).manifests.listing().lower == ()
     assert report.done.moved_packs == 2
@@ -277,7 +277,7 @@ def test_manifest_that_is_marked_and_still_in_place_is_moved(store, backend):
 
 def test_superseded_generation_goes_once_the_packs_of_the_higher_were_seen(store):
     repository_of(store).manifests.publish(next_generation(store, 1))
-    report = keeper(store).gc()
+    report = other_handle(store).gc()
     assert (len(report.plan.superseded), report.done.superseded) == (1, 1)
     assert store.info(1).generation == 1
 
@@ -288,7 +288,7 @@ def test_superseded_generation_stays_while_a_pack_of_the_higher_is_missing(store
     manifest = next_generation(store, 1)
     elsewhere = replace(manifest.packs[-1], pack_id=bytes(16))
     repository_of(store).manifests.publish(replace(manifest, packs=(*manifest.packs[:-1], elsewhere)))
-    report = keeper(store).gc(LAST_ONE, now=True)
+    report = other_handle(store).gc(LAST_ONE, now=True)
     assert "missing" in report.runs[0].blocked
     assert report.done.superseded == 0
     assert len(repository_of(store).manifests.listing().lower) == 1
@@ -300,15 +300,15 @@ def test_manifest_in_the_trash_that_nothing_supersedes_goes_back(store, backend)
     backend.make_folder(folder)
     backend.rename(name.path, f"{folder}/{name.file}")
     assert store.steps() == [0, 2, 3]
-    report = keeper(store).gc(now=True)
+    report = other_handle(store).gc(now=True)
     assert report.done.rescued == 1
     check_restores(store, [0, 1, 2, 3])
 
 
 def test_superseded_manifest_in_the_trash_is_freed(store, backend):
     repository_of(store).manifests.publish(next_generation(store, 1))
-    keeper(store).gc()
-    assert keeper(store).gc(now=True).done.freed_files == 1
+    other_handle(store).gc()
+    assert other_handle(store).gc(now=True).done.freed_files == 1
     check_restores(store, [0, 1, 2, 3])
 
 
@@ -336,7 +336,7 @@ def test_restored_from_the_trash_is_the_highest_generation_not_the_last_in_order
         manifest = next_generation(store, 1)
         manifests.publish(replace(manifest, header=replace(manifest.header, generation=generation)))
     store.delete(1)
-    (folder,) = [folder for folder in keeper(store).trash() if folder.manifests]
+    (folder,) = [folder for folder in other_handle(store).trash() if folder.manifests]
     assert len(folder.manifests) == 5
     chosen, undelete = [], history.undelete
 
@@ -345,5 +345,5 @@ def test_restored_from_the_trash_is_the_highest_generation_not_the_last_in_order
         return undelete(parts, trashed)
 
     monkeypatch.setattr(history, "undelete", noting)
-    assert [info.step for info in keeper(store).restore_from_trash(folder.trash_id).undeleted] == [1]
+    assert [info.step for info in other_handle(store).restore_from_trash(folder.trash_id).undeleted] == [1]
     assert chosen == [11]

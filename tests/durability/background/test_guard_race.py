@@ -1,7 +1,7 @@
-"""Protects the check of the guard: a thread that changes tensors outside of it is always found out.
+"""Protects the check of the guard: a thread that changes tensors without the guard is always detected.
 
-Whether a change comes before the copy, while it is being made or after it is random; it comes in each round, so a
-check that misses one of these would have to be lucky in all of them.
+Whether a change comes before, during or after the copy is random. A change comes in each round, so a check that misses
+one of these cases would fail within a few rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.fake_saver import DelayedCopy
 pytestmark = pytest.mark.usefixtures("no_threads_left", "quiet_log")
 
 ROUNDS = 16
-"""So many rounds there are in a deep run."""
+"""Rounds of a deep run."""
 SECONDS_MAX = 60.0
 
 
@@ -31,7 +31,7 @@ def store(folder):
 
 
 class Training:
-    """Three parameters of more than one unit each, and what is theirs."""
+    """Three parameters of more than one unit each, with an optimizer."""
 
     def __init__(self, store):
         torch.manual_seed(0)
@@ -49,14 +49,17 @@ class Training:
         self.optimizer.step()
 
 
-class Meddler:
-    """A thread that keeps changing one element, outside of the guard; it changes it back only by chance of 2**32."""
+class UnguardedWriter:
+    """A thread that keeps changing one element without the guard.
+
+    It restores the old value only with probability 2**-32.
+    """
 
     def __init__(self, parameter, place):
         self.changes = 0
         self._element = parameter.detach().view(-1)[place : place + 1]
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="meddler")
+        self._thread = threading.Thread(target=self._run, name="writer")
 
     def __enter__(self):
         self._thread.start()
@@ -68,7 +71,7 @@ class Meddler:
         self._thread.join()
 
     def wait(self):
-        """Wait until it has changed something once more."""
+        """Wait until it has made another change."""
         seen, deadline = self.changes, time.monotonic() + SECONDS_MAX
         while self.changes == seen:
             assert time.monotonic() < deadline
@@ -83,7 +86,7 @@ class Meddler:
 
 @pytest.fixture(params=["host", "device"])
 def place(request):
-    """Where the parameters lie: in the host's memory, or as if in a device's, whose copies come at any time."""
+    """Where the parameters are: in host memory, or in simulated device memory, whose copies come at any time."""
     if request.param == "device":
         device, choice = request.getfixturevalue("on_device"), random.Random(7)
         wait = device.wait
@@ -98,32 +101,32 @@ def place(request):
 
 
 @pytest.mark.deep(parts=2)
-def test_thread_that_keeps_changing_a_tensor_is_caught_in_every_round(place, store, sample, note):
+def test_changing_thread_is_detected_in_every_round(place, store, sample, note):
     rounds, seed = sample.count(ROUNDS, parts=4), sample.seed(4)
     choice = random.Random(seed)
     training = Training(store)
     changes = 0
     for number in range(rounds):
         which = choice.randrange(3)
-        with Meddler(training.parameters[which], choice.randrange(1_100_000)) as meddler:
+        with UnguardedWriter(training.parameters[which], choice.randrange(1_100_000)) as writer:
             pending = store.commit_async(training.state, number)
             time.sleep(choice.choice([0, 0, 0.001, 0.01]))
-            # At least one change lies between the end of the call and the guard.
-            meddler.wait()
+            # At least one change comes between the end of the call and the guard.
+            writer.wait()
             training.step()
-            changes += meddler.changes
+            changes += writer.changes
         with pytest.raises(CorruptError, match="was changed between commit_async and the guard") as caught:
             pending.result()
         assert caught.value.path == ("parameters", which)
     assert store.steps() == []
-    # And a commit without such changes is not refused.
+    # A commit without such changes is not refused.
     assert store.commit_async(training.state, rounds).result().step == rounds
     caught_count = f"{rounds} of {rounds} commits with {changes} changes from outside"
     note(f"guard race, memory of a {place}, seed {seed}: {caught_count} were caught")
 
 
 @pytest.mark.deep(parts=2)
-def test_rounds_without_changes_from_outside_are_all_stored_as_they_were(place, store, sample):
+def test_rounds_without_changes_are_stored_unchanged(place, store, sample):
     training = Training(store)
     for number in range(sample.count(ROUNDS // 2, parts=4)):
         wanted = [parameter.detach().clone() for parameter in training.parameters]
@@ -134,8 +137,8 @@ def test_rounds_without_changes_from_outside_are_all_stored_as_they_were(place, 
             assert torch.equal(one, other)
 
 
-def test_change_between_the_call_and_the_copy_is_found_too(store, monkeypatch):
-    # One change only, before anything behind the guard was copied: source and copy agree, and both are wrong.
+def test_change_between_call_and_copy_is_detected(store, monkeypatch):
+    # A single change before anything behind the guard was copied: source and copy are equal, and both are wrong.
     held = DelayedCopy(monkeypatch)
     training = Training(store)
     pending = store.commit_async(training.state, 1)

@@ -1,8 +1,8 @@
-"""Protects collections and drops from everything that ends them: SIGKILL, failing calls, power cuts, at every point.
+"""Protects collections and drops against crashes at every point: SIGKILL, failing calls, power cuts.
 
-The scenario drops by rules, rewrites a pack, brings a dropped checkpoint back and empties the trash. Whatever ends it,
-acknowledged checkpoints that were not dropped come back bit for bit, dropped ones stay dropped, the next commit works,
-and the next collection finds its way.
+The scenario drops by rules, rewrites a pack, undeletes a dropped checkpoint and empties the trash. Wherever it is
+interrupted, acknowledged checkpoints that were not dropped restore bit for bit, dropped ones stay dropped, the next
+commit works, and the next collection completes the work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.faults import Fault, SyncSkippingBackend
 from support.invariants import order_violations
 from support.power_cuts import SEED, in_words, losses, recorded
 from support.simfs import SimFS
-from support.strace_sweep import strike_everywhere
+from support.strace_sweep import disturb_everywhere
 
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("ignore")]
 
@@ -31,12 +31,12 @@ CHANGING_CALLS = (
     *("write", "pwrite64", "pwritev2", "ftruncate", "fallocate", "fsync", "fdatasync", "link", "linkat", "rename"),
     *("renameat", "renameat2", "unlink", "unlinkat", "mkdir", "mkdirat", "rmdir", "io_uring_enter"),
 )
-"""Calls that change files. The others only read, hundreds of times alike: each 41st is killed in a deep run."""
+"""Calls that change files. There are hundreds of read calls; a deep run kills at every 41st."""
 
 READING_CALLS = ("openat", "close")
 
 LOOKING_SITES = frozenset({"list_names", "stat"})
-"""How often these are called depends on the random names of trash folders: a pack may lie in the first or the last."""
+"""The number of these calls depends on the random names of trash folders: a pack may be in the first or the last."""
 
 CHANGING_SITES = frozenset(
     {"create", "create sync", "link", "rename", "rename_new", "unlink", "remove_folder", "make_folder", "sync_file"}
@@ -52,7 +52,7 @@ def prepared():
 
 
 def collect_again(disk):
-    """Do as the next collection does, whatever the one before has left."""
+    """Do what the next collection does."""
     with crash_scenarios.open_store(disk) as store:
         repository = Repository(repository_of(store).backend, repository_of(store).record, crash_scenarios.RUN)
         report = Store(repository, crash_scenarios.QUIET_POLICY).gc(min_age=0, now=True)
@@ -69,23 +69,23 @@ def collect_again(disk):
 @pytest.mark.strace
 @pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize(
-    ("engine", "calls", "every", "struck_min"),
+    ("engine", "calls", "every", "disturbed_min"),
     [
         pytest.param("uring", CHANGING_CALLS, 1, 150, marks=pytest.mark.uring, id="changes-uring"),
         pytest.param("pwrite", CHANGING_CALLS, 1, 150, id="changes-pwrite"),
         pytest.param("pwrite", READING_CALLS, 41, 20, id="reads"),
     ],
 )
-def test_collection_killed_at_any_call_keeps_its_promises(tmp_path, sample, note, engine, calls, every, struck_min):
-    tally, said = strike_everywhere(tmp_path, sample, "collect", engine, calls=calls, every=every, parts=8)
-    note(said)
-    assert tally.struck >= (struck_min if sample.is_whole else 1)
+def test_killed_collection_loses_nothing(tmp_path, sample, note, engine, calls, every, disturbed_min):
+    tally, summary = disturb_everywhere(tmp_path, sample, "collect", engine, calls=calls, every=every, parts=8)
+    note(summary)
+    assert tally.disturbed >= (disturbed_min if sample.is_whole else 1)
 
 
 # Power cuts
 
 
-def test_collection_keeps_the_order_of_syncs():
+def test_collection_follows_sync_order():
     disk, _ = recorded("collect")
     assert order_violations(disk.log) == []
     notes = [op.mark for op in disk.log if op.kind == "note"]
@@ -94,7 +94,7 @@ def test_collection_keeps_the_order_of_syncs():
 
 
 @pytest.mark.parametrize("skips", ["folder claims", "folder manifests"])
-def test_collection_without_one_sync_breaks_the_ordering_rules(skips):
+def test_collection_without_one_sync_breaks_order(skips):
     disk, _ = recorded("collect", wrap=lambda disk: SyncSkippingBackend(disk, [skips]))
     assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
 
@@ -102,7 +102,7 @@ def test_collection_without_one_sync_breaks_the_ordering_rules(skips):
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
-def test_acknowledged_checkpoints_survive_cuts_at_any_point_of_a_collection(sample, note):
+def test_power_cut_in_collection_loses_nothing(sample, note):
     disk, acks = recorded("collect")
     points = sample.part(range(0, len(disk.log) + 1, 2), parts=20)
     counters, found = losses(disk, acks, samples=3, points=set(points), commit_every=8)
@@ -114,7 +114,7 @@ def test_acknowledged_checkpoints_survive_cuts_at_any_point_of_a_collection(samp
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
-def test_next_collection_finds_its_way_after_a_cut_at_any_point(sample, note):
+def test_next_collection_works_after_power_cut(sample, note):
     disk, acks = recorded("collect")
     points = sample.part(range(0, len(disk.log) + 1, 6), parts=10)
     states, checked = 0, CheckedStates()
@@ -124,7 +124,7 @@ def test_next_collection_finds_its_way_after_a_cut_at_any_point(sample, note):
             continue
         collect_again(state.disk)
         with crash_scenarios.open_store(state.disk) as store:
-            crash_scenarios.check_kept(store, crash_scenarios.Promises.of([*acks, *state.marks]))
+            crash_scenarios.check_acknowledged(store, crash_scenarios.Acknowledged.of([*acks, *state.marks]))
         assert collect_again(state.disk).plan.is_empty, "what a collection leaves, the next one need not do"
     note(f"collections after simulated power cuts: seed {SEED}, {states} states, {len(checked)} different disks")
     assert states >= (100 if sample.is_whole else len(points)) > 0
@@ -146,28 +146,28 @@ def test_collection_with_a_failing_call_loses_nothing(prepared, sample, note, nu
     assert points >= (200 if sample.is_whole else 1)
 
 
-def test_collection_that_cannot_list_a_folder_stops_and_loses_nothing(prepared):
-    struck = []
+def test_collection_with_unlistable_folder_stops(prepared):
+    disturbed = []
     for at in range(1, 700, 37):
         run = Run(prepared, "collect", Fault(at, sites=LOOKING_SITES))
         run.check(cuts=False, goes_on=False)
-        assert not run.struck or run.error is not None, "what could not be listed must not be taken for empty"
-        struck += [at] if run.struck else []
-    assert len(struck) > 3
+        assert not run.disturbed or run.error is not None, "what could not be listed must not be taken for empty"
+        disturbed += [at] if run.disturbed else []
+    assert len(disturbed) > 3
 
 
 @pytest.mark.deep
-def test_next_collection_finishes_what_a_failed_one_began(prepared, sample):
+def test_next_collection_completes_a_failed_one(prepared, sample):
     sites = frozenset({"rename", "unlink", "sync_folder", "create"})
     for run in failing_runs(prepared, "collect", [errno.EIO], partial(sample.part, parts=8), sites=sites):
         report = collect_again(run.disk)
         assert report.done.stop == ""
         assert collect_again(run.disk).plan.is_empty
         with crash_scenarios.open_store(run.disk) as store:
-            crash_scenarios.check_kept(store, crash_scenarios.Promises.of([*run.acks, *run.new_acks]))
+            crash_scenarios.check_acknowledged(store, crash_scenarios.Acknowledged.of([*run.acks, *run.new_acks]))
 
 
-def test_error_of_a_collection_is_one_of_ckstore(prepared):
+def test_collection_raises_ckstore_errors(prepared):
     seen = set()
     for at in (1, 300, 500, 700, 900):
         run = Run(prepared, "collect", Fault(at, for_ever=True))

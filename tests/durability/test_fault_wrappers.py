@@ -1,4 +1,4 @@
-"""Protects the wrappers that make media fail: a fault that does not happen proves nothing."""
+"""Protects the fault-injection wrappers: a fault that does not happen would prove nothing."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ def write_pack(backend, name="packs/p", nbytes=4096):
             assert pool.free_count == 2, "a buffer was not released"
 
 
-def test_only_the_call_asked_for_fails():
+def test_only_the_selected_call_fails():
     backend = FaultyBackend(disk_with("f"), Fault(at=2, sites=frozenset({"create"})))
     backend.create("f/a", b"", sync=True)
     backend.stat("f/a")
     with pytest.raises(BackendError, match="EIO"):
         backend.create("f/b", b"", sync=True)
     backend.create("f/b", b"", sync=True)
-    assert backend.struck == ["create f/b"]
+    assert backend.disturbed == ["create f/b"]
     assert backend.calls == ["create", "create sync", "stat", "create", "create", "create sync"]
 
 
-def test_a_fault_for_ever_stays():
+def test_permanent_fault_stays():
     backend = FaultyBackend(disk_with("f"), Fault(at=2, for_ever=True))
     backend.stat("f/a")
     for _ in range(3):
         with pytest.raises(BackendError):
             backend.stat("f/a")
-    assert len(backend.struck) == 3
+    assert len(backend.disturbed) == 3
 
 
-def test_a_late_fault_has_done_its_work():
+def test_late_fault_executes_the_call():
     backend = FaultyBackend(disk_with("f"), Fault(at=1, sites=frozenset({"link"}), is_late=True))
     backend.create("f/a", b"", sync=True)
     with pytest.raises(BackendError):
@@ -68,7 +68,7 @@ def test_a_late_fault_has_done_its_work():
 
 
 @pytest.mark.parametrize("number", WRITE_ERRNOS)
-def test_errors_are_those_of_a_local_folder(number):
+def test_errors_match_a_local_folder(number):
     backend = FaultyBackend(disk_with("f"), Fault(at=1, errno=number))
     with pytest.raises((BackendError, CapacityError), match=errno.errorcode[number]) as caught:
         backend.create("f/a", b"", sync=True)
@@ -77,7 +77,7 @@ def test_errors_are_those_of_a_local_folder(number):
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_failed_sync_loses_what_it_was_to_keep():
+def test_failed_sync_loses_data():
     disk = disk_with("f")
     backend = FaultyBackend(disk, Fault(at=1, sites=frozenset({"create sync"})))
     with pytest.raises(BackendError):
@@ -90,7 +90,7 @@ def test_a_failed_sync_loses_what_it_was_to_keep():
 
 
 @pytest.mark.parametrize("site", ["create_pack", "pack.write", "pack.drain", "pack.finish"])
-def test_packs_fail_at_every_site_and_give_their_buffers_back(site):
+def test_packs_fail_at_every_site_and_release_buffers(site):
     backend = FaultyBackend(disk_with("packs"), Fault(at=1, sites=frozenset({site})))
     with pytest.raises(BackendError):
         write_pack(backend)
@@ -100,7 +100,7 @@ def test_packs_fail_at_every_site_and_give_their_buffers_back(site):
 
 
 @pytest.mark.parametrize("kind", ["simulated", "local"])
-def test_a_forgetful_pack_is_whole_but_was_never_synced(kind, tmp_path, monkeypatch):
+def test_sync_skipping_pack_is_complete_but_unsynced(kind, tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr("os.fdatasync", synced.append)
     monkeypatch.setattr("os.fsync", synced.append)
@@ -131,7 +131,7 @@ def transfer(engine, kind, fd, view):
     return outcome
 
 
-def test_a_bad_completion_changes_only_the_transfer_asked_for(tmp_path):
+def test_bad_completion_affects_only_its_transfer(tmp_path):
     with (tmp_path / "file").open("w+b") as file:
         engine = FaultyEngine(PwriteEngine(), BadCompletion(at=2, errno=errno.EIO))
         block = memoryview(b"x" * 100)
@@ -142,14 +142,14 @@ def test_a_bad_completion_changes_only_the_transfer_asked_for(tmp_path):
         assert engine.counted == 3
 
 
-def test_a_short_completion_has_moved_only_a_part(tmp_path):
+def test_short_completion_moves_only_a_part(tmp_path):
     with (tmp_path / "file").open("w+b") as file:
         engine = FaultyEngine(PwriteEngine(), BadCompletion(at=1, errno=0, nbytes=40))
         assert transfer(engine, "write", file.fileno(), memoryview(b"x" * 100)) == [40, None]
         assert (tmp_path / "file").stat().st_size == 40
 
 
-def test_ordering_rules_notice_each_breach():
+def test_ordering_rules_detect_each_violation():
     def violations(*actions):
         disk = disk_with("packs", "claims/main", "manifests/main", "tmp")
         for action, *arguments in actions:

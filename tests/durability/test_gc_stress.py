@@ -1,8 +1,8 @@
-"""Protects all acknowledged checkpoints from collections that run at the same time: real processes, killed and stopped.
+"""Protects acknowledged checkpoints against concurrent collections: real processes, killed and stopped at random.
 
-``CKSTORE_TEST_STRESS_COUNT`` sets how many commits a deep run makes. By hand:
-``PYTHONPATH=src:tests python -m support.gc_stress --count 5000 --seed 1``.
-The negative controls leave a step of the protocol out, and must be found: else the test has gone blind.
+``CKSTORE_TEST_STRESS_COUNT`` sets the number of commits of a deep run. By hand: ``PYTHONPATH=src:tests python -m
+support.gc_stress --count 5000 --seed 1``. The negative controls leave out a step of the protocol and must fail;
+otherwise the test detects nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STORMS_MAX = 20
 
 
 def stress(count, *, seed, without=None):
-    """Run the programme; return its exit status, its counters, and what it said."""
+    """Run the stress program; return its exit status, its counters, and its output."""
     path = os.pathsep.join([str(FOLDER.parent / "src"), str(FOLDER)])
     command = [sys.executable, "-W", "ignore", "-m", "support.gc_stress", "--count", str(count), "--seed", str(seed)]
     environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -46,7 +46,7 @@ def in_words(counters):
     return ", ".join(f"{counters.get(name, 0)} {name}" for name in shown)
 
 
-def test_check_after_a_storm_repairs_a_killed_replacement_and_reports_other_damage(tmp_path):
+def test_check_repairs_replacement_and_reports_damage(tmp_path):
     with ckstore.open(
         LocalBackend(tmp_path / "store", engine="pwrite"), run="w0", policy=gc_stress_roles.POLICY
     ) as store:
@@ -72,7 +72,7 @@ def test_check_after_a_storm_repairs_a_killed_replacement_and_reports_other_dama
 
 @pytest.mark.deep
 @pytest.mark.timeout(3000)
-def test_storm_of_writers_and_collectors_loses_nothing(sample, note):
+def test_stress_loses_nothing(sample, note):
     count, seed = sample.count(COUNT, parts=64), sample.seed(COUNT)
     code, counters, lines = stress(count, seed=seed)
     note(f"stress, 8 writers, 2 collectors, 2 readers: seed {seed}, {in_words(counters)}, {counters['failures']} lost")
@@ -80,7 +80,7 @@ def test_storm_of_writers_and_collectors_loses_nothing(sample, note):
     assert counters["commits"] >= count
     assert counters["restored"] > 20
     if sample.is_whole:
-        # A storm in which little is collected and no process is killed proves nothing.
+        # A run in which little is collected or no process is killed proves nothing.
         assert counters["packs moved"] > COUNT // 10
         assert counters["manifests replaced"] > 0
         assert counters["lives"] > 20
@@ -89,14 +89,14 @@ def test_storm_of_writers_and_collectors_loses_nothing(sample, note):
 @pytest.mark.deep(parts=15)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("without", ["verify", "recheck", "trash"])
-def test_storm_finds_a_protocol_without_one_of_its_steps(without, sample, note):
-    # While three other tests ran on two cores, four of four storms of 600 commits found each of them.
+def test_stress_detects_missing_protocol_step(without, sample, note):
+    # With three other tests running on two cores, four of four runs of 600 commits found each of them.
     count, first = sample.count(600, parts=2), sample.seed(1)
     for storm in range(STORMS_MAX):
         code, _, lines = stress(count, seed=first + storm, without=without)
         if code:
             assert any("acknowledged" in line for line in lines)
-            # A control that goes blind needs more and more storms: seen here before it needs all of them.
+            # The printed number of runs shows in time if a control becomes less sensitive.
             note(f"stress without {without}: found by storm {storm + 1} of {STORMS_MAX} at most, of {count} commits")
             return
     raise AssertionError(f"none of {STORMS_MAX} storms has found it")

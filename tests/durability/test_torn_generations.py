@@ -1,7 +1,7 @@
 """Protects a checkpoint from a replacement that was killed before it verified its packs, and whose packs were freed.
 
-Such a generation is called torn. A lower generation is in place then, and whole: a restore returns that one. And
-protects packs that others move to the trash and back from being taken for missing.
+Such a generation is called torn. The lower generation is still complete, and a restore returns it. Also protects packs
+that other processes move to the trash and back from being reported missing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from support.gc_histories import (
     LAST_ONE,
     PLAIN,
     check_restores,
+    other_handle,
     commit_all,
     commit_half_needed,
     damage,
-    keeper,
     once,
     pack_of,
     parts_state,
@@ -55,24 +55,24 @@ STATES = {1: parts_state(1, {1, 2, 3}), 2: parts_state(2, {0, 1, 2, 3})}
 
 @pytest.fixture
 def torn(store, clock, monkeypatch):
-    """A store whose step 1 shows a generation of which a pack is gone, above the one that was acknowledged."""
+    """A store in which step 1 has a generation with a missing pack, above the acknowledged generation."""
     commit_half_needed(store, clock)
     tear(store, monkeypatch)
     return store
 
 
 def tear(store, monkeypatch):
-    """Rewrite a pack for step 1, have another collector free what was written, publish, and die."""
+    """Rewrite a pack for step 1, let another collector free the new pack, publish, and die."""
 
     def die():
         raise Killed
 
     def free():
-        keeper(store).gc(now=True, min_age=0, repack_nbytes_max=0)
+        other_handle(store).gc(now=True, min_age=0, repack_nbytes_max=0)
 
     once(monkeypatch, type(repository_of(store).manifests), "publish", before=free, after=die)
     with pytest.raises(Killed):
-        keeper(store).gc(Retention(keep_last=2), now=True)
+        other_handle(store).gc(Retention(keep_last=2), now=True)
 
 
 def generations(store, step):
@@ -87,7 +87,7 @@ def restores(store):
         assert found is None, found
 
 
-def test_restore_of_a_torn_generation_returns_the_acknowledged_one_and_warns(torn, caplog):
+def test_restore_skips_torn_generation_with_warning(torn, caplog):
     assert generations(torn, 1) == [0, 1]
     torn_one = resolve(repository_of(torn), 1)
     assert torn_one.generation == 1
@@ -98,7 +98,7 @@ def test_restore_of_a_torn_generation_returns_the_acknowledged_one_and_warns(tor
 
 
 @pytest.mark.parametrize("replace_it", ["repack", "demote", "push"])
-def test_replacing_a_torn_generation_raises_what_is_missing(torn, tmp_path, replace_it):
+def test_replacing_torn_generation_reports_missing(torn, tmp_path, replace_it):
     acts = {
         "repack": torn.repack,
         "demote": lambda: torn.demote("seq:1"),
@@ -110,7 +110,7 @@ def test_replacing_a_torn_generation_raises_what_is_missing(torn, tmp_path, repl
     restores(torn)
 
 
-def test_unreadable_generation_does_not_hide_the_one_below(torn, backend):
+def test_unreadable_generation_does_not_hide_lower_one(torn, backend):
     damage(backend, resolve(repository_of(torn), 1).path)
     assert difference(torn.restore(1), STATES[1]) is None
 
@@ -119,25 +119,25 @@ def load(store, name):
     return repository_of(store).manifests.load(name)
 
 
-def test_newest_checkpoint_with_a_torn_generation_is_not_passed_over(torn):
+def test_newest_torn_checkpoint_is_restored(torn):
     torn.delete(2)
     manifest, passed_over = newest_whole(repository_of(torn))
     assert (manifest.header.step, manifest.header.generation, passed_over) == (1, 0, [])
     assert difference(torn.restore(), STATES[1]) is None
 
 
-def test_gc_of_a_run_with_a_torn_generation_is_blocked_until_repair(torn):
+def test_torn_generation_blocks_gc_until_repair(torn):
     torn.commit(parts_state(3, {0, 1, 2, 3}), 3)
-    report = keeper(torn).gc(LAST_ONE, now=True)
+    report = other_handle(torn).gc(LAST_ONE, now=True)
     assert "missing" in report.runs[0].blocked
     assert generations(torn, 1) == [0, 1]
     assert difference(torn.restore(1), STATES[1]) is None
     torn.repair(dry_run=False)
-    assert keeper(torn).gc(LAST_ONE, now=True).runs[0].blocked == ""
+    assert other_handle(torn).gc(LAST_ONE, now=True).runs[0].blocked == ""
     assert torn.steps() == [3]
 
 
-def test_restore_with_two_torn_generations_returns_the_acknowledged_one(torn):
+def test_restore_skips_two_torn_generations(torn):
     first = load(torn, resolve(repository_of(torn), 1))
     gone = replace(first.packs[0], pack_id=PackId(bytes(range(16))))
     header = replace(first.header, generation=2)
@@ -145,21 +145,21 @@ def test_restore_with_two_torn_generations_returns_the_acknowledged_one(torn):
     restores(torn)
 
 
-def test_load_of_a_generation_withdrawn_meanwhile_returns_the_one_below(torn, monkeypatch):
+def test_load_of_withdrawn_generation_returns_lower(torn, monkeypatch):
     torn_one = resolve(repository_of(torn), 1)
     parts = type(repository_of(torn))
     once(monkeypatch, parts, "require_packs", before=lambda: repository_of(torn).manifests.withdraw(torn_one))
     assert load_whole(repository_of(torn), torn_one).header.generation == 0
 
 
-def test_load_of_a_checkpoint_dropped_meanwhile_says_so(torn, monkeypatch):
+def test_load_reports_concurrently_dropped(torn, monkeypatch):
     torn_one = resolve(repository_of(torn), 1)
     once(monkeypatch, type(repository_of(torn)), "require_packs", before=lambda: torn.delete(1))
     with pytest.raises(NotFoundError, match="dropped while"):
         load_whole(repository_of(torn), torn_one)
 
 
-def test_load_of_a_checkpoint_marked_meanwhile_says_that_it_was_dropped(torn, monkeypatch):
+def test_load_reports_concurrently_marked_as_dropped(torn, monkeypatch):
     parts = repository_of(torn)
     torn_one = resolve(parts, 1)
     once(monkeypatch, type(parts), "require_packs", before=lambda: mark_dropped(parts, torn_one.seq))
@@ -167,7 +167,7 @@ def test_load_of_a_checkpoint_marked_meanwhile_says_that_it_was_dropped(torn, mo
         load_whole(parts, torn_one, takes_lower=True)
 
 
-def test_repair_of_a_torn_generation_heals_it_from_the_whole_one(torn):
+def test_repair_fixes_torn_generation_from_lower_one(torn):
     report = torn.repair(dry_run=False)
     assert [entry.action for entry in report.entries] == ["heal"]
     assert report.partial == ()
@@ -175,13 +175,13 @@ def test_repair_of_a_torn_generation_heals_it_from_the_whole_one(torn):
     assert torn.verify("decode").is_clean
 
 
-def test_restore_without_a_whole_generation_raises_and_gc_is_blocked(torn, backend):
+def test_no_complete_generation_raises_and_blocks_gc(torn, backend):
     lowest = min(name for name in names_of(torn) if name.step == 1)
     pack = load(torn, lowest).packs[-1]
     backend.unlink(f"packs/{pack.pack_id.hex()[:2]}/{pack.pack_id.hex()}.pack")
     with pytest.raises(MissingChunkError, match="seq 1"):
         torn.restore(1)
-    report = keeper(torn).gc(LAST_ONE, now=True)
+    report = other_handle(torn).gc(LAST_ONE, now=True)
     assert "missing" in report.runs[0].blocked
     assert generations(torn, 1) == [0, 1]
 
@@ -191,7 +191,7 @@ def names_of(store):
     return (*listing.names, *listing.lower)
 
 
-# A pack that is brought back between two looks is found in neither place
+# A pack that is moved back between two checks is found in neither place
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ LOOKS = {
     "whole": lambda store: load_whole(repository_of(store), resolve(repository_of(store), 2)) and None,
     "verify": lambda store: store.verify("quick").damage or None,
     "repair": lambda store: store.repair().packs,
-    "gc": lambda store: keeper(store).gc(dry_run=True).runs[0].blocked or None,
+    "gc": lambda store: other_handle(store).gc(dry_run=True).runs[0].blocked or None,
 }
 
 
@@ -224,7 +224,7 @@ def test_repair_finds_a_pack_that_is_brought_back_before_it_is_opened(trashed, m
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_pack_that_is_brought_back_between_two_looks_is_not_missing(trashed, monkeypatch, look):
+def test_pack_rescued_between_checks_is_not_missing(trashed, monkeypatch, look):
     once(monkeypatch, Trash, "find_pack", before=lambda: bring_back(trashed))
     assert not LOOKS[look](trashed)
     assert trashed.restored is None or trashed.restored.step == 2
