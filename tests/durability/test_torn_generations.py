@@ -24,11 +24,11 @@ from support.gc_histories import (
     LAST_ONE,
     PLAIN,
     check_restores,
-    other_handle,
     commit_all,
     commit_half_needed,
     damage,
     once,
+    other_handle,
     pack_of,
     parts_state,
 )

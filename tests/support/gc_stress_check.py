@@ -8,7 +8,7 @@ from collections import Counter
 from ckstore._testing import repository_of
 from ckstore.errors import CorruptError
 from ckstore.store.refs import load_whole
-from support.gc_stress_roles import KEPT_EVERY, KEPT_LAST, other_handle, open_store, remove_unacknowledged, state_of
+from support.gc_stress_roles import KEPT_EVERY, KEPT_LAST, open_store, other_handle, remove_unacknowledged, state_of
 from support.model import difference
 
 

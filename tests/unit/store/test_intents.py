@@ -17,7 +17,7 @@ from ckstore.io.backend import Distant
 from ckstore.io.memory import MemoryBackend
 from ckstore.processes import boot_identity, process_started
 from ckstore.store.tags import Tags, intents_in, make_intents, remove_abandoned
-from support.gc_histories import other_handle, once
+from support.gc_histories import once, other_handle
 
 HOUR = 3600
 IN_A_CONTAINER = IntentRecord(

@@ -17,10 +17,10 @@ from ckstore.store.reachability import Marker
 from support.gc_histories import (
     LAST_ONE,
     check_restores,
-    other_handle,
     commit_all,
     damage,
     files_of,
+    other_handle,
     pack_of,
     packs_in_place,
     replace_by_itself,

@@ -16,7 +16,7 @@ from ckstore.ops.gc import run as collection
 from ckstore.ops.gc import run as gc_pace
 from ckstore.ops.gc.run import ThrottledBackend, someone_writes, throttled
 from ckstore.processes import boot_identity, process_started
-from support.gc_histories import LAST_ONE, check_restores, other_handle, commit_all
+from support.gc_histories import LAST_ONE, check_restores, commit_all, other_handle
 
 
 class Wrist:

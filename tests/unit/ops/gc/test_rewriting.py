@@ -17,9 +17,9 @@ from support.gc_histories import (
     HOUR,
     LAST_ONE,
     PLAIN,
-    other_handle,
     commit_half_needed,
     files_of,
+    other_handle,
     packs_in_place,
     parts_state,
 )

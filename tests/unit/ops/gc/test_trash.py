@@ -18,11 +18,11 @@ from support.drop_marks import mark_dropped
 from support.gc_histories import (
     LAST_ONE,
     check_restores,
-    other_handle,
     commit_all,
     damage,
     files_of,
     next_generation,
+    other_handle,
     pack_of,
     packs_in_place,
     state_of,
