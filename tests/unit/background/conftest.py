@@ -1,4 +1,4 @@
-"""The fixtures of tests that stage, hand over and commit in a saver."""
+"""Load the fixtures for tests that stage, submit and commit in a saver."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Protects the memory that trainer and saver share: what one writes the other sees, and nobody is ever killed by it.
+"""Protects the shared memory of trainer and saver: both see the same bytes, and running out of memory raises.
 
-A slot that grew over another one, a mark before its bytes, a page that is not there when it is written: each would
-publish a wrong checkpoint or end a training run.
+A slot that overlaps another one, a mark that is set before its bytes, or a page that is missing when it is written
+would publish a wrong checkpoint or kill a training run.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def mappings():
 
 
 def descriptors():
-    """Return how many descriptors of arenas this process has; others come and go with other threads."""
+    """Return how many arena descriptors this process has open. Descriptors of other kinds vary with other threads."""
     return sum("ckstore-arena" in link for link in links())
 
 
-def test_growing_keeps_bytes_and_old_views_and_the_other_side_follows(arena):
+def test_growth_keeps_bytes_and_old_views(arena):
     slot = arena.slots[0]
     slot.reserve(100)
     other = Arena.attach(os.dup(arena.fd))
@@ -58,7 +58,7 @@ def test_growing_keeps_bytes_and_old_views_and_the_other_side_follows(arena):
     other.close()
 
 
-def test_a_slot_never_shrinks(arena):
+def test_slot_never_shrinks(arena):
     slot = arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
     before = os.fstat(arena.fd).st_size
@@ -67,7 +67,7 @@ def test_a_slot_never_shrinks(arena):
     assert os.fstat(arena.fd).st_size == before
 
 
-def test_slots_share_no_byte_however_they_grow(arena):
+def test_growing_slots_do_not_overlap(arena):
     first, second = arena.slots
     for units in (1, 2, 4):
         for slot, pattern in ((first, 0x11), (second, 0x22)):
@@ -81,7 +81,7 @@ def test_slots_share_no_byte_however_they_grow(arena):
     assert first.nbytes == second.nbytes == 4 * UNIT_NBYTES
 
 
-def test_a_new_ticket_finds_nothing_staged(arena):
+def test_new_ticket_clears_staged_marks(arena):
     slot = arena.slots[1]
     assert (slot.state, slot.ticket) == (FREE, 0)
     slot.reserve(4 * UNIT_NBYTES)
@@ -98,7 +98,7 @@ def test_every_byte_belongs_to_a_unit(nbytes, units):
     assert units_of(nbytes) == units
 
 
-def test_a_range_is_staged_when_all_its_units_are(arena):
+def test_range_is_staged_when_all_units_are(arena):
     slot = arena.slots[0]
     slot.reserve(4 * UNIT_NBYTES)
     slot.start(1, 4 * UNIT_NBYTES)
@@ -108,14 +108,14 @@ def test_a_range_is_staged_when_all_its_units_are(arena):
     assert not slot.is_staged(UNIT_NBYTES, 2 * UNIT_NBYTES + 1)
 
 
-def test_data_lie_on_huge_pages_of_the_file_and_after_all_marks(arena):
+def test_data_starts_huge_page_aligned_after_marks(arena):
     slot = arena.slots[0]
     slot.reserve(1)
     assert slot.address % 4096 == 0
     assert DATA_OFFSET % (2 * MIB) == 0
 
 
-def test_an_arena_on_its_own_takes_no_memory_and_a_populated_one_does(arena):
+def test_arena_takes_memory_only_when_populated(arena):
     slot = arena.slots[0]
     slot.reserve(64 * MIB)
     assert os.fstat(arena.fd).st_blocks * 512 < MIB
@@ -126,7 +126,7 @@ def test_an_arena_on_its_own_takes_no_memory_and_a_populated_one_does(arena):
     assert 8 * MIB <= os.fstat(arena.fd).st_blocks * 512 < 9 * MIB
 
 
-def test_memory_that_was_taken_stays_so_when_the_slot_grows(arena):
+def test_growth_keeps_populated_memory(arena):
     slot = arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
     slot.populate(0, 2 * UNIT_NBYTES)
@@ -140,7 +140,7 @@ def test_memory_that_was_taken_stays_so_when_the_slot_grows(arena):
 
 
 @pytest.mark.parametrize("problem", [errno.ENOMEM, errno.EFAULT])
-def test_memory_that_cannot_be_taken_is_an_error_and_no_signal(arena, monkeypatch, problem):
+def test_failed_populate_raises_without_signal(arena, monkeypatch, problem):
     def refuse(*_):
         ctypes.set_errno(problem)
         return -1
@@ -154,7 +154,7 @@ def test_memory_that_cannot_be_taken_is_an_error_and_no_signal(arena, monkeypatc
     assert not slot.is_populated(0, 1)
 
 
-def test_old_kernels_that_cannot_populate_allocate_instead(arena, monkeypatch):
+def test_kernel_without_populate_uses_fallocate(arena, monkeypatch):
     def is_unknown(*_):
         ctypes.set_errno(errno.EINVAL)
         return -1
@@ -167,12 +167,12 @@ def test_old_kernels_that_cannot_populate_allocate_instead(arena, monkeypatch):
     assert os.fstat(arena.fd).st_blocks * 512 >= UNIT_NBYTES
 
 
-def test_more_than_a_slot_can_mark_is_refused(arena):
+def test_slot_larger_than_its_marks_is_refused(arena):
     with pytest.raises(CapacityError):
         arena.slots[0].reserve(1 << 45)
 
 
-def test_a_slot_that_claims_more_than_there_is_is_refused(arena):
+def test_slot_beyond_the_file_is_refused(arena):
     arena.slots[0].reserve(UNIT_NBYTES)
     other = Arena.attach(os.dup(arena.fd))
     field = np.flatnonzero(arena.facts == UNIT_NBYTES)
@@ -184,7 +184,7 @@ def test_a_slot_that_claims_more_than_there_is_is_refused(arena):
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * (4 * MIB), b"ckarena1" + b"\xff" * (4 * MIB)])
-def test_a_descriptor_that_is_no_arena_is_refused(content):
+def test_descriptor_of_other_file_is_refused(content):
     fd = os.memfd_create("something-else")
     try:
         os.write(fd, content)
@@ -194,7 +194,7 @@ def test_a_descriptor_that_is_no_arena_is_refused(content):
         os.close(fd)
 
 
-def test_nothing_is_left_when_the_last_view_goes():
+def test_dropping_the_last_view_frees_the_arena():
     gc.collect()
     descriptors_before, mappings_before = descriptors(), len(mappings())
     for _ in range(5):
@@ -211,7 +211,7 @@ def test_nothing_is_left_when_the_last_view_goes():
     assert descriptors() == descriptors_before
 
 
-def test_memory_that_is_given_back_is_taken_anew(arena):
+def test_freed_memory_can_be_populated_again(arena):
     slot = arena.slots[0]
     slot.reserve(4 * UNIT_NBYTES)
     slot.populate(0, 3 * UNIT_NBYTES)
@@ -226,7 +226,7 @@ def test_memory_that_is_given_back_is_taken_anew(arena):
     assert slot.nbytes_taken == UNIT_NBYTES
 
 
-def test_memory_is_counted_once_however_often_a_slot_grows(arena):
+def test_growth_counts_memory_once(arena):
     slot = arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
     slot.populate(UNIT_NBYTES, UNIT_NBYTES)
@@ -237,7 +237,7 @@ def test_memory_is_counted_once_however_often_a_slot_grows(arena):
     assert slot.nbytes_taken == 3 * UNIT_NBYTES
 
 
-def test_ctrl_c_while_memory_is_given_back_leaves_nothing_that_only_seems_to_be_there(arena, monkeypatch):
+def test_ctrl_c_while_freeing_leaves_consistent_accounting(arena, monkeypatch):
     slot = arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
     slot.populate(0, 2 * UNIT_NBYTES)
@@ -260,7 +260,7 @@ def test_ctrl_c_while_memory_is_given_back_leaves_nothing_that_only_seems_to_be_
     assert os.fstat(arena.fd).st_blocks * 512 >= 2 * UNIT_NBYTES
 
 
-def test_room_that_found_no_memory_for_its_marks_is_no_room(arena, monkeypatch):
+def test_slot_without_memory_for_marks_is_refused(arena, monkeypatch):
     slot = arena.slots[0]
 
     def refuse(*_):
@@ -278,11 +278,11 @@ def test_room_that_found_no_memory_for_its_marks_is_no_room(arena, monkeypatch):
     other.close()
 
 
-def test_an_idle_arena_that_is_closed_is_gone_whoever_has_its_slots(arena):
+def test_closing_idle_arena_frees_it_despite_slot_objects(arena):
     slot = arena.slots[0]
     slot.reserve(UNIT_NBYTES)
     before = len(mappings())
     arena.close(is_idle=True)
-    # The slot's memory and the page of facts: either of them keeps the whole memfd.
+    # The slot's memory and its page of facts each keep the whole memfd alive.
     assert len(mappings()) == before - 2
     assert slot.nbytes == 0

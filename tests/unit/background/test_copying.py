@@ -1,4 +1,4 @@
-"""Protects the threads that copy: every byte, marked after it is there, at the speed that is promised."""
+"""Protects the copy threads: they copy every byte, set marks after the bytes, and reach the required speed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def twins():
 
 
 @pytest.mark.parametrize("loops", twins())
-def test_the_loop_copies_every_length_from_and_to_every_alignment(loops):
+def test_copy_loop_handles_all_lengths_and_alignments(loops):
     lengths = [0, 1, 15, 16, 63, 64, 65, 4095, 4096, 4097, 256 * KIB - 1, 256 * KIB, 256 * KIB + 1, MIB + 17]
     sources = [noise(length + 3, length)[index % 4 :][:length] for index, length in enumerate(lengths)]
     targets = [np.zeros(length + 160, np.uint8) for length in lengths]
@@ -55,7 +55,7 @@ def test_the_loop_copies_every_length_from_and_to_every_alignment(loops):
 
 
 @pytest.mark.parametrize("loops", twins())
-def test_the_loop_refuses_tables_that_do_not_fit(loops):
+def test_copy_loop_refuses_wrong_tables(loops):
     word = np.zeros(1, np.uint64)
     table, marks = np.zeros((2, 3), np.uint64), np.zeros(2, np.uint8)
     good = np.array([0, 1, 2], np.uint64)
@@ -68,7 +68,7 @@ def test_the_loop_refuses_tables_that_do_not_fit(loops):
 
 
 @pytest.mark.parametrize("loops", twins())
-def test_a_state_of_many_shapes_arrives_whole(arena, crew, monkeypatch, loops):
+def test_state_of_many_shapes_is_copied(arena, crew, monkeypatch, loops):
     monkeypatch.setattr(kernels, "copy_units", loops.copy_units)
     shared = noise(6 * MIB, 5)
     state = {
@@ -91,7 +91,7 @@ def test_a_state_of_many_shapes_arrives_whole(arena, crew, monkeypatch, loops):
         staged.close()
 
 
-def test_a_large_tensor_is_copied_by_two_threads_at_once(arena, crew, monkeypatch):
+def test_two_threads_share_a_large_tensor(arena, crew, monkeypatch):
     both = threading.Barrier(2, timeout=60)
     loop = kernels.copy_units
     threads = set()
@@ -111,7 +111,7 @@ def test_a_large_tensor_is_copied_by_two_threads_at_once(arena, crew, monkeypatc
     staged.close()
 
 
-def test_threads_are_used_again(arena, crew):
+def test_threads_are_reused(arena, crew):
     names = set()
     for _ in range(5):
         staged = Staged(arena, crew, [noise(9 * MIB)], lazy=(0,))
@@ -122,7 +122,7 @@ def test_threads_are_used_again(arena, crew):
     assert len(names) == 2
 
 
-def test_what_keeps_a_look_from_looking_keeps_nothing_of_the_state_alive():
+def test_error_of_a_check_does_not_keep_the_state():
     kept = []
 
     def look():
@@ -135,7 +135,7 @@ def test_what_keeps_a_look_from_looking_keeps_nothing_of_the_state_alive():
     assert kept[0]() is None
 
 
-def test_ctrl_c_right_after_threads_were_sent_has_them_sent_again(arena, crew, monkeypatch):
+def test_ctrl_c_after_send_sends_threads_again(arena, crew, monkeypatch):
     staged = Staged(arena, crew, [noise(9 * MIB)])
     copy, send, sent = staged.host_copy(NOW), CopyPool.send, []
 
@@ -151,12 +151,12 @@ def test_ctrl_c_right_after_threads_were_sent_has_them_sent_again(arena, crew, m
         copy.wait(crew, 1)
     copy.wait(crew, 1)
     copy.wait(crew, 1)
-    assert sent == [1, 1], "once for each that was interrupted, and no more"
+    assert sent == [1, 1], "once for each interrupted send"
     assert staged.content() == [bytes(noise(9 * MIB))]
     staged.close()
 
 
-def test_where_no_thread_can_be_started_the_caller_copies(arena, monkeypatch):
+def test_caller_copies_when_no_thread_starts(arena, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
@@ -170,7 +170,7 @@ def test_where_no_thread_can_be_started_the_caller_copies(arena, monkeypatch):
     staged.close()
 
 
-def test_no_unit_is_marked_before_it_was_copied(arena, crew, monkeypatch):
+def test_unit_is_marked_after_its_copy(arena, crew, monkeypatch):
     loop = kernels.copy_units
     proceed = threading.Semaphore(0)
 
@@ -191,14 +191,14 @@ def test_no_unit_is_marked_before_it_was_copied(arena, crew, monkeypatch):
     staged.close()
 
 
-def test_thread_that_comes_late_touches_nothing(arena, crew, monkeypatch):
+def test_late_thread_copies_nothing(arena, crew, monkeypatch):
     works, send = [], crew.send
 
-    def noted(work, count=None):
+    def send_late(work, count=None):
         works.append(work)
         send(work, count)
 
-    monkeypatch.setattr(crew, "send", noted)
+    monkeypatch.setattr(crew, "send", send_late)
     staged = Staged(arena, crew, [noise(9 * MIB)])
     staged.staging.copy_now()
     staged.slot.start(2, staged.stowage.end)
@@ -211,7 +211,7 @@ def test_thread_that_comes_late_touches_nothing(arena, crew, monkeypatch):
 
 
 @pytest.mark.deep(parts=8)
-def test_staging_takes_at_most_as_long_as_a_copy_on_as_many_threads(arena, crew):
+def test_staging_is_as_fast_as_plain_copies(arena, crew):
     state = [noise(16 * MIB, seed) for seed in range(32)]
     buffer = np.ones(512 * MIB, np.uint8)
 
@@ -239,7 +239,7 @@ def test_staging_takes_at_most_as_long_as_a_copy_on_as_many_threads(arena, crew)
         return seconds
 
     staged_copy()
-    # What else the machine does makes both longer, never shorter: the best of each are compared, in enough rounds.
+    # Other load makes both times longer, never shorter. So the best of several rounds of each are compared.
     staged, plain = [], []
     while len(staged) < 9 or (len(staged) < 60 and min(staged) / min(plain) >= 1.15):
         staged.append(staged_copy())

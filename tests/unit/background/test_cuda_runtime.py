@@ -1,4 +1,4 @@
-"""Protects copies that the runtime is told of without torch: only where it was seen to copy what lies there."""
+"""Protects copies through the CUDA runtime without torch: it is used only after a test copy gave the right bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HERE = torch.device("cpu")
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """A runtime for tensors of the host."""
+    """Return a runtime that copies tensors of the host."""
     played = FakeCudaRuntime()
     monkeypatch.setattr(cuda, "address_of_copy", lambda: played.address)
     return played
@@ -30,7 +30,7 @@ def stream():
     return SimpleNamespace(cuda_stream=0x7F00_0000_0010, synchronize=lambda: waits.append(1), waits=waits)
 
 
-def test_copies_of_many_rows_are_begun_in_their_order_on_the_stream(runtime, stream):
+def test_rows_are_copied_in_order_on_the_stream(runtime, stream):
     launcher = cuda.launcher_for(HERE, stream)
     assert stream.waits, "a pattern was copied, and waited for"
     runtime.told.clear()
@@ -42,14 +42,14 @@ def test_copies_of_many_rows_are_begun_in_their_order_on_the_stream(runtime, str
     assert (here == np.concatenate([there[100:], there[:100]])).all()
 
 
-def test_a_runtime_that_copies_other_bytes_is_not_used_and_that_is_said(runtime, stream, caplog):
+def test_runtime_with_wrong_copies_is_logged_and_unused(runtime, stream, caplog):
     runtime.shift = 1
     assert cuda.launcher_for(HERE, stream) is None
     problem = "copies from cpu are launched one by one, which is slower: a test copy arrived with other bytes"
     assert problem in caplog.text
 
 
-def test_a_runtime_that_refuses_is_not_used_and_torch_is_told_of_its_error(runtime, stream, caplog, monkeypatch):
+def test_failing_runtime_is_unused_and_its_error_cleared(runtime, stream, caplog, monkeypatch):
     forgotten = []
     monkeypatch.setattr(cuda, "forget_error", forgotten.append)
     runtime.problem, runtime.fails_after = 201, 1
@@ -59,7 +59,7 @@ def test_a_runtime_that_refuses_is_not_used_and_torch_is_told_of_its_error(runti
     assert stream.waits, "the first half may still arrive"
 
 
-def test_a_copy_that_is_refused_later_is_an_error(runtime, stream):
+def test_later_refused_copy_raises(runtime, stream):
     launcher = cuda.launcher_for(HERE, stream)
     runtime.problem, runtime.fails_after = 700, 0
     with pytest.raises(RuntimeError, match="CUDA error 700"):
@@ -67,17 +67,17 @@ def test_a_copy_that_is_refused_later_is_an_error(runtime, stream):
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
-def test_a_torch_without_cuda_has_no_runtime_to_tell(stream):
+def test_torch_without_cuda_has_no_runtime(stream):
     assert cuda.address_of_copy() is None
     assert cuda.launcher_for(HERE, stream) is None
 
 
 @pytest.mark.parametrize("problem", ["no such library", "no such name"])
-def test_a_runtime_that_is_not_to_be_seen_leaves_all_to_torch(monkeypatch, problem):
+def test_missing_runtime_leaves_copies_to_torch(monkeypatch, problem):
     def load(path, mode):
         if problem == "no such library":
             raise OSError(problem)
-        # Its names are others.
+        # A library without the expected symbol.
         return SimpleNamespace()
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -85,7 +85,7 @@ def test_a_runtime_that_is_not_to_be_seen_leaves_all_to_torch(monkeypatch, probl
     assert cuda.address_of_copy() is None
 
 
-def test_the_function_is_looked_for_in_what_torch_was_linked_with(monkeypatch):
+def test_runtime_is_the_one_torch_links_with(monkeypatch):
     loaded = []
 
     def load(path, mode):
@@ -101,7 +101,7 @@ def test_the_function_is_looked_for_in_what_torch_was_linked_with(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
-def test_the_runtime_of_a_gpu_is_found_and_copies(caplog):
+def test_gpu_runtime_is_found_and_copies(caplog):
     device = torch.device("cuda", torch.cuda.current_device())
     there = torch.randint(0, 256, (5_000_000,), dtype=torch.uint8, device=device)
     here = torch.zeros(5_000_000, dtype=torch.uint8).pin_memory()

@@ -1,4 +1,4 @@
-"""Protects the bases that a saver holds in slots of the arena and on its heap: as they were, and within their bound."""
+"""Protects bases that a saver holds in arena slots and on its heap: they are unchanged, and within their bound."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def checkpoint():
     return manifest, chunk_ids
 
 
-class NoRoom:
-    """A hundred bytes that cannot be copied for want of memory."""
+class UncopyableBytes:
+    """A hundred bytes whose copy raises MemoryError."""
 
     def __len__(self):
         return 100
@@ -38,7 +38,7 @@ class NoRoom:
 
 
 def held_by(*tickets, plain=None):
-    """Return bases that hold a hundred bytes of one chunk in the slot of each of these tickets; None: on the heap."""
+    """Return bases that hold 100 bytes of one chunk in the slot of each ticket; None means the heap."""
     bases, (manifest, chunk_ids) = BaseCache(), checkpoint()
     for chunk_id, ticket in zip(chunk_ids, tickets, strict=False):
         if plain is None:
@@ -49,7 +49,7 @@ def held_by(*tickets, plain=None):
     return bases
 
 
-def test_bases_leave_the_older_slot_when_the_newer_one_holds_something():
+def test_bases_leave_older_slot_once_newer_has_some():
     bases = held_by(1, 2, None)
     assert (bases.held_nbytes, bases.staged_nbytes) == (100, 200)
     bases.begin(None)
@@ -60,7 +60,7 @@ def test_bases_leave_the_older_slot_when_the_newer_one_holds_something():
     assert [bases.held(chunk_id) for chunk_id in checkpoint()[1]] == [bytes(100)] * 3
 
 
-def test_bases_stay_in_the_older_slot_while_the_newer_one_holds_nothing():
+def test_bases_stay_in_older_slot_if_newer_is_empty():
     bases = held_by(1, 1)
     bases.keep_only_slot(2)
     assert bases.tickets == {1}
@@ -69,7 +69,7 @@ def test_bases_stay_in_the_older_slot_while_the_newer_one_holds_nothing():
     assert bases.held(checkpoint()[1][0]) is None
 
 
-def test_bases_that_leave_a_slot_keep_the_bound():
+def test_bases_moved_from_a_slot_obey_the_bound():
     bases = held_by(1, 1, 2)
     bases.begin(150)
     bases.keep_only_slot(2)
@@ -77,14 +77,14 @@ def test_bases_that_leave_a_slot_keep_the_bound():
     assert bases.tickets == {2}
 
 
-def test_bases_that_find_no_memory_are_not_held():
-    bases = held_by(1, 2, plain=NoRoom())
+def test_bases_without_memory_are_dropped():
+    bases = held_by(1, 2, plain=UncopyableBytes())
     bases.keep_only_slot(2)
-    bases.hold_read(ChunkId(b"x" * 32), NoRoom())
+    bases.hold_read(ChunkId(b"x" * 32), UncopyableBytes())
     assert (bases.held_nbytes, bases.tickets) == (0, {2})
 
 
-def test_base_that_is_read_back_is_held_if_it_is_what_its_name_says():
+def test_read_base_is_held_only_if_its_hash_matches():
     bases, plain = BaseCache(), memoryview(bytearray(b"abc" * 40))
     bases.hold_read(ChunkId(b"x" * 32), plain)
     assert bases.held_nbytes == 0, "it has another name"
@@ -93,7 +93,7 @@ def test_base_that_is_read_back_is_held_if_it_is_what_its_name_says():
     assert bases.held(chunk_id_of(b"abc" * 40)) == b"abc" * 40
 
 
-def test_bytes_in_a_slot_that_have_changed_are_no_base():
+def test_changed_bytes_in_a_slot_are_not_a_base():
     memory = bytearray(100)
     bases = BaseCache()
     bases.hold(ChunkId(bytes(32)), memoryview(memory), ticket=1)

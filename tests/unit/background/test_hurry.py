@@ -1,6 +1,6 @@
-"""When a saver hurries, gives way or stands aside follows from what there is to do and from who waits for it.
+"""Protects a saver's priority levels: they follow from the work there is and from who waits for it.
 
-A hurry that is not cleared costs training its processors; one that is cleared too early has somebody wait.
+A hurry that is not cleared costs training its processors. One that is cleared too early delays a waiting caller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def state(seed=1):
 
 @pytest.fixture
 def gate(served):
-    """Keeps the saver's commits from going on, even if all is staged, until it is opened."""
+    """Block the saver's commits, even if all is staged, until the test opens it."""
     return Gate(served.priority)
 
 
@@ -31,7 +31,7 @@ def until_level(served, level):
     until(lambda: served.priority.now == level, f"the level {level!r}")
 
 
-def test_saver_priority_follows_from_what_there_is_to_do(served, gate):
+def test_priority_follows_the_work(served, gate):
     served.settle()
     begun = served.begin(state(), 1).stage()
     begun.hear(protocol.Began)
@@ -49,14 +49,14 @@ def test_saver_priority_follows_from_what_there_is_to_do(served, gate):
     assert served.priority.noted == ["stand aside", "give way", "hurry", "stand aside", "hurry"]
 
 
-def test_saver_hurry_without_anything_to_do_changes_nothing(served):
+def test_hurry_without_work_changes_nothing(served):
     served.settle()
     served.say(protocol.Hurry())
     served.settle()
     assert served.priority.noted == ["stand aside"]
 
 
-def test_saver_hurry_lasts_for_all_that_was_begun_and_not_for_what_comes_later(open_served):
+def test_hurry_covers_begun_tickets_only(open_served):
     served = open_served(slot_count=3)
     first, second = served.begin(state(1), 1), served.begin(state(2), 2, slot=1)
     served.say(protocol.Hurry())
@@ -73,7 +73,7 @@ def test_saver_hurry_lasts_for_all_that_was_begun_and_not_for_what_comes_later(o
     assert served.priority.noted[2:].count("hurry") == 1, "at its end, and not for the third one"
 
 
-def test_saver_hurry_lasts_for_a_question_that_was_asked_before_the_ticket_ended(served):
+def test_hurry_lasts_until_an_earlier_request_is_answered(served):
     may_go_on = threading.Event()
 
     def map_slowly():
@@ -95,13 +95,13 @@ def test_saver_hurry_lasts_for_a_question_that_was_asked_before_the_ticket_ended
     until_level(served, "stand aside")
 
 
-def test_saver_hurries_before_what_it_held_back_begins(served):
-    """A thread that wakes in the idle class may have the interpreter's lock, and no processor."""
+def test_hurry_applies_before_a_delayed_state_begins(served):
+    """A thread that wakes in the idle class may hold the interpreter's lock without getting a processor."""
     served.commit(state(0), 0)
     served.settle()
     begun = served.begin(state(1), 1, start_delay_ms=LONG_MS)
     had_begun = []
-    # It has the lease: it says so as soon as it begins.
+    # It has the lease, so it reports as soon as it begins.
     served.priority.on_change = lambda level: had_begun.append((level, served.has_word))
     served.heard()
     served.say(protocol.Hurry())
@@ -112,7 +112,7 @@ def test_saver_hurries_before_what_it_held_back_begins(served):
     begun.stage().finish().wait()
 
 
-def test_saver_hurry_is_cleared_when_what_was_held_back_fails_to_begin(served):
+def test_hurry_is_cleared_when_a_delayed_begin_fails(served):
     served.settle()
     begun = served.begin_nonsense(start_delay_ms=LONG_MS)
     served.say(protocol.Hurry())
@@ -122,7 +122,7 @@ def test_saver_hurry_is_cleared_when_what_was_held_back_fails_to_begin(served):
     assert served.priority.noted == ["stand aside", "hurry", "stand aside"]
 
 
-def test_saver_hurry_is_cleared_when_the_ticket_is_given_up(served):
+def test_hurry_is_cleared_when_the_ticket_is_aborted(served):
     for number in range(30):
         begun = served.begin(state(), number)
         served.say(protocol.Hurry())
@@ -133,8 +133,8 @@ def test_saver_hurry_is_cleared_when_the_ticket_is_given_up(served):
         until_level(served, "stand aside")
 
 
-def test_saver_whose_trainer_is_dead_hurries_with_what_is_left(served, gate):
-    """Nobody trains any more, and whoever starts the run again waits for it."""
+def test_saver_hurries_after_the_trainer_died(served, gate):
+    """No training runs, and a restarted run waits for this saver."""
     begun = served.begin(state(), 1)
     begun.hear(protocol.Began)
     begun.stage().finish()
@@ -146,10 +146,10 @@ def test_saver_whose_trainer_is_dead_hurries_with_what_is_left(served, gate):
     assert served.priority.noted[-2:] == ["give way", "hurry"]
 
 
-@pytest.mark.parametrize("is_told", [True, False], ids=["told to end", "trainer dead"])
-def test_saver_that_is_ending_hurries_though_nothing_is_left(served, is_told):
+@pytest.mark.parametrize("is_quit_sent", [True, False], ids=["quit sent", "trainer dead"])
+def test_ending_saver_hurries_without_work(served, is_quit_sent):
     served.settle()
-    if is_told:
+    if is_quit_sent:
         served.say(protocol.Quit())
     else:
         served.hang_up()

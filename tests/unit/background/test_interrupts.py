@@ -1,7 +1,7 @@
-"""Ctrl-C at bad moments of the trainer's own work: it is raised, and costs at most the commit that it hits.
+"""Protects Ctrl-C at bad moments of the trainer's work: it is raised, and fails at most the commit it interrupts.
 
-What was being handed over is either given up, which the saver is told, or carried through; a state that changes after
-an interrupted call is never taken for the state of that call.
+That commit is either completed, or aborted at the saver too. A state that changes after an interrupted call is never
+stored as the state of that call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("quiet_log")
     ["ckstore.background.staging.Staging.copy_now", "ckstore.interval.Costs.watch"],
     ids=["nothing", "something"],
 )
-def test_ctrl_c_after_the_saver_was_told_gives_up_what_is_not_copied_yet(savers, folder, monkeypatch, place):
+def test_ctrl_c_after_begin_aborts_the_uncopied_state(savers, folder, monkeypatch, place):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -39,7 +39,7 @@ def test_ctrl_c_after_the_saver_was_told_gives_up_what_is_not_copied_yet(savers,
             context.setattr(place, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 store.commit_async(state, 1)
-        # The state goes on; nothing of it may ever be taken for that of step 1.
+        # Training continues. None of its later values may be stored as step 1.
         state["w0"][:] = 0
         assert savers[0].aborted == [1]
         store.commit_async(state, 2).result()
@@ -48,7 +48,7 @@ def test_ctrl_c_after_the_saver_was_told_gives_up_what_is_not_copied_yet(savers,
     del owner
 
 
-def test_ctrl_c_while_the_saver_is_told_comes_after_that(savers, folder, monkeypatch):
+def test_ctrl_c_during_begin_is_raised_after_it(savers, folder, monkeypatch):
     begin = FakeSaver.begin
     main = threading.main_thread().ident
 
@@ -69,7 +69,7 @@ def test_ctrl_c_while_the_saver_is_told_comes_after_that(savers, folder, monkeyp
         assert {savers[0].slot(ticket).index for ticket in (1, 2, 3, 4)} == {0}, "nothing was left in the others"
 
 
-def test_ctrl_c_while_a_thread_is_started_leaves_no_step_that_runs_later(monkeypatch):
+def test_ctrl_c_in_thread_start_leaves_no_late_step(monkeypatch):
     begun = []
 
     class LateThread(threading.Thread):
@@ -89,7 +89,7 @@ def test_ctrl_c_while_a_thread_is_started_leaves_no_step_that_runs_later(monkeyp
     assert ran == interrupts == []
 
 
-def test_a_step_that_runs_is_waited_for_however_often_ctrl_c_comes():
+def test_running_step_is_awaited_despite_ctrl_c():
     ran, interrupts = [], []
     main = threading.main_thread().ident
 
@@ -105,7 +105,7 @@ def test_a_step_that_runs_is_waited_for_however_often_ctrl_c_comes():
     assert len(interrupts) == 1
 
 
-def test_crew_that_is_closed_ends_every_thread_also_one_whose_start_was_interrupted(monkeypatch, no_threads_left):
+def test_close_ends_threads_of_interrupted_starts(monkeypatch, no_threads_left):
     start, strays = threading.Thread.start, []
 
     def interrupted_start(thread):
@@ -117,7 +117,7 @@ def test_crew_that_is_closed_ends_every_thread_also_one_whose_start_was_interrup
     crew.start(2)
     with monkeypatch.context() as context:
         context.setattr(threading.Thread, "start", interrupted_start)
-        # Each is started, and nobody counts it.
+        # Each thread is started, but the pool does not count it.
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 crew.start()
@@ -125,7 +125,7 @@ def test_crew_that_is_closed_ends_every_thread_also_one_whose_start_was_interrup
     for stray in strays:
         stray.join(SECONDS_MAX)
         assert not stray.is_alive()
-    # And it can be used again.
+    # The pool can be used again.
     done = threading.Event()
     crew.send(done.set, 1)
     assert done.wait(SECONDS_MAX)

@@ -1,4 +1,4 @@
-"""Protects the trainer's side of two generations: what is kept stays as it is, and makes way where memory is short."""
+"""Protects slots that keep bases on the trainer's side: they do not change, and are freed when memory is short."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.ctrl_c import ctrl_c
 from support.fake_saver import slow, state
 
 
-def test_only_what_a_policy_allows_is_kept(open_fake_store, savers):
+def test_policy_decides_whether_a_slot_is_kept(open_fake_store, savers):
     def is_kept(**options):
         store = open_fake_store(**options)
         store.commit_async(state(0, 20 * MIB), 0).result()
@@ -36,7 +36,7 @@ def test_only_what_a_policy_allows_is_kept(open_fake_store, savers):
     assert not is_kept(base_cache="memory", delta=False)
 
 
-def test_a_kept_slot_is_not_written_to_before_it_is_given_back(open_fake_store, savers):
+def test_kept_slot_is_not_written_until_returned(open_fake_store, savers):
     store = open_fake_store(base_cache="memory")
     store.prewarm(state(0))
     savers[0].retains_slots = True
@@ -49,7 +49,7 @@ def test_a_kept_slot_is_not_written_to_before_it_is_given_back(open_fake_store, 
     assert slots[0] == slots[2] != slots[1]
 
 
-def test_a_kept_slot_keeps_nobody_waiting(open_fake_store, savers):
+def test_kept_slot_delays_no_commit(open_fake_store, savers):
     store = open_fake_store(base_cache="memory")
     store.prewarm(state(0))
     savers[0].retains_slots = True
@@ -64,7 +64,7 @@ def test_a_kept_slot_keeps_nobody_waiting(open_fake_store, savers):
     assert savers[0].calls[-1] == "quit"
 
 
-def test_prewarm_takes_the_memory_of_both_generations(open_fake_store, savers):
+def test_prewarm_takes_memory_of_both_slots(open_fake_store, savers):
     store = open_fake_store(base_cache="memory")
     store.prewarm(state(0, 20 * MIB))
     nbytes = store.arena_nbytes
@@ -75,7 +75,7 @@ def test_prewarm_takes_the_memory_of_both_generations(open_fake_store, savers):
     assert store.arena_nbytes == nbytes
 
 
-def test_prewarm_makes_do_with_the_memory_of_one(open_fake_store, savers, monkeypatch):
+def test_prewarm_accepts_memory_of_one_slot(open_fake_store, savers, monkeypatch):
     populate = Slot.populate
 
     def refuse(slot, offset, nbytes):
@@ -91,7 +91,7 @@ def test_prewarm_makes_do_with_the_memory_of_one(open_fake_store, savers, monkey
     assert savers[0].head(1).policy.base_cache == "none", "nor is there memory for a copy on the saver's heap"
 
 
-def test_prewarm_beside_what_lies_there_takes_no_third_state(open_fake_store, savers):
+def test_prewarm_takes_no_third_slot(open_fake_store, savers):
     store = open_fake_store(base_cache="memory")
     values = state(0, 20 * MIB)
     store.prewarm(values)
@@ -106,13 +106,13 @@ def test_prewarm_beside_what_lies_there_takes_no_third_state(open_fake_store, sa
     assert savers[0].kept == [True] * 3
 
 
-def test_where_a_second_state_finds_no_room_the_kept_one_makes_way(open_fake_store, savers):
+def test_kept_slot_is_freed_for_a_second_state(open_fake_store, savers):
     store = open_fake_store(base_cache="memory", arena_nbytes_max=76 * MIB)
     store.prewarm(state(0))
     savers[0].retains_slots = True
     store.commit_async(state(0, 30 * MIB), 0).result()
     assert savers[0].kept == [True]
-    # It has grown: both together would pass the bound.
+    # It has grown: both together would exceed the bound.
     store.commit_async(state(1, 60 * MIB), 1).result()
     assert savers[0].kept == [True, False]
     assert "forget" in savers[0].calls
@@ -121,7 +121,7 @@ def test_where_a_second_state_finds_no_room_the_kept_one_makes_way(open_fake_sto
     assert savers[0].begun[2][0] is savers[0].begun[1][0], "it has the memory that there was"
 
 
-def test_memory_that_ran_short_while_copying_is_not_asked_for_twice(open_fake_store, savers, monkeypatch):
+def test_memory_shortage_while_copying_is_remembered(open_fake_store, savers, monkeypatch):
     store = open_fake_store(base_cache="memory")
     store.prewarm(state(0))
     savers[0].retains_slots = True
@@ -142,18 +142,18 @@ def test_memory_that_ran_short_while_copying_is_not_asked_for_twice(open_fake_st
 
 
 @pytest.mark.parametrize("base_cache", ["none", "memory"])
-def test_state_that_grew_is_committed_with_the_memory_that_there_is(open_fake_store, savers, monkeypatch, base_cache):
+def test_grown_state_uses_the_kept_memory(open_fake_store, savers, monkeypatch, base_cache):
     store = open_fake_store(base_cache=base_cache)
     store.prewarm(state(0))
     savers[0].retains_slots = True
     populate = Slot.populate
 
-    def taken():
+    def nbytes_taken():
         return os.fstat(savers[0].arena.fd).st_blocks * 512
 
     def take_what_is_left(slot, offset, nbytes):
         for begin in range(offset - offset % UNIT_NBYTES, offset + nbytes, UNIT_NBYTES):
-            if not slot.is_populated(begin, 1) and taken() + UNIT_NBYTES > 46 * MIB:
+            if not slot.is_populated(begin, 1) and nbytes_taken() + UNIT_NBYTES > 46 * MIB:
                 raise CapacityError("no memory")
             populate(slot, begin, 1)
 
@@ -165,10 +165,10 @@ def test_state_that_grew_is_committed_with_the_memory_that_there_is(open_fake_st
     for step in range(2, 5):
         assert store.commit_async(state(step, 30 * MIB), step).result().step == step
         assert savers[0].content(max(savers[0].begun)) == [state(step, 30 * MIB)["w"].tobytes()]
-    assert 30 * MIB <= store.arena_nbytes <= taken() <= 46 * MIB
+    assert 30 * MIB <= store.arena_nbytes <= nbytes_taken() <= 46 * MIB
 
 
-def test_pages_that_devices_copy_to_are_not_given_back():
+def test_pages_pinned_for_devices_are_not_freed():
     dock = StagingArea(Limits())
     dock.prewarm(20 * MIB, Policy(base_cache="memory"))
     first, second, _ = dock.free_slots()
@@ -179,12 +179,12 @@ def test_pages_that_devices_copy_to_are_not_given_back():
     assert not dock.release_all_but(first), "nor when it is asked for again"
     second.unpin_pages = lambda: True
     assert dock.release_all_but(first) >= 20 * MIB
-    assert second.unpin_pages is None, "whoever needs it tells devices anew"
+    assert second.unpin_pages is None, "the next user pins the pages again"
     assert dock.nbytes == first.nbytes_taken
     dock.close(is_waited=True)
 
 
-def test_a_waiting_state_is_replaced_without_a_wait_beside_a_kept_one(open_fake_store, savers):
+def test_replace_does_not_wait_with_a_kept_slot(open_fake_store, savers):
     store = open_fake_store(base_cache="memory", on_busy="replace", arena_nbytes_max=84 * MIB)
     store.prewarm(state(0, 20 * MIB))
     savers[0].retains_slots = True
@@ -199,7 +199,7 @@ def test_a_waiting_state_is_replaced_without_a_wait_beside_a_kept_one(open_fake_
     store.wait()
 
 
-def test_a_waiting_state_is_replaced_without_a_wait_where_there_is_no_room_for_a_kept_one(open_fake_store, savers):
+def test_replace_does_not_wait_without_room_for_kept_slot(open_fake_store, savers):
     store = open_fake_store(base_cache="memory", on_busy="replace", arena_nbytes_max=60 * MIB)
     store.prewarm(state(0, 20 * MIB))
     savers[0].retains_slots = True
@@ -214,7 +214,7 @@ def test_a_waiting_state_is_replaced_without_a_wait_where_there_is_no_room_for_a
     store.wait()
 
 
-def test_prewarm_makes_room_as_a_commit_does(open_fake_store):
+def test_prewarm_frees_room_as_a_commit_does(open_fake_store):
     store = open_fake_store(base_cache="memory", arena_nbytes_max=76 * MIB)
     store.prewarm(state(0, 26 * MIB))
     store.prewarm(state(0, 52 * MIB))
@@ -222,7 +222,7 @@ def test_prewarm_makes_room_as_a_commit_does(open_fake_store):
     assert store.commit_async(state(1, 52 * MIB), 1).result().step == 1
 
 
-def test_what_prewarm_could_not_have_as_a_whole_it_gives_back(open_fake_store, monkeypatch):
+def test_failed_prewarm_frees_its_memory(open_fake_store, monkeypatch):
     populate = Slot.populate
 
     def refuse(slot, offset, nbytes):
@@ -232,12 +232,12 @@ def test_what_prewarm_could_not_have_as_a_whole_it_gives_back(open_fake_store, m
 
     monkeypatch.setattr(Slot, "populate", refuse)
     store = open_fake_store(base_cache="memory")
-    # More than is taken in one go.
+    # More than one populate call takes.
     store.prewarm(state(0, 72 * MIB))
     assert 72 * MIB <= store.arena_nbytes <= 84 * MIB, "as much as one state takes"
 
 
-def test_interrupted_prewarm_leaves_no_thread_that_populates(open_fake_store, monkeypatch):
+def test_interrupted_prewarm_leaves_no_thread(open_fake_store, monkeypatch):
     populate, left = Slot.populate, []
     begun, go_on = threading.Event(), threading.Event()
 
@@ -254,7 +254,7 @@ def test_interrupted_prewarm_leaves_no_thread_that_populates(open_fake_store, mo
         def interrupt_and_go_on():
             begun.wait(60)
             interrupt.send()
-            # Longer than it takes to raise it, for who does not wait.
+            # Longer than raising takes in a thread that does not wait.
             time.sleep(0.1)
             go_on.set()
 
@@ -270,7 +270,7 @@ def test_interrupted_prewarm_leaves_no_thread_that_populates(open_fake_store, mo
     assert left == [0], "nothing else has begun"
 
 
-def test_saver_that_has_not_heard_to_free_a_slot_is_asked_again(open_fake_store, savers):
+def test_unanswered_free_request_is_resent(open_fake_store, savers):
     store = open_fake_store(base_cache="memory", arena_nbytes_max=76 * MIB)
     store.prewarm(state(0))
     saver = savers[0]
@@ -288,7 +288,7 @@ def test_saver_that_has_not_heard_to_free_a_slot_is_asked_again(open_fake_store,
     assert len(asked) == 3
 
 
-def test_a_saver_is_told_when_memory_runs_short_for_it_has_some_too(open_fake_store, savers, monkeypatch):
+def test_memory_shortage_is_reported_to_the_saver(open_fake_store, savers, monkeypatch):
     store = open_fake_store()
 
     populate = Slot.populate

@@ -1,4 +1,4 @@
-"""Protects who is waited for before a run goes on: a living saver of a trainer that died on this boot, nobody else."""
+"""Protects which saver a new trainer waits for: a living saver of a trainer that died on this boot, and no other."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def put_holder(backend, **facts):
     ],
     ids=["trainer", "other", "garbage", "trainer-lives", "dead", "pid-used-again", "elsewhere", "unknown-boot"],
 )
-def test_only_a_living_saver_of_a_dead_trainer_on_this_boot_is_an_orphan(store, backend, clock, facts):
+def test_orphan_is_a_living_saver_of_a_dead_local_trainer(store, backend, clock, facts):
     store.commit({"a": 1}, 1)
     repository_of(store).lease.release()
     assert is_orphan(put_holder(backend))
@@ -57,10 +57,10 @@ def test_only_a_living_saver_of_a_dead_trainer_on_this_boot_is_an_orphan(store, 
     assert clock.slept == 0
 
 
-def test_trainer_whose_pid_the_next_one_has_is_said_to_have_died(store, backend, clock, caplog):
+def test_trainer_with_a_reused_pid_is_dead(store, backend, clock, caplog):
     store.commit({"a": 1}, 1)
     repository_of(store).lease.release()
-    # In a container the trainer that is started again often has the pid of the one before.
+    # In a container a restarted trainer often has the pid of the previous one.
     put_holder(backend, purpose=SaverPurpose(os.getpid(), "17", 5).text)
     clock.on_sleep = lambda: backend.unlink(paths.lease_name("main"))
     with caplog.at_level(logging.WARNING, "ckstore"):
@@ -68,7 +68,7 @@ def test_trainer_whose_pid_the_next_one_has_is_said_to_have_died(store, backend,
     assert "of the trainer that died to publish step 5" in caplog.text
 
 
-def test_wait_for_an_orphan_says_so_again_after_a_while(store, backend, clock, caplog):
+def test_wait_for_an_orphan_is_logged_repeatedly(store, backend, clock, caplog):
     store.commit({"a": 1}, 1)
     repository_of(store).lease.release()
     put_holder(backend)
@@ -84,7 +84,7 @@ def test_wait_for_an_orphan_says_so_again_after_a_while(store, backend, clock, c
     assert caplog.text.count("still waiting for the saver") == 2
 
 
-def test_purposes_are_read_as_they_were_written():
+def test_purpose_round_trips():
     for purpose in (SaverPurpose(1, "2", 3), SaverPurpose(1, "2")):
         assert SaverPurpose.of(purpose.text) == purpose
     assert SaverPurpose.of("saver:1:2") is None

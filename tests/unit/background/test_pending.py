@@ -1,4 +1,4 @@
-"""Protects what a pending commit says of itself: staged means that it is published even if this process dies."""
+"""Protects what a pending commit reports: "staged" means that it is published even if this process dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckstore.results import Receipt
 RECEIPT = Receipt(3, 7, "00" * 32, 1, 1, 1, 0, 0, 0, {}, "pwrite", ())
 
 
-def test_staged_means_copied_and_that_the_saver_has_the_run():
+def test_staged_means_copied_and_lease_held():
     pending = Pending(3)
     pending.note_staged()
     assert (pending.is_staged, pending.wait_staged(0.01)) == (False, False)
@@ -21,7 +21,7 @@ def test_staged_means_copied_and_that_the_saver_has_the_run():
     assert (pending.is_staged, pending.wait_staged()) == (True, True)
 
 
-def test_a_saver_that_has_the_run_is_not_enough():
+def test_lease_alone_is_not_staged():
     pending = Pending(3)
     pending.note_began()
     assert (pending.is_staged, pending.wait_staged(0.01)) == (False, False)
@@ -29,7 +29,7 @@ def test_a_saver_that_has_the_run_is_not_enough():
     assert pending.wait_staged() is True
 
 
-def test_failing_ends_the_wait_and_is_not_staged():
+def test_failure_ends_the_wait_unstaged():
     pending = Pending(3)
     pending.note_staged()
     pending.note_failed(SaverError("it could not"))
@@ -38,32 +38,32 @@ def test_failing_ends_the_wait_and_is_not_staged():
         pending.result()
 
 
-def where_it_went_wrong():
+def raise_at_origin():
     raise SaverError("it could not")
 
 
-def test_an_error_that_is_told_again_keeps_its_origin_and_nobody_who_was_told_before():
+def test_repeated_error_keeps_its_origin_only():
     pending = Pending(3)
     with pytest.raises(SaverError) as origin:
-        where_it_went_wrong()
+        raise_at_origin()
     pending.note_failed(origin.value)
     frames = []
     for _ in range(3):
-        with pytest.raises(SaverError) as told:
+        with pytest.raises(SaverError) as raised:
             pending.result()
-        frames.append([entry.name for entry in traceback.extract_tb(told.value.__traceback__)])
+        frames.append([entry.name for entry in traceback.extract_tb(raised.value.__traceback__)])
     assert frames[0] == frames[1] == frames[2]
-    assert "where_it_went_wrong" in frames[2]
+    assert "raise_at_origin" in frames[2]
 
 
-def test_what_is_durable_was_staged():
+def test_durable_implies_staged():
     pending = Pending(3)
     pending.note_done(RECEIPT)
     assert (pending.wait_staged(0), pending.is_staged, pending.is_done) == (True, True, True)
     assert pending.result(0) is RECEIPT
 
 
-def test_a_timeout_is_for_both_waits_together():
+def test_timeout_covers_both_waits():
     pending = Pending(3)
     waited = []
 
@@ -78,7 +78,7 @@ def test_a_timeout_is_for_both_waits_together():
     assert waited[0][1] == "take the commit of step 3"
 
 
-def test_what_comes_after_the_end_does_not_count():
+def test_events_after_the_end_are_ignored():
     pending = Pending(3)
     pending.note_done(RECEIPT)
     pending.note_failed(SaverError("too late"))
@@ -86,7 +86,7 @@ def test_what_comes_after_the_end_does_not_count():
     assert pending.error_or_none() is None
 
 
-def test_what_a_callback_raises_is_logged_and_hides_no_failure(caplog):
+def test_callback_error_is_logged_and_hides_no_failure(caplog):
     def fail(pending):
         raise RuntimeError("of the user's")
 
@@ -102,7 +102,7 @@ def test_what_a_callback_raises_is_logged_and_hides_no_failure(caplog):
         pending.result()
 
 
-def test_commit_that_could_no_longer_be_left_out_is_durable_and_says_so():
+def test_commit_done_after_take_back_is_durable():
     pending = Pending(3)
     assert pending.take_back(SaverError("left out"))
     pending.note_done(RECEIPT)
@@ -110,7 +110,7 @@ def test_commit_that_could_no_longer_be_left_out_is_durable_and_says_so():
     assert (pending.is_skipped, pending.error_or_none()) == (False, None)
 
 
-def test_commit_whose_loss_was_told_stays_lost():
+def test_reported_failure_is_final():
     pending = Pending(3)
     assert pending.take_back(SaverError("left out"))
     for _ in range(2):

@@ -1,7 +1,7 @@
-"""The priority of a saver's process: what it asks of the system, and what the system may refuse.
+"""Protects the priority of a saver's process: what it requests from the system, and what the system may refuse.
 
-What it is while training goes on, or somebody waits: ``test_hurry.py``, and with a real process
-``tests/integration/background/test_priority.py``.
+``test_hurry.py`` tests the level during training and waits. ``tests/integration/background`` has tests with a real
+process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NICE = 7
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What is asked of the system from now on, which does nothing: niceness and scheduling class of threads."""
+    """Record the niceness and scheduling class that are requested for threads, without setting them."""
     found = []
     monkeypatch.setattr(os, "setpriority", lambda which, thread, nice: found.append((thread, nice)))
     monkeypatch.setattr(os, "sched_setscheduler", lambda thread, policy, _: found.append((thread, policy)))
@@ -31,7 +31,7 @@ def asked(monkeypatch):
 
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize(("processors", "most"), [(1, 1), (2, 1), (8, 7)])
-def test_saver_that_gives_way_leaves_training_one_processor(monkeypatch, processors, most):
+def test_low_priority_saver_leaves_one_processor(monkeypatch, processors, most):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(processors))
     priority = Priority(NICE)
     priority.use_low_priority()
@@ -45,26 +45,26 @@ def test_saver_that_gives_way_leaves_training_one_processor(monkeypatch, process
     assert careless.thread_limit.maximum is None
 
 
-def test_priority_that_may_not_come_back_or_need_not_give_way_never_stands_aside(asked, monkeypatch):
-    told = []
+def test_priority_that_cannot_be_raised_is_not_lowered_to_idle(asked, monkeypatch):
+    policies = []
 
     def note(thread, policy, _):
-        told.append(policy)
+        policies.append(policy)
         if policy == os.SCHED_OTHER:
             raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", note)
     Priority(0).use_idle_class()
-    assert told == []
+    assert policies == []
     priority = Priority(NICE)
     priority.use_idle_class()
-    assert told == [os.SCHED_IDLE, os.SCHED_OTHER], "one thread that sleeps was asked"
+    assert policies == [os.SCHED_IDLE, os.SCHED_OTHER], "one thread that sleeps was asked"
     priority.use_full_priority()
     priority.use_idle_class()
-    assert len(told) == 2
+    assert len(policies) == 2
 
 
-def test_priority_that_is_as_it_should_be_asks_nothing_of_the_system(asked):
+def test_unchanged_priority_makes_no_system_call(asked):
     priority = Priority(NICE)
     priority.use_low_priority()
     count = len(asked)
@@ -72,24 +72,24 @@ def test_priority_that_is_as_it_should_be_asks_nothing_of_the_system(asked):
     assert len(asked) == count > 0
 
 
-def test_thread_that_is_started_meanwhile_is_not_left_out(asked, monkeypatch):
-    """Whoever starts it may not have had its turn yet, and hands down what it has."""
-    told, is_over = [], threading.Event()
+def test_thread_started_meanwhile_gets_the_priority(asked, monkeypatch):
+    """Its starting thread may not have run yet, and passes on its own priority."""
+    policies, is_over = [], threading.Event()
     late = threading.Thread(target=is_over.wait)
 
     def note(which, thread, nice):
-        if not told:
+        if not policies:
             late.start()
-        told.append(thread)
+        policies.append(thread)
 
     monkeypatch.setattr(os, "setpriority", note)
     Priority(NICE).use_low_priority()
     is_over.set()
     late.join()
-    assert late.native_id in told
+    assert late.native_id in policies
 
 
-def test_priority_stays_as_it_is_where_the_system_refuses(monkeypatch):
+def test_refused_priority_change_is_ignored(monkeypatch):
     def refuse(*_):
         raise PermissionError
 
@@ -100,11 +100,11 @@ def test_priority_stays_as_it_is_where_the_system_refuses(monkeypatch):
     priority.use_full_priority()
 
 
-# The trainer's side: for what it has the saver hurry
+# The trainer's side: which waits hurry the saver
 
 
 class Listening(FakeSaver):
-    """Notes for what it is waited for urgently."""
+    """Record which waits are urgent."""
 
     def wait(self, event, timeout, doing, *, is_urgent=False):
         if is_urgent and (timeout is None or timeout > 0):
@@ -112,7 +112,7 @@ class Listening(FakeSaver):
         return super().wait(event, timeout, doing)
 
 
-def test_results_and_slots_are_waited_for_urgently_and_nothing_else_is(fake_saver_store, savers, monkeypatch):
+def test_only_waits_for_results_and_slots_are_urgent(fake_saver_store, savers, monkeypatch):
     monkeypatch.setattr("ckstore.background.commits.Saver", Listening)
     fake_saver_store.prewarm(noise(1))
     saver = savers[-1]

@@ -1,7 +1,7 @@
-"""The saver's side: it commits what is staged exactly as a synchronous commit would, and reports every error.
+"""Protects the saver's server: it commits staged states as a synchronous commit would, and reports every error.
 
-It holds the lease for its trainer, and cannot be led astray by what it does not understand. What is true of its process
-is in ``tests/integration/background/test_saver_process.py``.
+It holds the lease for its trainer, and survives messages that it does not understand. Its process is tested in
+``tests/integration/background/test_saver_process.py``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ckstore.store.orphans import SaverPurpose
 from support.saver_harness import noise, restored
 from support.served_saver import LONG_MS, ServedSaver
 
-# What is committed
+# Commits
 
 
-def test_state_that_passed_through_the_saver_is_restored_bit_for_bit(served, address):
+def test_saver_commit_restores_bit_for_bit(served, address):
     state = {"w": np.random.default_rng(1).standard_normal((300, 500)), "n": [1, (None, "text")], "e": np.zeros((0, 3))}
     receipt = served.commit(state, 7)
     back = restored(address)
@@ -39,7 +39,7 @@ def test_state_that_passed_through_the_saver_is_restored_bit_for_bit(served, add
     assert {"plan", "write", "flush", "publish", "verify", "total"} <= receipt.seconds.keys()
 
 
-def test_saver_writes_what_a_synchronous_commit_writes(served, address, tmp_path):
+def test_saver_writes_the_same_files_as_commit(served, address, tmp_path):
     states = [noise(seed, 3 * MIB, 3) | {"seed": seed, "same": np.arange(1000)} for seed in range(3)]
     states[2]["w0"] = states[1]["w0"] + 1
     with ckstore.open(tmp_path / "other") as store:
@@ -55,7 +55,7 @@ def test_saver_writes_what_a_synchronous_commit_writes(served, address, tmp_path
     assert receipts[2].chunks_delta > 0
 
 
-def test_metrics_tags_and_parents_arrive(served, address):
+def test_metrics_tags_and_parents_are_stored(served, address):
     first = served.begin({"a": np.arange(9)}, 1, metrics={"loss": 0.5}, tags=["best"]).stage().finish()
     first.wait()
     second = served.begin({"a": np.arange(8)}, 2, parent_ticket=first.number).stage().finish().wait()
@@ -67,7 +67,7 @@ def test_metrics_tags_and_parents_arrive(served, address):
     assert second.warnings == ()
 
 
-def test_ticket_whose_parent_failed_has_the_parent_s_parent(served, address):
+def test_failed_parent_is_replaced_by_its_parent(served, address):
     served.commit({"a": np.arange(9)}, 1)
     given_up = served.begin({"a": np.arange(8)}, 2, parent=0).abort()
     with pytest.raises(SaverError, match="given up by the trainer"):
@@ -77,7 +77,7 @@ def test_ticket_whose_parent_failed_has_the_parent_s_parent(served, address):
         assert [(info.step, info.parent) for info in store.log()] == [(3, 0), (1, None)]
 
 
-def test_tag_that_cannot_be_set_is_a_warning_of_a_durable_checkpoint(served, address):
+def test_failed_tag_is_a_warning(served, address):
     (Path(address) / "tags" / "main").mkdir(parents=True, exist_ok=True)
     (Path(address) / "tags" / "main" / "best").mkdir()
     receipt = served.commit({"a": np.arange(9)}, 1, tags=["best"])
@@ -86,8 +86,8 @@ def test_tag_that_cannot_be_set_is_a_warning_of_a_durable_checkpoint(served, add
     assert restored(address)["a"].size == 9
 
 
-def test_training_that_went_back_is_coded_against_where_it_went_back_to(served):
-    # Nothing is known of a base that was followed long ago, so the bound on reading is what forbids to try it.
+def test_commit_after_rollback_uses_the_restored_base(served):
+    # An old base is no longer known, so the bound on reading forbids to try it.
     policy = Policy(read_amplification_max=100)
     base = np.random.default_rng(0).standard_normal(MIB // 2).astype(np.float32)
     served.commit({"w": base}, 1, policy=policy)
@@ -100,7 +100,7 @@ def test_training_that_went_back_is_coded_against_where_it_went_back_to(served):
 # The lease
 
 
-def test_saver_holds_the_lease_for_its_trainer_until_it_is_asked_to_give_it_up(open_served, address):
+def test_saver_holds_the_lease_until_release(open_served, address):
     served = open_served(has_trainer=True)
     served.commit(noise(1), 1)
     trainer, path = served.trainer_pid, Path(address) / paths.lease_name("main")
@@ -111,22 +111,22 @@ def test_saver_holds_the_lease_for_its_trainer_until_it_is_asked_to_give_it_up(o
         served.release_lease()
         assert not path.exists()
         store.commit(noise(2), 2)
-    # What others wrote meanwhile is seen.
+    # Commits that others published meanwhile are read.
     receipt = served.commit(noise(2), 3)
     assert (receipt.seq, receipt.chunks_new) == (2, 0)
 
 
-def test_purpose_of_the_lease_names_the_step_that_is_being_written(served, address):
+def test_lease_names_the_step_being_written(served, address):
     served.commit(noise(1), 1)
     begun = served.begin(noise(2), 22).stage(1)
-    # Whoever starts again from then on is to know what it waits for.
+    # A trainer that restarts from then on must know which step it waits for.
     begun.hear(protocol.Began)
     with ckstore.open(address) as store:
         assert SaverPurpose.of(repository_of(store).lease.holder().purpose).step == 22
     begun.stage().finish().wait()
 
 
-def test_lease_of_another_writer_is_a_conflict_and_no_death(served, address):
+def test_lease_of_another_writer_is_a_conflict(served, address):
     with ckstore.open(address) as store:
         store.commit(noise(1), 1)
         begun = served.begin(noise(2), 2).stage().finish()
@@ -137,7 +137,7 @@ def test_lease_of_another_writer_is_a_conflict_and_no_death(served, address):
     assert served.commit(noise(2), 3).seq == 1
 
 
-def test_release_of_the_lease_waits_for_what_has_begun(served, address):
+def test_release_waits_for_begun_tickets(served, address):
     begun = served.begin(noise(1), 1).stage(1)
     begun.hear(protocol.Began)
     question = served.ask(protocol.Release)
@@ -152,7 +152,7 @@ def test_release_of_the_lease_waits_for_what_has_begun(served, address):
 # Errors
 
 
-def test_error_of_a_commit_keeps_its_class_and_the_saver_goes_on(served, address, caplog):
+def test_commit_error_keeps_its_class(served, address, caplog):
     served.commit(noise(1), 1)
     packs = Path(address) / "packs"
     packs.rename(packs.with_name("gone"))
@@ -167,18 +167,18 @@ def test_error_of_a_commit_keeps_its_class_and_the_saver_goes_on(served, address
     assert served.commit(noise(2), 2).step == 2
 
 
-def test_store_that_is_not_there_is_reported_with_its_own_class(tmp_path):
+def test_missing_store_is_reported_as_not_found(tmp_path):
     served = ServedSaver(tmp_path / "none")
     try:
-        told = served.hear(protocol.Failed, ticket=0)
-        assert told.kind == "NotFoundError"
-        assert "no store here" in told.what
+        failed = served.hear(protocol.Failed, ticket=0)
+        assert failed.kind == "NotFoundError"
+        assert "no store here" in failed.what
         assert served.code() == NotFoundError.exit_code
     finally:
         served.close()
 
 
-def test_head_that_means_nothing_fails_its_ticket_only(served):
+def test_malformed_head_fails_its_ticket_only(served):
     bad = served.begin_nonsense()
     with pytest.raises(CorruptError, match="cannot be read"):
         bad.wait()
@@ -186,7 +186,7 @@ def test_head_that_means_nothing_fails_its_ticket_only(served):
 
 
 @pytest.mark.parametrize("reach", ["slot", "ticket"])
-def test_head_that_is_not_where_it_should_be_fails_its_ticket_only(served, reach):
+def test_misplaced_head_fails_its_ticket_only(served, reach):
     slot = served.arena.slots[0]
     slot.reserve(MIB)
     slot.start(1 if reach == "slot" else 7, MIB)
@@ -210,7 +210,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("packet", NONSENSE.values(), ids=NONSENSE)
-def test_message_that_means_nothing_ends_the_connection_loudly(served, address, caplog, packet):
+def test_malformed_message_ends_the_connection(served, address, caplog, packet):
     served.commit(noise(1), 1)
     begun = served.begin(noise(2), 2).stage(1)
     begun.hear(protocol.Began)
@@ -225,7 +225,7 @@ def test_message_that_means_nothing_ends_the_connection_loudly(served, address, 
         assert store.steps() == [1]
 
 
-def test_state_that_was_whole_is_published_although_its_saver_held_back_when_it_heard_nonsense(served, address):
+def test_staged_state_is_published_after_malformed_message(served, address):
     served.commit(noise(0), 0)
     begun = served.begin(noise(1), 1, start_delay_ms=LONG_MS).stage()
     begun.slot.state = STAGED
@@ -239,11 +239,11 @@ def test_state_that_was_whole_is_published_although_its_saver_held_back_when_it_
 # The trainer's death
 
 
-def test_state_that_is_not_whole_when_the_trainer_dies_is_given_up(open_served, address):
+def test_partial_state_of_dead_trainer_is_dropped(open_served, address):
     served = open_served(has_trainer=True)
     begun = served.begin(noise(1), 1).stage(1)
     begun.hear(protocol.Began)
-    # Its socket stays open, as it does where a child of it lives on.
+    # The socket stays open, as it does when a child of the trainer survives.
     served.kill_trainer()
     with pytest.raises(SaverError, match="the trainer died before it was staged"):
         begun.wait()
@@ -252,7 +252,7 @@ def test_state_that_is_not_whole_when_the_trainer_dies_is_given_up(open_served, 
 
 
 @pytest.mark.parametrize("is_said", [False, True], ids=["every byte", "every byte, and that it is all"])
-def test_state_outlives_its_trainer_only_if_the_trainer_has_said_that_it_is_whole(open_served, address, is_said):
+def test_state_survives_its_trainer_only_if_staged(open_served, address, is_said):
     served = open_served(has_trainer=True)
     begun = served.begin(noise(1), 1).stage()
     begun.hear(protocol.Began)
@@ -263,7 +263,7 @@ def test_state_outlives_its_trainer_only_if_the_trainer_has_said_that_it_is_whol
     assert restored_steps(address) == ([1] if is_said else [])
 
 
-def test_state_does_not_outlive_its_trainer_if_its_slot_is_another_ticket_s(open_served, address):
+def test_state_in_a_reused_slot_is_dropped(open_served, address):
     served = open_served(has_trainer=True)
     begun = served.begin(noise(1), 1).stage()
     begun.hear(protocol.Began)

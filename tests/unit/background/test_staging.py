@@ -1,6 +1,6 @@
-"""Protects the copy of one state: whole or given up, never half; and its sources live exactly as long as they must.
+"""Protects staging: a state is copied completely or given up, and its sources live exactly as long as needed.
 
-Also what surrounds it: memory that runs out, Ctrl-C, the check of the guard.
+Also the errors around it: no memory, Ctrl-C, and the guard check.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
-def test_samples_are_those_that_a_commit_takes(arena, crew, width):
+def test_samples_equal_those_of_a_commit(arena, crew, width):
     state = [noise(9 * MIB + 3 * width).view(f"f{width}"), noise(700 * KIB, 1).view(f"u{width}")]
     staged = Staged(arena, crew, state)
     staged.staging.copy_now()
@@ -42,7 +42,7 @@ def test_samples_are_those_that_a_commit_takes(arena, crew, width):
     staged.close()
 
 
-def test_the_middle_of_possible_roundings_is_copied_first(arena, crew):
+def test_middle_of_possible_roundings_is_copied_first(arena, crew):
     state = {"master": np.arange(500_000, dtype=np.float32), "half": np.arange(500_000, dtype=np.float16)}
     staged = Staged(arena, crew, state)
     staged.staging.copy_now()
@@ -55,7 +55,7 @@ def test_the_middle_of_possible_roundings_is_copied_first(arena, crew):
     staged.close()
 
 
-def test_what_a_guard_protects_is_copied_when_the_guard_returns(arena, crew):
+def test_guard_returns_after_guarded_memory_is_copied(arena, crew):
     state = [noise(9 * MIB, 1), noise(9 * MIB, 2)]
     before = [bytes(array) for array in state]
     staged = Staged(arena, crew, state, lazy=(1,))
@@ -68,7 +68,7 @@ def test_what_a_guard_protects_is_copied_when_the_guard_returns(arena, crew):
     staged.close()
 
 
-def test_sources_live_until_they_were_copied_and_not_longer(arena, crew, monkeypatch):
+def test_sources_live_until_copied(arena, crew, monkeypatch):
     loop, proceed = kernels.copy_units, threading.Event()
 
     def slow(*args):
@@ -87,12 +87,12 @@ def test_sources_live_until_they_were_copied_and_not_longer(arena, crew, monkeyp
     proceed.set()
     staging.finish()
     assert bytes(slot.view(place, len(expected))) == expected
-    # The thread that copied lets go of its call a moment later.
+    # The copying thread drops its call a moment later.
     until(lambda: gone() is None, "the end of the source")
     staged.close()
 
 
-def test_no_memory_fails_the_commit_once_and_is_raised_to_the_caller(arena, crew, monkeypatch):
+def test_no_memory_is_raised_and_fails_the_commit_once(arena, crew, monkeypatch):
     def refuse(slot, offset, nbytes):
         raise CapacityError("no memory")
 
@@ -109,7 +109,7 @@ def test_no_memory_fails_the_commit_once_and_is_raised_to_the_caller(arena, crew
     staged.close()
 
 
-def test_no_memory_behind_the_guard_fails_the_commit_and_not_the_step(arena, crew, monkeypatch):
+def test_no_memory_in_guard_fails_the_commit_not_the_step(arena, crew, monkeypatch):
     populate = Slot.populate
 
     def refuse(slot, offset, nbytes):
@@ -127,7 +127,7 @@ def test_no_memory_behind_the_guard_fails_the_commit_and_not_the_step(arena, cre
     staged.close()
 
 
-def test_state_is_given_up_when_ctrl_c_comes_while_it_is_copied(arena, crew, monkeypatch):
+def test_ctrl_c_while_copying_gives_the_state_up(arena, crew, monkeypatch):
     loop = kernels.copy_units
     staged = Staged(arena, crew, [noise(24 * MIB, 7), noise(9 * MIB)], lazy=(1,))
     with ctrl_c() as interrupt:
@@ -141,9 +141,9 @@ def test_state_is_given_up_when_ctrl_c_comes_while_it_is_copied(arena, crew, mon
 
 
 @pytest.mark.parametrize("lazy", [(), (0,)])
-def test_what_was_interrupted_before_it_was_copied_is_given_up_by_whoever_waits_for_it(arena, crew, lazy):
+def test_waiter_gives_up_an_interrupted_state(arena, crew, lazy):
     staged = Staged(arena, crew, [noise(9 * MIB, 7)], lazy=lazy)
-    # By now the sources may be those of a later step.
+    # By now the sources may belong to a later step.
     staged.staging.guard()
     staged.staging.finish()
     assert [type(each) for each in staged.told] == [KeyboardInterrupt]
@@ -151,14 +151,14 @@ def test_what_was_interrupted_before_it_was_copied_is_given_up_by_whoever_waits_
     staged.close()
 
 
-def test_interrupted_guard_ends_no_copying(arena, crew, monkeypatch):
+def test_interrupted_guard_does_not_stop_copying(arena, crew, monkeypatch):
     loop, is_guarding = kernels.copy_units, threading.Event()
     content = noise(9 * MIB)
     arena.slots[0].reserve(20 * MIB)
     arena.slots[0].populate(0, 20 * MIB)
     staged = Staged(arena, crew, [content], lazy=(0,))
     with ctrl_c() as interrupt:
-        # By whoever copies, while the guard waits for that.
+        # Called by a copying thread, while the guard waits for it.
         monkeypatch.setattr(
             kernels, "copy_units", lambda *args: (is_guarding.wait(60), time.sleep(0.02), interrupt.send(), loop(*args))
         )
@@ -173,7 +173,7 @@ def test_interrupted_guard_ends_no_copying(arena, crew, monkeypatch):
     staged.close()
 
 
-def test_a_state_that_is_given_up_is_not_copied_any_further(arena, crew, monkeypatch):
+def test_given_up_state_is_not_copied_further(arena, crew, monkeypatch):
     loop, entered, proceed = kernels.copy_units, threading.Event(), threading.Event()
 
     def slow(*args):
@@ -196,7 +196,7 @@ def test_a_state_that_is_given_up_is_not_copied_any_further(arena, crew, monkeyp
     staged.close()
 
 
-def test_checked_and_unchanged_is_staged_when_the_guard_has_compared(arena, crew):
+def test_unchanged_checked_state_is_staged_after_compare(arena, crew):
     staged = Staged(arena, crew, {"a": noise(9 * MIB), "b": [noise(5 * MIB, 1)]}, lazy=(0, 1), is_checked=True)
     staged.staging.copy_now()
     staged.wait_copied()
@@ -208,7 +208,7 @@ def test_checked_and_unchanged_is_staged_when_the_guard_has_compared(arena, crew
     staged.close()
 
 
-def test_checked_and_changed_fails_and_names_the_tensor(arena, crew):
+def test_changed_checked_state_fails_by_tensor_name(arena, crew):
     state = {"a": noise(9 * MIB), "b": [noise(5 * MIB, 1), noise(5 * MIB, 2)]}
     staged = Staged(arena, crew, state, lazy=(0, 1, 2), is_checked=True)
     staged.staging.copy_now()
@@ -225,7 +225,7 @@ def test_checked_and_changed_fails_and_names_the_tensor(arena, crew):
     staged.close()
 
 
-def test_a_saver_that_dies_before_the_check_ends_it(arena, crew):
+def test_saver_death_ends_the_check(arena, crew):
     staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,), is_checked=True)
     staged.staging.copy_now()
     staged.wait_copied()
@@ -238,7 +238,7 @@ def test_a_saver_that_dies_before_the_check_ends_it(arena, crew):
     staged.close()
 
 
-def test_ctrl_c_between_the_error_and_its_threads_leaves_the_end_to_whoever_waits(arena, crew, monkeypatch):
+def test_waiter_finishes_an_interrupted_failure(arena, crew, monkeypatch):
     staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,), is_checked=True)
     staged.staging.copy_now()
     staged.wait_copied()
@@ -256,7 +256,7 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_checksums_of_sources_that_were_given_up_meanwhile_find_no_change(arena, crew):
+def test_checksums_of_given_up_sources_find_no_change(arena, crew):
     staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,))
     sums = Checksums(staged.stowage.sections[LAZY], staged.slot, staged.captured.storages)
     sums.forget()
@@ -265,7 +265,7 @@ def test_checksums_of_sources_that_were_given_up_meanwhile_find_no_change(arena,
     staged.close()
 
 
-def test_who_waits_for_a_state_that_another_thread_is_copying_does_not_give_it_up(arena, crew, monkeypatch):
+def test_waiter_does_not_give_up_a_state_being_copied(arena, crew, monkeypatch):
     loop, entered, proceed = kernels.copy_units, threading.Event(), threading.Event()
     monkeypatch.setattr(kernels, "copy_units", lambda *args: entered.set() or (proceed.wait(60) and loop(*args)))
     staged = Staged(arena, crew, [noise(9 * MIB)])

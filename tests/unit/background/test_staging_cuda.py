@@ -1,6 +1,6 @@
-"""Protects copies from CUDA devices: in order with what training computes before and after, whole, and pinned.
+"""Protects copies from CUDA devices: they are complete, pinned, and ordered with the trainer's computations.
 
-What needs a GPU is skipped where there is none; how copies are cut is tested everywhere.
+Tests that need a GPU are skipped without one. How copies are split is tested everywhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def section_of(lengths):
 
 
 @given(st.lists(LENGTHS, max_size=30))
-def test_runs_are_the_rows_of_a_section_each_once_and_tell_when_units_are_complete(lengths):
+def test_runs_cover_each_row_and_unit_once(lengths):
     section = section_of(lengths)
     runs = section.runs
     assert all(0 < run.nbytes <= RUN_NBYTES_MAX for run in runs)
@@ -62,7 +62,7 @@ def test_runs_are_the_rows_of_a_section_each_once_and_tell_when_units_are_comple
 
 
 @given(st.lists(LENGTHS, max_size=30))
-def test_a_device_is_told_of_some_large_copies_then_of_all_small_ones(lengths):
+def test_large_copies_precede_small_ones(lengths):
     sizes = [run.nbytes for run in section_of(lengths).runs]
     larges = [nbytes for nbytes in lengths if nbytes >= SHARED_NBYTES_MAX]
     smalls = sum(0 < nbytes < SHARED_NBYTES_MAX for nbytes in lengths)
@@ -86,8 +86,8 @@ def test_pinning_without_a_device_does_nothing():
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """Pretend that there is a device, and note what its runtime is told: bytes that are pinned, or "let go"."""
+def registrations(monkeypatch):
+    """Pretend that there is a device, and record its runtime's calls: the pinned size, or "unpin"."""
     calls: list[object] = []
 
     class Runtime:
@@ -98,26 +98,26 @@ def told(monkeypatch):
             return self.problem
 
         def cudaHostUnregister(self, address):
-            calls.append("let go")
+            calls.append("unpin")
             return 0
 
     runtime = Runtime()
     monkeypatch.setattr(cuda, "forget_error", lambda device: None)
-    # As it is in a process that uses the first of them.
-    for name, told in {
+    # The state of a process that already uses CUDA.
+    for name, function in {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "current_device": lambda: 0,
         "cudart": lambda: runtime,
         "device": lambda device: contextlib.nullcontext(),
     }.items():
-        monkeypatch.setattr(torch.cuda, name, told)
+        monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda device: True, raising=False)
     return calls, runtime
 
 
-def test_as_much_is_pinned_as_a_state_takes_and_not_the_room_to_spare(told):
-    calls, _ = told
+def test_only_memory_of_the_state_is_pinned(registrations):
+    calls, _ = registrations
     arena = Arena.create(10 * UNIT_NBYTES)
     slot = arena.slots[0]
     slot.start(1, 6 * UNIT_NBYTES + 5)
@@ -125,19 +125,19 @@ def test_as_much_is_pinned_as_a_state_takes_and_not_the_room_to_spare(told):
     pin(slot, 3 * UNIT_NBYTES)
     assert calls == [7 * UNIT_NBYTES]
     assert slot.nbytes_taken == 7 * UNIT_NBYTES, "what is pinned is in memory"
-    # A longer one, which may grow on; and what is given back is not in memory any more.
+    # A longer state, which may grow further. Freed memory is no longer resident.
     pin(slot, 8 * UNIT_NBYTES)
     pin(slot, 9 * UNIT_NBYTES)
-    assert calls == [7 * UNIT_NBYTES, "let go", 9 * UNIT_NBYTES]
+    assert calls == [7 * UNIT_NBYTES, "unpin", 9 * UNIT_NBYTES]
     assert slot.give_back() == 9 * UNIT_NBYTES
     pin(slot, UNIT_NBYTES)
-    assert calls[3:] == ["let go", UNIT_NBYTES]
+    assert calls[3:] == ["unpin", UNIT_NBYTES]
     arena.close(is_idle=True)
-    assert calls[5:] == ["let go"]
+    assert calls[5:] == ["unpin"]
 
 
-def test_what_cannot_be_pinned_is_said_once_and_not_tried_again(told, caplog):
-    calls, runtime = told
+def test_failed_pinning_is_logged_once_and_not_retried(registrations, caplog):
+    calls, runtime = registrations
     runtime.problem = 2
     arena = Arena.create(2 * UNIT_NBYTES)
     pin(arena.slots[0], UNIT_NBYTES)
@@ -147,7 +147,7 @@ def test_what_cannot_be_pinned_is_said_once_and_not_tried_again(told, caplog):
     arena.close(is_idle=True)
 
 
-def test_memory_of_the_host_lies_in_no_device():
+def test_host_memory_has_no_device():
     captured = capture([torch.ones(5), np.ones(5)], [TorchAdapter()])
     assert [cuda.device_of(storage) for storage in captured.storages] == [None, None]
     assert kinds_of(captured, starts_of(captured.storages), ()) == [NOW, NOW]
@@ -162,7 +162,7 @@ def spans_of(*tensors):
 
 
 @needs_gpu
-def test_a_state_in_a_gpu_and_in_the_host_arrives_whole():
+def test_state_on_gpu_and_host_is_copied():
     state = [torch.randn(3_000_000, device="cuda"), torch.randn(99), torch.arange(77, device="cuda"), np.ones(9)]
     staged = Staged(state)
     assert staged.kinds == [DEVICE_NOW, NOW, DEVICE_NOW, NOW]
@@ -172,9 +172,9 @@ def test_a_state_in_a_gpu_and_in_the_host_arrives_whole():
 
 
 @needs_gpu
-def test_copies_come_after_what_was_computed_before_and_before_what_comes_after():
+def test_copies_are_ordered_with_computations():
     weight, buffer = torch.zeros(8_000_000, device="cuda"), torch.zeros(1_000_000, device="cuda")
-    # The device is busy: neither of these has happened yet when the copies are launched.
+    # The device is busy: none of these has happened yet when the copies are launched.
     torch.cuda._sleep(200_000_000)
     weight += 1
     buffer += 2
@@ -192,7 +192,7 @@ def test_copies_come_after_what_was_computed_before_and_before_what_comes_after(
 
 
 @needs_gpu
-def test_copies_come_after_what_the_stream_of_the_trainer_was_told(monkeypatch):
+def test_copies_follow_the_trainers_stream(monkeypatch):
     weight = torch.zeros(8_000_000, device="cuda")
     later = []
     stream = torch.cuda.Stream()
@@ -201,7 +201,7 @@ def test_copies_come_after_what_the_stream_of_the_trainer_was_told(monkeypatch):
         torch.cuda._sleep(200_000_000)
         weight += 1
         staged = Staged([weight], spans_of(weight))
-        # Whoever tells the device of the copies has another current stream, and comes late.
+        # The thread that launches the copies has another current stream, and runs late.
         with monkeypatch.context() as patch:
             patch.setattr(staged.crew, "send_one", later.append)
             patch.setattr(staged.crew.device_thread, "send_one", later.append)
@@ -216,11 +216,11 @@ def test_copies_come_after_what_the_stream_of_the_trainer_was_told(monkeypatch):
 
 
 @needs_gpu
-def test_the_guard_lets_the_device_wait_and_not_the_host():
+def test_guard_makes_the_device_wait_not_the_host():
     weight = torch.zeros(8_000_000, device="cuda")
     torch.cuda.synchronize()
     staged = Staged([weight], spans_of(weight))
-    # What is done for the first time may wait for the device: memory is pinned, and a stream made.
+    # The first use may wait for the device: it pins memory and creates a stream.
     pin(staged.slot, staged.slot.nbytes)
     first = Staged([torch.zeros(1, device="cuda")])
     first.staging.copy_now()
@@ -237,7 +237,7 @@ def test_the_guard_lets_the_device_wait_and_not_the_host():
 
 
 @needs_gpu
-def test_the_arena_is_pinned_once_and_let_go(caplog):
+def test_arena_is_pinned_once_and_unpinned(caplog):
     torch.cuda.init()
     arena = Arena.create(UNIT_NBYTES)
     slot = arena.slots[0]
@@ -253,7 +253,7 @@ def test_the_arena_is_pinned_once_and_let_go(caplog):
 
 
 @needs_gpu
-def test_views_of_one_storage_and_odd_offsets_arrive_whole():
+def test_views_and_odd_offsets_are_copied():
     whole = torch.randn(1_000_001, device="cuda", dtype=torch.bfloat16)
     state = [whole[3:500_000], whole[400_000:], whole[::2]]
     staged = Staged(state)
@@ -267,17 +267,17 @@ def test_views_of_one_storage_and_odd_offsets_arrive_whole():
 
 
 @given(st.lists(st.tuples(LENGTHS, st.booleans()), max_size=12))
-def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_device(storages):
+def test_unit_is_marked_after_all_its_devices_finished(storages):
     section = section_of([nbytes for nbytes, _ in storages])
     runs, marked_by, units = [], {}, []
     covered = {False: -1, True: -1}
     for device, stretch in itertools.groupby(section.runs, lambda run: storages[run.storage][1]):
         its = list(stretch)
-        for run, is_told in zip(its, cuda.needs_event(its), strict=True):
+        for run, has_event in zip(its, cuda.needs_event(its), strict=True):
             runs.append((run, device))
             units += run.units
-            if is_told:
-                # Whoever has waited for this event has waited for all before it.
+            if has_event:
+                # Waiting for this event includes waiting for all earlier ones.
                 covered[device] = len(runs) - 1
                 marked_by |= {unit: dict(covered) for unit in units}
                 units = []
@@ -290,7 +290,7 @@ def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_dev
             assert marked_by[unit][device] >= number
 
 
-def test_many_small_tensors_are_told_of_once_a_unit():
+def test_small_tensors_need_one_event_per_unit():
     section = section_of([1000] * 9000)
-    told = list(cuda.needs_event(section.runs))
-    assert (len(told), sum(told)) == (9000, section.unit_count)
+    has_event = list(cuda.needs_event(section.runs))
+    assert (len(has_event), sum(has_event)) == (9000, section.unit_count)

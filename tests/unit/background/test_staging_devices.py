@@ -1,4 +1,4 @@
-"""Protects copies from devices: whole, told of at once, and ended whatever they meet."""
+"""Protects copies from devices: they are complete, launched immediately, and finished after any error."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from support.staged_state import Staged, noise
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
-class FarStorage:
-    """A storage in a device without streams."""
+class DeviceStorage:
+    """A storage on a device without streams."""
 
     is_host, element_width, is_float = False, 4, True
 
@@ -41,26 +41,28 @@ class FarStorage:
         return memoryview(self.content)[lo:hi]
 
 
-def far(*contents):
-    storages = [FarStorage(bytes(content)) for content in contents]
+def captured_on_device(*contents):
+    storages = [DeviceStorage(bytes(content)) for content in contents]
     specs = [TensorSpec("numpy", "<u1", (each.nbytes,), (1,), index, 0) for index, each in enumerate(storages)]
     return Captured(TensorNode(0), [(index,) for index in range(len(storages))], specs, storages, [])
 
 
-def test_memory_of_devices_is_read_before_training_goes_on(arena, crew):
-    captured = far(noise(9 * MIB), noise(100, 1))
+def test_device_memory_is_read_before_training_continues(arena, crew):
+    captured = captured_on_device(noise(9 * MIB), noise(100, 1))
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_NOW])
     staged.staging.copy_now()
     assert staged.told == ["staged"]
     assert staged.content() == [storage.content for storage in captured.storages]
-    # Another thread may be on another of the library's streams, and read what is not computed yet.
+    # Another thread may have another current stream, and read values that are not computed yet.
     assert [storage.readers for storage in captured.storages] == [{threading.get_ident()}] * 2
-    assert os.eventfd_read(staged.bell) >= staged.stowage.sections[DEVICE_NOW].unit_count, "the saver looks at once"
+    assert os.eventfd_read(staged.bell) >= staged.stowage.sections[DEVICE_NOW].unit_count, (
+        "the saver is woken immediately"
+    )
     staged.close()
 
 
-class ToldCopies:
-    """Copies that note what they are told, and by whom."""
+class RecordedCopies:
+    """Copies that record their calls, and check the calling thread."""
 
     said = ()
 
@@ -91,37 +93,37 @@ class ToldCopies:
 
 
 @pytest.fixture
-def told_copies(monkeypatch):
-    class Copies(ToldCopies):
+def recorded_copies(monkeypatch):
+    class Copies(RecordedCopies):
         said: ClassVar[list] = []
 
     monkeypatch.setattr("ckstore.background.device_copy.copies_of", Copies)
     return Copies
 
 
-def test_a_device_is_told_of_all_copies_without_waiting_for_any(arena, crew, told_copies, monkeypatch):
-    is_told = threading.Event()
+def test_all_copies_are_launched_without_waiting(arena, crew, recorded_copies, monkeypatch):
+    is_launched = threading.Event()
 
     def launch(self):
         self.say("launch")
         if self.what == 2 * MIB:
-            is_told.set()
+            is_launched.set()
 
-    wait_one = told_copies.wait
+    wait_one = recorded_copies.wait
 
     def wait(self, mark):
-        assert is_told.wait(60)
+        assert is_launched.wait(60)
         wait_one(self, mark)
 
-    monkeypatch.setattr(told_copies, "launch", launch)
-    monkeypatch.setattr(told_copies, "wait", wait)
-    captured = far(noise(MIB), noise(2 * MIB))
+    monkeypatch.setattr(recorded_copies, "launch", launch)
+    monkeypatch.setattr(recorded_copies, "wait", wait)
+    captured = captured_on_device(noise(MIB), noise(2 * MIB))
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
     staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
     assert staged.told == ["staged"]
-    assert told_copies.said[:3] == [("fence", MIB), ("fence", 2 * MIB), ("launch", MIB)]
-    assert [each for each in told_copies.said[3:] if each[0] != "forget"] == [
+    assert recorded_copies.said[:3] == [("fence", MIB), ("fence", 2 * MIB), ("launch", MIB)]
+    assert [each for each in recorded_copies.said[3:] if each[0] != "forget"] == [
         ("launch", 2 * MIB),
         ("wait", MIB),
         ("wait", 2 * MIB),
@@ -129,7 +131,7 @@ def test_a_device_is_told_of_all_copies_without_waiting_for_any(arena, crew, tol
     staged.close()
 
 
-def test_a_guard_lets_nobody_pass_before_the_device_was_told_of_all_copies(arena, crew, told_copies, monkeypatch):
+def test_guard_waits_until_all_copies_are_launched(arena, crew, recorded_copies, monkeypatch):
     may_launch, is_launching = threading.Event(), threading.Event()
 
     def launch(self):
@@ -138,8 +140,8 @@ def test_a_guard_lets_nobody_pass_before_the_device_was_told_of_all_copies(arena
             assert may_launch.wait(60)
         self.say("launch")
 
-    monkeypatch.setattr(told_copies, "launch", launch)
-    captured = far(noise(MIB), noise(2 * MIB))
+    monkeypatch.setattr(recorded_copies, "launch", launch)
+    captured = captured_on_device(noise(MIB), noise(2 * MIB))
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
     staged.staging.copy_now()
     assert is_launching.wait(60), "and the call has returned"
@@ -150,21 +152,21 @@ def test_a_guard_lets_nobody_pass_before_the_device_was_told_of_all_copies(arena
     may_launch.set()
     guard.join(60)
     assert staged.staging.is_over.wait(60)
-    assert told_copies.said.index(("launch", 2 * MIB)) < told_copies.said.index(("hold", 2 * MIB))
-    assert told_copies.said.count(("launch", 2 * MIB)) == 1
+    assert recorded_copies.said.index(("launch", 2 * MIB)) < recorded_copies.said.index(("hold", 2 * MIB))
+    assert recorded_copies.said.count(("launch", 2 * MIB)) == 1
     staged.close()
 
 
 @pytest.mark.parametrize("missing", [DEVICE_NOW, DEVICE_LAZY])
-def test_what_a_device_has_not_sent_is_never_said_to_be_staged(arena, crew, told_copies, monkeypatch, missing):
-    wait_one, which = told_copies.wait, {DEVICE_NOW: MIB, DEVICE_LAZY: 9 * MIB}[missing]
+def test_missing_copies_are_never_reported_as_staged(arena, crew, recorded_copies, monkeypatch, missing):
+    wait_one, which = recorded_copies.wait, {DEVICE_NOW: MIB, DEVICE_LAZY: 9 * MIB}[missing]
 
     def wait(self, mark):
         self.units = self.units[:-1] if self.what == which else self.units
         wait_one(self, mark)
 
-    monkeypatch.setattr(told_copies, "wait", wait)
-    captured = far(noise(MIB), noise(9 * MIB))
+    monkeypatch.setattr(recorded_copies, "wait", wait)
+    captured = captured_on_device(noise(MIB), noise(9 * MIB))
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
     with contextlib.suppress(BackendError):
         staged.staging.copy_now()
@@ -174,13 +176,13 @@ def test_what_a_device_has_not_sent_is_never_said_to_be_staged(arena, crew, told
     staged.close()
 
 
-def test_ctrl_c_while_a_device_is_told_is_raised_where_no_thread_can_be_started(arena, crew, told_copies, monkeypatch):
+def test_ctrl_c_in_launch_is_raised_without_threads(arena, crew, recorded_copies, monkeypatch):
     def launch(self):
         if self.what == 2 * MIB:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(told_copies, "launch", launch)
-    captured = far(noise(MIB), noise(2 * MIB))
+    monkeypatch.setattr(recorded_copies, "launch", launch)
+    captured = captured_on_device(noise(MIB), noise(2 * MIB))
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
     with monkeypatch.context() as patch:
         patch.setattr(crew, "send_one", lambda work: work())
@@ -192,13 +194,13 @@ def test_ctrl_c_while_a_device_is_told_is_raised_where_no_thread_can_be_started(
 
 
 @pytest.mark.parametrize("is_guarded", [False, True], ids=["nobody guards", "a guard comes"])
-def test_copies_of_which_a_device_cannot_be_told_fail_the_commit(arena, crew, told_copies, monkeypatch, is_guarded):
+def test_failed_launch_fails_the_commit(arena, crew, recorded_copies, monkeypatch, is_guarded):
     def launch(self):
         if self.what == 2 * MIB:
             raise RuntimeError("the device has failed")
 
-    monkeypatch.setattr(told_copies, "launch", launch)
-    captured = far(noise(MIB), noise(2 * MIB))
+    monkeypatch.setattr(recorded_copies, "launch", launch)
+    captured = captured_on_device(noise(MIB), noise(2 * MIB))
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
     staged.staging.copy_now()
     if is_guarded:
@@ -208,12 +210,12 @@ def test_copies_of_which_a_device_cannot_be_told_fail_the_commit(arena, crew, to
     staged.close()
 
 
-def test_a_device_is_not_told_of_what_was_given_up_before(arena, crew, told_copies, monkeypatch):
-    captured = far(noise(MIB), noise(2 * MIB))
+def test_given_up_state_is_not_launched(arena, crew, recorded_copies, monkeypatch):
+    captured = captured_on_device(noise(MIB), noise(2 * MIB))
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
     later = []
     with monkeypatch.context() as patch:
-        # All threads have something else to do until after it was given up; what must be copied now is copied here.
+        # All threads are busy until the state was given up. Memory that must be copied now is copied by this thread.
         patch.setattr(crew, "send_one", later.append)
         patch.setattr(crew.device_thread, "send_one", later.append)
         patch.setattr(crew.device_thread, "run_and_wait", lambda step: step())
@@ -222,21 +224,21 @@ def test_a_device_is_not_told_of_what_was_given_up_before(arena, crew, told_copi
     staged.staging.give_up(ValueError("not wanted"))
     for work in later:
         work()
-    assert ("launch", 2 * MIB) not in told_copies.said
+    assert ("launch", 2 * MIB) not in recorded_copies.said
     assert [str(error) for error in staged.told] == ["not wanted"]
     staged.close()
 
 
 @pytest.mark.parametrize("is_far", [False, True], ids=["host", "device"])
-def test_a_state_ends_although_there_is_no_memory_to_let_go_of_it(arena, crew, monkeypatch, is_far):
+def test_state_ends_without_memory_to_release_it(arena, crew, monkeypatch, is_far):
     class Short:
         def __getattr__(self, name):
             return getattr(np, name)
 
         def zeros(self, *given):
-            raise MemoryError("to let go of marks")
+            raise MemoryError("no memory to release the marks")
 
-    captured = far(noise(MIB)) if is_far else None
+    captured = captured_on_device(noise(MIB)) if is_far else None
     staged = Staged(arena, crew, [noise(MIB)], captured=captured, kinds=[DEVICE_NOW] if is_far else None)
     monkeypatch.setattr("ckstore.background.device_copy.np" if is_far else "ckstore.background.copying.np", Short())
     with contextlib.suppress(MemoryError):
@@ -247,8 +249,8 @@ def test_a_state_ends_although_there_is_no_memory_to_let_go_of_it(arena, crew, m
     staged.close()
 
 
-def test_copies_that_are_over_keep_nothing_of_the_state(arena):
-    captured = far(noise(9 * MIB))
+def test_finished_copies_keep_no_state(arena):
+    captured = captured_on_device(noise(9 * MIB))
     stowage = plan_layout(captured.storages, [DEVICE_NOW], [])
     slot = arena.slots[0]
     slot.reserve(stowage.end)
@@ -260,12 +262,12 @@ def test_copies_that_are_over_keep_nothing_of_the_state(arena):
     copies.forget()
     assert len(marked) == stowage.sections[DEVICE_NOW].unit_count == 3
     del captured
-    assert storage() is None, "copies lie in what is kept for the next commit"
+    assert storage() is None, "the cache for the next commit keeps the copies"
 
 
-def test_a_thread_that_does_not_know_what_a_device_was_told_does_not_read_it(arena, crew):
-    """Its current stream may be another one: it would see what training has not computed yet."""
-    captured = far(noise(9 * MIB))
+def test_only_the_launching_thread_reads_the_device(arena, crew):
+    """Its current stream may be another one. It would read values that training has not computed yet."""
+    captured = captured_on_device(noise(9 * MIB))
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_LAZY])
     staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
@@ -273,8 +275,8 @@ def test_a_thread_that_does_not_know_what_a_device_was_told_does_not_read_it(are
     staged.close()
 
 
-def test_a_device_that_fails_fails_the_commit(arena, crew):
-    captured = far(noise(9 * MIB), noise(100, 1))
+def test_failing_device_fails_the_commit(arena, crew):
+    captured = captured_on_device(noise(9 * MIB), noise(100, 1))
     captured.storages[1].is_broken = True
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_NOW])
     with pytest.raises(BackendError):

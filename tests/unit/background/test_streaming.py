@@ -1,4 +1,4 @@
-"""Encoding and writing begin with the first staged chunk, and nothing is published that is not whole."""
+"""Protects streaming: encoding and writing begin with the first staged chunk, and only whole states are published."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def steps(address):
 
 
 def samples_of(captured):
-    """Yield what the trainer stages first: the samples that decide how chunks are coded."""
+    """Yield what the trainer stages first: samples that decide how chunks are coded."""
     for storage, offset, nbytes, width in places_to_sample(captured.storages, Limits()):
         out = memoryview(bytearray(chunk_codec.SAMPLE_NBYTES))
         taken = chunk_codec.sample_of(captured.storages[storage].read(offset, offset + nbytes), width, out)
@@ -30,25 +30,25 @@ def samples_of(captured):
 
 
 @pytest.mark.parametrize("compression", ["none", "fast"])
-def test_encoding_and_writing_begin_with_the_first_staged_chunk(served, address, compression):
+def test_encoding_begins_with_the_first_staged_chunk(served, address, compression):
     state = noise(3, 32 * MIB)
     samples = None if compression == "none" else samples_of
     begun = served.begin(state, 1, policy=Policy(compression=compression), sample=samples)
     if compression == "none":
-        # Some threads wait already: for their chunks, and for no others.
+        # Some threads already wait, each for its own chunk.
         begun.stage(units=1)
         served.hear(protocol.Progress, ticket=1, stage="write")
         served.settle()
     begun.stage(units=4 + bool(samples))
-    # A block of eight MiB is full, and on disk, when no byte of the second half is staged.
+    # A block of 8 MiB is full and on disk before any byte of the second half is staged.
     until(lambda: packs_nbytes(address) > 7 * MIB, "the first part on disk")
     assert begun.events == ["Began"]
     assert begun.stage().finish().wait().chunks_new == 8
     assert equal(restored(address), state)
 
 
-def test_writing_begins_before_the_masters_of_rounded_weights_are_staged(served, address):
-    """Some bytes of them tell whose masters they are: these are staged apart, before the rest."""
+def test_rounded_weights_are_written_before_masters_arrive(served, address):
+    """Excerpts identify whose masters they are. These are staged separately, before the rest."""
     source = np.random.default_rng(5)
     first = source.integers(0, 1 << 32, 4 * MIB, np.uint32)
     weights = source.standard_normal(2 * MIB).astype(np.float32)
@@ -58,7 +58,7 @@ def test_writing_begins_before_the_masters_of_rounded_weights_are_staged(served,
         yield from samples_of(captured)
         for index, storage in enumerate(captured.storages):
             if storage.is_float:
-                # Not the same places of both: what is read of them is.
+                # The two are sampled at different places. What is read of them must be the same.
                 begin, end = storage.nbytes // (4 * storage.element_width), 4 * (storage.nbytes // 5)
                 yield (index, begin, end - begin, 0), bytes(storage.read(begin, end))
 
@@ -70,7 +70,7 @@ def test_writing_begins_before_the_masters_of_rounded_weights_are_staged(served,
     assert equal(restored(address), state)
 
 
-def test_coded_commit_without_samples_ends_well(served, address):
+def test_commit_without_samples_succeeds(served, address):
     state = noise(3, 16 * MIB)
     begun = served.begin(state, 1).stage(units=2)
     begun.hear(protocol.Began)
@@ -80,8 +80,8 @@ def test_coded_commit_without_samples_ends_well(served, address):
     assert equal(restored(address), state)
 
 
-def test_nothing_is_published_before_the_trainer_says_that_all_is_staged(served, address):
-    # All bytes are there, but a guard may still find that they changed underneath.
+def test_nothing_is_published_before_staged(served, address):
+    # All bytes are there, but a guard may still find a change.
     begun = served.begin(noise(4), 1).stage()
     served.hear(protocol.Progress, ticket=1, stage="publish")
     for _ in range(50):
@@ -94,7 +94,7 @@ def test_nothing_is_published_before_the_trainer_says_that_all_is_staged(served,
     assert steps(address) == []
 
 
-def test_word_that_all_is_staged_is_not_believed_where_the_slot_says_otherwise(served, address):
+def test_staged_message_needs_a_staged_slot(served, address):
     state = noise(5)
     begun = served.begin(state, 1)
     begun.hear(protocol.Began)
@@ -104,7 +104,7 @@ def test_word_that_all_is_staged_is_not_believed_where_the_slot_says_otherwise(s
     assert equal(restored(address), state)
 
 
-def test_aborted_ticket_stops_in_the_middle_and_leaves_no_pack(served, address):
+def test_aborted_ticket_leaves_no_pack(served, address):
     begun = served.begin(noise(5, 32 * MIB), 1, policy=PLAIN).stage(units=4)
     until(lambda: packs_nbytes(address) > 7 * MIB, "the first part on disk")
     begun.abort()
@@ -115,7 +115,7 @@ def test_aborted_ticket_stops_in_the_middle_and_leaves_no_pack(served, address):
     assert served.commit(noise(6), 2).seq == 0
 
 
-def test_two_slots_are_written_one_after_the_other(served, address):
+def test_slots_are_written_in_sequence(served, address):
     first = served.begin(noise(1), 1).stage(units=1)
     second = served.begin(noise(2), 2, slot=1, parent_ticket=1).stage().finish()
     second.hear(protocol.Began)
@@ -127,7 +127,7 @@ def test_two_slots_are_written_one_after_the_other(served, address):
         assert [(info.step, info.parent) for info in store.log()] == [(2, 0), (1, None)]
 
 
-def test_waiting_ticket_can_be_replaced_before_its_turn(served, address):
+def test_waiting_ticket_can_be_replaced(served, address):
     first = served.begin(noise(1), 1).stage(units=1)
     second = served.begin(noise(2), 2, slot=1).stage().finish().abort()
     with pytest.raises(SaverError):
@@ -139,7 +139,7 @@ def test_waiting_ticket_can_be_replaced_before_its_turn(served, address):
     assert steps(address) == [1, 3]
 
 
-def test_ticket_that_comes_after_one_that_was_replaced_has_its_parent(served, address):
+def test_ticket_after_replaced_one_takes_its_parent(served, address):
     first = served.begin(noise(1), 1).stage(units=1)
     second = served.begin(noise(2), 2, slot=1, parent_ticket=first.number).abort()
     second.hear(protocol.SlotFree)
@@ -150,14 +150,14 @@ def test_ticket_that_comes_after_one_that_was_replaced_has_its_parent(served, ad
         assert [(info.step, info.parent) for info in store.log()] == [(3, 0), (1, None)]
 
 
-def test_slot_that_grows_is_mapped_anew(served, address):
+def test_grown_slot_is_remapped(served, address):
     for step, nbytes in enumerate((MIB, 24 * MIB, 2 * MIB, 48 * MIB)):
         state = noise(step, nbytes)
         served.commit(state, step)
         assert equal(restored(address, step), state)
 
 
-def test_places_to_sample_are_those_that_a_commit_samples():
+def test_sampled_places_equal_those_of_a_commit():
     shapes = [StorageRow(0, nbytes, 4, True) for nbytes in (100, 5 * MIB, 200 * MIB)]
     places = places_to_sample(shapes, Limits())
     assert {place[0] for place in places if place[2] > 256 << 10} == {1, 2}

@@ -1,4 +1,4 @@
-"""Protects how tickets end: each is reported once, and a message of one that is not there is not understood."""
+"""Protects tickets: each is completed exactly once, and a message for an unknown ticket is malformed."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from ckstore.background.client import Callbacks, Tickets
 from ckstore.errors import MalformedError, SaverError
 
 
-def test_ticket_that_was_not_given_is_malformed():
+def test_unknown_ticket_is_malformed():
     tickets = Tickets()
     with pytest.raises(MalformedError):
         tickets.take(protocol.SlotFree(1))
 
 
-def test_tickets_of_a_dead_saver_end_and_no_more_are_taken():
-    tickets, told = Tickets(), []
-    assert tickets.add(1, Callbacks(told.append, told.append, lambda: told.append("free")))
+def test_dead_saver_ends_tickets_and_takes_no_more():
+    tickets, events = Tickets(), []
+    assert tickets.add(1, Callbacks(events.append, events.append, lambda: events.append("free")))
     tickets.end(lambda: SaverError("dead"))
-    assert [str(each) for each in told] == ["dead", "free"]
+    assert [str(each) for each in events] == ["dead", "free"]
     assert not tickets.add(2, Callbacks(print, print, print))
 
 
-def test_ticket_whose_slot_is_kept_ends_when_that_is_free():
-    tickets, told = Tickets(), []
-    note = [lambda *facts, name=name: told.append(name) for name in ("done", "failed", "free", "kept")]
+def test_ticket_with_kept_slot_ends_when_it_is_free():
+    tickets, events = Tickets(), []
+    note = [lambda *facts, name=name: events.append(name) for name in ("done", "failed", "free", "kept")]
     assert tickets.add(1, Callbacks(*note[:3], on_retained=note[3]))
     tickets.take(protocol.Retained(1))
     tickets.take(protocol.SlotFree(1))
-    assert told == ["kept", "free"]
+    assert events == ["kept", "free"]
     with pytest.raises(MalformedError, match="reported on an unknown ticket"):
         tickets.take(protocol.Retained(1))
 
 
-def test_error_of_a_saver_without_memory_says_so():
+def test_memory_error_of_saver_is_named():
     failed = protocol.failed_of(1, MemoryError())
     assert "no memory" in str(protocol.error_of(failed))

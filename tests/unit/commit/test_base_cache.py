@@ -1,4 +1,4 @@
-"""Protects the bound on bases that are held in memory: it is kept and told, and costs reading back."""
+"""Protects the bound on bases in memory: it is kept, reported in receipts, and costs only reading bases back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def state_of(step):
 
 
 def opened(folder, **options):
-    """Open a new store that holds bases in memory."""
+    """Open a new store that caches bases in memory."""
     return open_small(folder, CHUNK_NBYTES, policy=ckstore.Policy(base_cache="memory", threads=1, **options))
 
 
@@ -35,7 +35,7 @@ def commits(folder, *, is_async, **options):
         assert np.array_equal(store.restore()["w"], state_of(2)["w"])
 
 
-def test_receipts_tell_what_is_held(tmp_path):
+def test_receipt_reports_cached_bytes(tmp_path):
     receipts = list(commits(tmp_path / "store", is_async=False))
     assert [receipt.bytes_bases for receipt in receipts[:2]] == [CHUNKS * CHUNK_NBYTES] * 2
     assert receipts[0].bytes_bases_peak == CHUNKS * CHUNK_NBYTES
@@ -43,47 +43,47 @@ def test_receipts_tell_what_is_held(tmp_path):
     assert not any(each.bytes_bases_staged for each in receipts)
 
 
-def test_receipts_tell_what_is_held_where_it_was_staged(tmp_path):
+def test_async_receipt_reports_cached_bytes(tmp_path):
     receipts = list(commits(tmp_path / "store", is_async=True))
     assert [receipt.bytes_bases_staged for receipt in receipts[:2]] == [CHUNKS * CHUNK_NBYTES] * 2
     assert not any(each.bytes_bases or each.bytes_bases_peak for each in receipts[:2]), "nothing is copied to the heap"
-    # The third is coded against the keyframe, which the second one took the place of.
+    # The third commit is coded against the keyframe, whose slot the second commit took over.
     assert receipts[2].bytes_bases == receipts[2].bytes_bases_peak == CHUNKS * CHUNK_NBYTES
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["commit", "commit_async"])
 @pytest.mark.parametrize("bound", [0, CHUNK_NBYTES, 2 * CHUNK_NBYTES + 5])
-def test_no_more_is_held_than_the_policy_allows(tmp_path, bound, is_async):
+def test_cache_obeys_the_policy_bound(tmp_path, bound, is_async):
     receipts = list(commits(tmp_path / "store", is_async=is_async, base_cache_nbytes_max=bound))
     assert all(receipt.bytes_bases <= receipt.bytes_bases_peak <= bound for receipt in receipts)
     assert receipts[0].bytes_bases == bound // CHUNK_NBYTES * CHUNK_NBYTES
     assert not receipts[0].bytes_bases_staged
     freely = commits(tmp_path / "freely", is_async=False)
-    told = [(receipt.chunks_delta, receipt.bytes_written) for receipt in receipts]
-    assert told == [(receipt.chunks_delta, receipt.bytes_written) for receipt in freely], "they were read back"
-    assert told[1][0] == CHUNKS
+    found = [(receipt.chunks_delta, receipt.bytes_written) for receipt in receipts]
+    assert found == [(receipt.chunks_delta, receipt.bytes_written) for receipt in freely], "they were read back"
+    assert found[1][0] == CHUNKS
 
 
-def test_nothing_is_held_or_told_where_bases_are_read_back(tmp_path):
+def test_base_cache_none_caches_nothing(tmp_path):
     with ckstore.open(tmp_path / "store") as store:
         receipt = store.commit(state_of(0), 0)
     assert (receipt.bytes_bases, receipt.bytes_bases_peak) == (0, 0)
 
 
-def test_a_lower_bound_lets_go_of_what_is_held(tmp_path):
+def test_lower_bound_frees_cached_bases(tmp_path):
     with opened(tmp_path / "store") as store:
         for step in range(2):
             receipt = store.commit(state_of(step), step)
         assert receipt.bytes_bases == CHUNKS * CHUNK_NBYTES
         lower = ckstore.Policy(base_cache="memory", threads=1, base_cache_nbytes_max=5 * CHUNK_NBYTES // 2)
-        # Nothing is new, so that what is held then was held before.
+        # No chunk is new, so everything cached then was cached before.
         receipt = store.commit(state_of(1), 2, policy=lower)
         assert (receipt.bytes_bases, receipt.bytes_bases_peak) == (2 * CHUNK_NBYTES, 2 * CHUNK_NBYTES)
         assert store.commit(state_of(3), 3, policy=lower).bytes_bases_peak <= 5 * CHUNK_NBYTES // 2
         assert np.array_equal(store.restore()["w"], state_of(3)["w"])
 
 
-def test_what_a_commit_holds_is_bounded_and_each_chunk_counts_once():
+def test_each_cached_chunk_counts_once():
     bases = BaseCache()
     bases.begin(290)
     for number in range(4):
@@ -101,7 +101,7 @@ def test_what_a_commit_holds_is_bounded_and_each_chunk_counts_once():
     assert [bases.held(chunk_id) for chunk_id in held] == [None] * 3
 
 
-def test_bytes_that_changed_while_they_were_held_are_not_given_back():
+def test_changed_cached_bytes_are_not_used():
     bases, plain = BaseCache(), bytearray(100)
     bases.hold(ChunkId(b"x" * 32), memoryview(plain))
     assert bases.held(ChunkId(b"x" * 32)) == bytes(100)
@@ -109,6 +109,6 @@ def test_bytes_that_changed_while_they_were_held_are_not_given_back():
     assert bases.held(ChunkId(b"x" * 32)) is None
 
 
-def test_a_bound_below_zero_is_refused():
+def test_negative_bound_is_refused():
     with pytest.raises(UsageError, match="base_cache_nbytes_max"):
         ckstore.Policy(base_cache_nbytes_max=-1)

@@ -1,4 +1,4 @@
-"""What a commit promises: a receipt that tells the truth, every byte stored once, every policy lossless."""
+"""Protects commits: the receipt is correct, every chunk is stored once, and every policy is lossless."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def files_below(folder):
 # The receipt
 
 
-def test_receipt_tells_what_was_done(store):
+def test_receipt_reports_the_commit(store):
     receipt = store.commit(state_of(1, 300_000), 7, metrics={"loss": 1.5})
     assert (receipt.step, receipt.seq) == (7, 0)
     assert receipt.bytes_state == 300_000 * 4 + 7 + 15 * 8
@@ -43,7 +43,7 @@ def test_receipt_tells_what_was_done(store):
     assert receipt.warnings == ()
 
 
-def test_receipt_names_the_engine_that_wrote(folder):
+def test_receipt_names_the_engine(folder):
     with ckstore.open(folder, engine="pwrite") as store:
         assert store.commit(state_of(1), 1).engine == "pwrite"
 
@@ -97,7 +97,7 @@ def test_chunks_are_shared_between_runs(backend):
         assert other.runs() == ["first", "second"]
 
 
-def test_chunks_are_known_again_after_reopening(backend):
+def test_chunks_are_reused_after_reopening(backend):
     state = state_of(3, 200_000)
     with ckstore.open(backend) as store:
         store.commit(state, 1)
@@ -105,7 +105,7 @@ def test_chunks_are_known_again_after_reopening(backend):
         assert store.commit(state, 2).chunks_new == 0
 
 
-def test_two_versions_of_a_shared_value_are_both_kept(store):
+def test_both_versions_of_a_shared_value_are_stored(store):
     for step in range(4):
         store.commit({"n": np.full(10, step % 2)}, step)
     assert [int(store.restore(step)["n"][0]) for step in range(4)] == [0, 1, 0, 1]
@@ -117,7 +117,7 @@ def test_two_versions_of_a_shared_value_are_both_kept(store):
 
 @pytest.mark.parametrize("compression", ["none", "fast", "best"])
 @pytest.mark.parametrize("verify_encoded", [True, False])
-def test_every_policy_brings_the_same_state_back(store, compression, verify_encoded):
+def test_every_policy_is_lossless(store, compression, verify_encoded):
     state = state_of(2, 300_000)
     policy = ckstore.Policy(compression=compression, verify_encoded=verify_encoded, threads=3)
     store.commit(state, 1, policy=policy)
@@ -147,6 +147,6 @@ def test_compressing_policies_write_less(backend):
     ],
     ids=str,
 )
-def test_policy_with_impossible_fields_is_refused(fields):
+def test_invalid_policy_is_refused(fields):
     with pytest.raises(UsageError):
         ckstore.Policy(**fields)

@@ -1,4 +1,4 @@
-"""Protects differences and roundings: whatever a checkpoint is stored against, it comes back bit for bit."""
+"""Protects deltas and roundings: a checkpoint restores bit for bit, whatever its chunks are stored against."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def weights(seed=0, count=COUNT, dtype=np.float32):
 
 
 def stepped(values, seed=1, size=1e-5):
-    """Return weights after an update that is small beside them."""
+    """Return weights after a relatively small update."""
     change = np.random.default_rng(seed).standard_normal(values.size) * size
     return (values.astype(np.float64) + change).astype(values.dtype)
 
 
 def training(step_count=6, dtype=np.float32):
-    """Yield the states of a small run: weights that move a little, moments that do not stay, a counter."""
+    """Yield the states of a small run: slowly changing weights, quickly changing moments, and a counter."""
     w = weights(dtype=dtype)
     for step in range(step_count):
         yield {"w": w.copy(), "m": weights(100 + step), "small": np.arange(50.0) + step, "step": step}
@@ -53,7 +53,7 @@ def policy(request):
     return Policy(base_cache=request.param)
 
 
-def test_every_checkpoint_of_a_history_of_differences_comes_back(store, policy):
+def test_every_checkpoint_of_a_delta_history_restores(store, policy):
     states = list(training())
     receipts = [store.commit(state, step, policy=policy) for step, state in enumerate(states)]
     assert sum(receipt.chunks_delta for receipt in receipts) >= 3
@@ -62,7 +62,7 @@ def test_every_checkpoint_of_a_history_of_differences_comes_back(store, policy):
     assert store.verify("decode").is_clean
 
 
-def test_weights_become_differences_and_moments_do_not(store, policy):
+def test_weights_are_deltas_and_moments_are_whole(store, policy):
     for step, state in enumerate(training(3)):
         store.commit(state, step, policy=policy)
     assert modes_of(store, 0)[:2] == [FULL, FULL]
@@ -75,7 +75,7 @@ def test_weights_become_differences_and_moments_do_not(store, policy):
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u2"])
-def test_differences_of_every_width_come_back(store, policy, dtype):
+def test_deltas_of_every_width_restore(store, policy, dtype):
     rng = np.random.default_rng(3)
     first = (rng.standard_normal(COUNT) * 100).astype(dtype)
     second = first.copy()
@@ -87,7 +87,7 @@ def test_differences_of_every_width_come_back(store, policy, dtype):
     assert difference(store.restore(1), {"a": second}) is None
 
 
-def test_special_numbers_survive_a_difference(store):
+def test_special_numbers_survive_a_delta(store):
     first = weights()
     first[:8] = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38]
     second = stepped(first, size=1e-7)
@@ -97,7 +97,7 @@ def test_special_numbers_survive_a_difference(store):
     assert store.restore(1)["a"].tobytes() == second.tobytes()
 
 
-def test_a_restore_never_reads_more_than_the_bound(store):
+def test_restore_reads_within_the_bound(store):
     w = weights(count=2_000_000)
     for step in range(8):
         store.commit({"w": w}, step, policy=Policy(read_amplification_max=1.9))
@@ -108,7 +108,7 @@ def test_a_restore_never_reads_more_than_the_bound(store):
     assert max(shares) <= 1.9 * 1.02
 
 
-def test_a_base_of_another_shape_or_dtype_is_silently_not_used(store):
+def test_base_of_other_shape_or_dtype_is_not_used(store):
     store.commit({"a": weights(), "b": weights(1)}, 0)
     receipt = store.commit({"a": weights(count=COUNT + 8), "b": weights(1).view(np.int32)[::-1].copy()}, 1)
     assert receipt.chunks_delta == 0
@@ -116,14 +116,14 @@ def test_a_base_of_another_shape_or_dtype_is_silently_not_used(store):
     assert store.verify("decode").is_clean
 
 
-def test_policies_without_differences_make_none(store):
+def test_policy_without_deltas_makes_none(store):
     for step, state in enumerate(training(3)):
         assert store.commit(state, step, policy=Policy(delta=False)).chunks_delta == 0
     for step, state in enumerate(training(3), 3):
         assert store.commit(state, step, policy=Policy(compression="none")).chunks_delta == 0
 
 
-def test_the_same_bytes_have_the_same_chunks_however_they_are_stored():
+def test_chunk_ids_do_not_depend_on_the_form():
     ids = []
     for policy in (Policy(), Policy(delta=False)):
         with ckstore.open(MemoryBackend(), policy=policy) as store:
@@ -133,7 +133,7 @@ def test_the_same_bytes_have_the_same_chunks_however_they_are_stored():
     assert ids[0] == ids[1]
 
 
-def test_deleting_what_it_is_stored_against_hurts_no_checkpoint(store):
+def test_deleting_a_base_checkpoint_breaks_nothing(store):
     states = list(training(4))
     for step, state in enumerate(states):
         store.commit(state, step)
@@ -146,7 +146,7 @@ def test_deleting_what_it_is_stored_against_hurts_no_checkpoint(store):
     assert store.restore(4)["w"].tobytes() == again.tobytes()
 
 
-def test_after_a_restore_in_a_new_process_the_next_commit_is_a_difference(backend):
+def test_commit_after_restore_in_new_process_is_a_delta(backend):
     states = list(training(3))
     with ckstore.open(backend) as store:
         for step in (0, 1):
@@ -162,7 +162,7 @@ def test_after_a_restore_in_a_new_process_the_next_commit_is_a_difference(backen
             store.delete(2)
 
 
-def test_a_restored_older_checkpoint_is_the_base_of_what_follows_it(store):
+def test_restored_checkpoint_is_the_next_base(store):
     states = list(training(4))
     for step, state in enumerate(states):
         store.commit(state, step)
@@ -184,7 +184,7 @@ def damage(backend, store, ref):
     flip(backend, pack_name(manifest.packs[frame.pack].pack_id), frame.offset + 192 + frame.stored_nbytes // 2)
 
 
-def test_a_base_that_is_damaged_is_told_and_not_built_upon(backend):
+def test_damaged_base_is_reported_and_not_used(backend):
     states = list(training(3))
     with ckstore.open(backend) as store:
         store.commit(states[0], 0)
@@ -197,7 +197,7 @@ def test_a_base_that_is_damaged_is_told_and_not_built_upon(backend):
             store.restore(0)
 
 
-def test_a_damaged_base_names_itself_and_all_that_need_it(backend):
+def test_damaged_base_names_its_dependents(backend):
     states = list(training(3))
     with ckstore.open(backend) as store:
         for step, state in enumerate(states):
@@ -211,7 +211,7 @@ def test_a_damaged_base_names_itself_and_all_that_need_it(backend):
         assert len(store.verify("read").damage) == 1
 
 
-def test_held_bases_that_changed_in_memory_are_not_used(store, monkeypatch):
+def test_cached_base_changed_in_memory_is_not_used(store, monkeypatch):
     states = list(training(3))
     policy = Policy(base_cache="memory")
     held, hold = [], BaseCache.hold
@@ -231,7 +231,7 @@ def test_held_bases_that_changed_in_memory_are_not_used(store, monkeypatch):
     assert store.verify("decode").is_clean
 
 
-def test_held_bases_do_not_outlive_their_use(store):
+def test_unused_cached_bases_are_freed(store):
     policy = Policy(base_cache="memory")
     for step, state in enumerate(training(8)):
         receipt = store.commit(state, step, policy=policy)
@@ -239,8 +239,8 @@ def test_held_bases_do_not_outlive_their_use(store):
         assert bases_of(store).samples_nbytes <= 0.2 * (state["w"].nbytes + state["m"].nbytes)
 
 
-def test_identical_storages_cost_nothing_and_say_so(store):
-    """A frozen model under a small adapter: the model is written once."""
+def test_identical_storages_cost_nothing(store):
+    """A frozen model with a small adapter: the model is written once."""
     frozen = weights(count=1_000_000)
     written = []
     for step in range(5):
@@ -251,7 +251,7 @@ def test_identical_storages_cost_nothing_and_say_so(store):
     assert max(written[1:]) < 80_000 * 4 + 20_000
 
 
-def test_weights_of_which_few_change_cost_fifty_times_less():
+def test_sparse_changes_cost_fifty_times_less():
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     bits = torch.from_numpy(weights(count=4_000_000)).bfloat16().view(torch.int16).numpy().copy()
@@ -268,7 +268,7 @@ def test_weights_of_which_few_change_cost_fifty_times_less():
         assert manifest_of(store).header.depth_max == 3
 
 
-def test_roundings_of_masters_in_the_same_state_cost_nothing():
+def test_roundings_of_masters_cost_nothing():
     torch = pytest.importorskip("torch")
     master = torch.from_numpy(weights(count=3_000_000))
     master[:4] = torch.tensor([float("inf"), -0.0, 1e-42, 3.3e38])
@@ -290,7 +290,7 @@ def test_roundings_of_masters_in_the_same_state_cost_nothing():
             assert store.verify("decode").is_clean
 
 
-def test_a_tensor_that_is_no_rounding_in_one_element_is_stored_as_it_is():
+def test_inexact_rounding_is_stored_whole():
     torch = pytest.importorskip("torch")
     master = torch.from_numpy(weights(count=2_000_000))
     rounded = master.bfloat16()
@@ -301,7 +301,7 @@ def test_a_tensor_that_is_no_rounding_in_one_element_is_stored_as_it_is():
         assert torch.equal(store.restore()["model"], rounded)
 
 
-def test_a_commit_that_fails_leaves_bases_as_they_were(store, monkeypatch):
+def test_failed_commit_keeps_the_bases(store, monkeypatch):
     states = list(training(3))
     store.commit(states[0], 0)
 
@@ -317,7 +317,7 @@ def test_a_commit_that_fails_leaves_bases_as_they_were(store, monkeypatch):
     assert difference(store.restore(2), states[2]) is None
 
 
-def test_a_commit_that_fails_holds_no_memory(backend, monkeypatch):
+def test_failed_commit_frees_its_memory(backend, monkeypatch):
     def fail(*_):
         raise ckstore.CapacityError("the disk is full")
 
@@ -334,13 +334,13 @@ def test_a_commit_that_fails_holds_no_memory(backend, monkeypatch):
         assert store.commit(states[4], 4).bytes_bases <= 1.1 * held
 
 
-def test_a_rounding_goes_with_the_master_of_its_own_state():
-    """Weights whose rounding stays while their masters move must not keep the old masters alive."""
+def test_rounding_refers_to_the_master_of_its_state():
+    """If rounded weights stay equal while masters change, old masters must not be kept alive."""
     torch = pytest.importorskip("torch")
     bits = torch.from_numpy(weights(count=3_000_000)).bfloat16()
     with ckstore.open(MemoryBackend(), policy=Policy(read_amplification_max=1.0)) as store:
         for step in range(3):
-            # The low half of a master is noise that rounds away.
+            # The low half of a master is noise that the rounding removes.
             low = torch.from_numpy(np.random.default_rng(step).integers(0, 1 << 15, bits.numel(), dtype=np.int32))
             master = ((bits.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
             assert torch.equal(master.bfloat16(), bits)
@@ -351,7 +351,7 @@ def test_a_rounding_goes_with_the_master_of_its_own_state():
         assert store.verify("decode").is_clean
 
 
-def test_tensors_that_only_begin_alike_are_not_taken_for_masters():
+def test_tensors_with_equal_start_are_not_masters():
     torch = pytest.importorskip("torch")
     master = torch.zeros(2_000_000)
     master[::7] = 1.0
@@ -367,7 +367,7 @@ def test_tensors_that_only_begin_alike_are_not_taken_for_masters():
         assert receipt.bytes_written < model.numel() * 2 / 8
 
 
-def test_a_new_process_for_every_commit_learns_what_differences_cost(backend):
+def test_new_process_per_commit_learns_delta_costs(backend):
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     bits = [torch.from_numpy(weights(seed, 1_000_000)).bfloat16().view(torch.int16).numpy() for seed in range(4)]

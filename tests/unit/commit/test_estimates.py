@@ -1,4 +1,4 @@
-"""Protects what a commit decides by: samples of two chunks match, and estimates tell what coding would take."""
+"""Protects the inputs of a commit's decisions: samples of two chunks match, and estimates are close to coded sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PAIRS: dict[str, tuple[int, bool, Callable[[], tuple[np.ndarray, np.ndarray]]]] 
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_estimates_tell_what_coding_takes(name: str, scratch: chunk_codec.Scratch) -> None:
+def test_estimates_match_coded_sizes(name: str, scratch: chunk_codec.Scratch) -> None:
     width, is_float, make = PAIRS[name]
     plain, base = (memoryview(side.tobytes()) for side in make())
     samples = [memoryview(bytearray(chunk_codec.SAMPLE_NBYTES)) for _ in range(2)]
@@ -62,7 +62,7 @@ def test_estimates_tell_what_coding_takes(name: str, scratch: chunk_codec.Scratc
         assert chunk_codec.estimate_full(sample, width, is_float) * count / 8 == pytest.approx(full, rel=error)
 
 
-def test_equal_samples_cost_nothing_and_noise_costs_all() -> None:
+def test_equal_samples_cost_nothing_and_noise_full_size() -> None:
     noise, other = (memoryview(np.random.default_rng(seed).bytes(chunk_codec.SAMPLE_NBYTES)) for seed in (1, 2))
     assert chunk_codec.estimate_delta(noise, noise, 4, True) == 0.0
     assert chunk_codec.estimate_delta(noise, other, 4, True) == 32.0
@@ -73,7 +73,7 @@ def test_equal_samples_cost_nothing_and_noise_costs_all() -> None:
 @pytest.mark.parametrize(
     "nbytes", [0, 1, 16, 1000, chunk_codec.SAMPLE_NBYTES, chunk_codec.SAMPLE_NBYTES + 8, 300_001, 4 * MIB]
 )
-def test_samples_of_one_length_hold_the_same_whole_elements(nbytes: int) -> None:
+def test_samples_of_equal_length_hold_the_same_elements(nbytes: int) -> None:
     for width in (1, 2, 4, 8):
         if nbytes % width:
             continue
@@ -82,7 +82,7 @@ def test_samples_of_one_length_hold_the_same_whole_elements(nbytes: int) -> None
         sample = bytes(room[: chunk_codec.sample_of(memoryview(places.tobytes()), width, room)])
         assert len(sample) == min(nbytes, len(sample)) <= chunk_codec.SAMPLE_NBYTES
         assert len(sample) == nbytes or len(sample) == chunk_codec.SAMPLE_NBYTES
-        # Whole elements, in order, from everywhere.
+        # Whole elements, in order, from the whole range.
         taken = np.frombuffer(sample, f"u{width}")
         if width >= 4 and nbytes > chunk_codec.SAMPLE_NBYTES:
             assert (np.diff(taken.astype(np.int64)) > 0).all()

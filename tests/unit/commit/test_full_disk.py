@@ -1,4 +1,4 @@
-"""Protects that a full disk stops training only where nothing can be given up, and that nothing else is given up."""
+"""Protects commits on a full disk: only disposable data is freed, and the commit fails only without any."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = ckstore.Policy(compression="none", threads=1)
 
 
 class Disk(MemoryBackend):
-    """A folder in memory that counts the packs that were begun, and knows when folders were made."""
+    """A folder in memory that counts the packs that were begun, and records when folders were made."""
 
     def __init__(self, clock):
         super().__init__(clock=clock)
@@ -58,20 +58,20 @@ def store(disk, clock):
 
 
 def fill(disk, nbytes_free=NBYTES // 2):
-    """Leave no more room than this."""
+    """Leave this much free space."""
     disk.nbytes_max = None
     disk.nbytes_max = sum(len(content) for content in disk.files().values()) + nbytes_free
 
 
 def drop(store, clock, steps):
-    """Move these to the trash, an hour after each other."""
+    """Move these steps to the trash, an hour apart."""
     for step in steps:
         store.delete(step)
         store.gc(min_age=0)
         clock.now += 3600
 
 
-def test_commit_on_a_full_disk_empties_the_oldest_trash_and_says_so(store, disk, clock):
+def test_full_disk_frees_the_oldest_trash(store, disk, clock):
     for step in range(8):
         store.commit(noise(step), step)
     drop(store, clock, range(6))
@@ -85,7 +85,7 @@ def test_commit_on_a_full_disk_empties_the_oldest_trash_and_says_so(store, disk,
     assert store.verify("decode").is_clean
 
 
-def test_nothing_is_written_anew_in_vain(store, disk):
+def test_no_retry_if_nothing_was_freed(store, disk):
     store.commit(noise(0), 0)
     fill(disk)
     begun = disk.packs_begun
@@ -97,7 +97,7 @@ def test_nothing_is_written_anew_in_vain(store, disk):
     assert store.steps() == [0]
 
 
-def test_one_more_try_and_no_more(store, disk, clock):
+def test_commit_is_retried_once(store, disk, clock):
     for step in range(3):
         store.commit(noise(step), step)
     drop(store, clock, [0, 1])
@@ -112,12 +112,12 @@ def test_one_more_try_and_no_more(store, disk, clock):
     assert np.array_equal(store.restore()["w"], noise(2)["w"])
 
 
-def test_what_a_checkpoint_needs_is_brought_back_and_not_freed(store, disk, clock):
+def test_needed_packs_are_rescued_not_freed(store, disk, clock):
     for step in range(4):
         store.commit(noise(step), step)
     drop(store, clock, [0])
     parts = repository_of(store)
-    # As a collector leaves it that was killed, or that another handle has overtaken.
+    # The state that a killed or overtaken collector leaves.
     needed = paths.parse_pack_file(sorted(packs_in_place(disk))[0].rpartition("/")[2])
     parts.trash.move_packs([needed], parts.trash.new_packs_folder())
     fill(disk)
@@ -126,7 +126,7 @@ def test_what_a_checkpoint_needs_is_brought_back_and_not_freed(store, disk, cloc
     assert store.verify("decode").is_clean
 
 
-def test_nothing_is_freed_while_a_manifest_cannot_be_read(store, disk, clock, caplog):
+def test_unreadable_manifest_stops_freeing(store, disk, clock, caplog):
     for step in range(4):
         store.commit(noise(step), step)
     drop(store, clock, [0, 1])
@@ -140,7 +140,7 @@ def test_nothing_is_freed_while_a_manifest_cannot_be_read(store, disk, clock, ca
     assert "nothing of the trash was freed" in caplog.text
 
 
-def test_rules_of_the_handle_drop_what_they_would_have_dropped_later(disk, clock):
+def test_retention_rules_are_applied_on_full_disk(disk, clock):
     with ckstore.open(
         disk, policy=PLAIN, clock=clock, retention=ckstore.Retention(keep_last=2), gc_every=1000
     ) as store:
@@ -168,7 +168,7 @@ def test_other_runs_are_left_alone(disk, clock):
 
 
 @pytest.mark.parametrize("number", [errno.EFBIG, errno.ENOMEM, errno.EMFILE])
-def test_want_of_anything_but_space_frees_nothing(store, disk, clock, number, monkeypatch):
+def test_other_errors_free_nothing(store, disk, clock, number, monkeypatch):
     for step in range(3):
         store.commit(noise(step), step)
     drop(store, clock, [0, 1])
@@ -183,7 +183,7 @@ def test_want_of_anything_but_space_frees_nothing(store, disk, clock, number, mo
     assert before <= disk.files().keys()
 
 
-def test_quota_is_met_as_a_full_disk_is(store, disk, clock, monkeypatch):
+def test_quota_counts_as_full_disk(store, disk, clock, monkeypatch):
     for step in range(3):
         store.commit(noise(step), step)
     drop(store, clock, [0, 1])
@@ -200,7 +200,7 @@ def test_quota_is_met_as_a_full_disk_is(store, disk, clock, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["claims", "manifests", "tmp", "leases"])
-def test_disk_that_is_full_where_small_files_go(disk, clock, folder, monkeypatch):
+def test_full_disk_for_small_files_is_handled(disk, clock, folder, monkeypatch):
     with ckstore.open(disk, policy=PLAIN, clock=clock) as store:
         for step in range(3):
             store.commit(noise(step), step)
@@ -226,7 +226,7 @@ def test_disk_that_is_full_where_small_files_go(disk, clock, folder, monkeypatch
 # How long the trash is kept
 
 
-def test_trash_is_kept_as_long_as_open_says_or_the_store_or_a_day(disk, clock):
+def test_trash_duration_is_from_open_store_or_default(disk, clock):
     with ckstore.open(disk, clock=clock) as store:
         assert store.trash_for is None
         assert store.gc().limits.trash_seconds == GcLimits().trash_seconds == 86_400
@@ -245,7 +245,7 @@ def test_trash_is_kept_as_long_as_open_says_or_the_store_or_a_day(disk, clock):
         assert store.gc().limits.frees_immediately
 
 
-def test_other_rules_of_the_store_stay_when_the_time_of_the_trash_is_set(store):
+def test_setting_trash_duration_keeps_other_rules(store):
     store.set_retention({"keep_last": 3})
     store.set_demotion({"keep_newest": 5})
     store.set_trash_for("2h")
@@ -256,12 +256,12 @@ def test_other_rules_of_the_store_stay_when_the_time_of_the_trash_is_set(store):
 
 
 @pytest.mark.parametrize("span", ["soon", -1, float("nan"), "7days"])
-def test_what_is_not_a_duration_is_refused_when_the_store_is_opened(disk, clock, span):
+def test_invalid_duration_is_refused_at_open(disk, clock, span):
     with pytest.raises(ckstore.UsageError, match=r"span of time|duration"):
         ckstore.open(disk, clock=clock, trash_for=span)
 
 
-def test_collections_after_commits_keep_the_trash_as_long_as_open_says(disk, clock):
+def test_gc_after_commit_uses_duration_from_open(disk, clock):
     with ckstore.open(
         disk, policy=PLAIN, clock=clock, retention=ckstore.Retention(keep_last=1), gc_every=1, trash_for="1h"
     ) as store:

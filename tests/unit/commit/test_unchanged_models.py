@@ -1,4 +1,4 @@
-"""Suspicion: a model that did not change although its optimizer stepped is said, and nothing else is."""
+"""Protects the warning about a model that did not change although its optimizer stepped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def size(request):
     return request.param
 
 
-def test_model_that_stood_still_while_the_optimizer_stepped_is_suspicious(store, size, caplog):
+def test_unchanged_model_with_stepped_optimizer_warns(store, size, caplog):
     assert store.commit(training_state(1, 1, size), 1).warnings == ()
     (warning,) = store.commit(training_state(1, 2, size), 2).warnings
     assert "stale" in warning
@@ -34,19 +34,19 @@ def test_model_that_stood_still_while_the_optimizer_stepped_is_suspicious(store,
     assert "stale" in caplog.text
 
 
-def test_suspicion_lasts_as_long_as_its_cause(store, size):
+def test_warning_repeats_while_the_model_is_unchanged(store, size):
     store.commit(training_state(1, 1, size), 1)
     assert store.commit(training_state(1, 2, size), 2).warnings
     assert store.commit(training_state(1, 3, size), 3).warnings
     assert store.commit(training_state(2, 4, size), 4).warnings == ()
 
 
-def test_training_that_moves_is_not_suspicious(store, size):
+def test_changing_model_does_not_warn(store, size):
     for step in range(4):
         assert store.commit(training_state(step, step, size), step).warnings == ()
 
 
-def test_unchanged_state_is_not_suspicious(store, size):
+def test_unchanged_state_does_not_warn(store, size):
     for step in range(3):
         assert store.commit(training_state(1, 1, size), step).warnings == ()
 
@@ -60,7 +60,7 @@ def test_one_changed_model_tensor_is_enough(store, size):
 
 
 def test_changed_integers_do_not_count_as_model(store, size):
-    # A data position or a generator's state moves in a stale copy too.
+    # A data position or a random generator also changes in a stale copy.
     state = training_state(1, 1, size)
     state["position"] = np.array([1, 2, 3])
     store.commit(state, 1)
@@ -69,26 +69,26 @@ def test_changed_integers_do_not_count_as_model(store, size):
     assert store.commit(state, 2).warnings
 
 
-def test_state_without_an_optimizer_is_never_suspicious(store):
+def test_state_without_optimizer_does_not_warn(store):
     for step in range(3):
         assert store.commit({"model": {"w": np.ones(5)}, "n": step}, step).warnings == ()
 
 
-def test_restore_starts_afresh(store, size):
+def test_restore_resets_the_comparison(store, size):
     store.commit(training_state(1, 1, size), 1)
     store.commit(training_state(2, 2, size), 2)
     store.restore(1)
     assert store.commit(training_state(2, 3, size), 3).warnings == ()
 
 
-def test_new_handle_knows_nothing_to_compare_with(store, backend, size):
+def test_new_handle_does_not_warn(store, backend, size):
     store.commit(training_state(1, 1, size), 1)
     store.close()
     with ckstore.open(backend) as again:
         assert again.commit(training_state(1, 2, size), 2).warnings == ()
 
 
-def test_torch_optimizer_that_steps_another_model_is_found(store):
+def test_optimizer_of_another_torch_model_is_found(store):
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     trained, saved = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)

@@ -1,4 +1,4 @@
-"""Protects the blocks of commits: kept where that is wanted, never more than one commit has, never one in use."""
+"""Protects write blocks: they are kept if requested, at most one commit's number, and never while in use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def address_of(view):
 
 
 def has_memory(address):
-    """Return whether all, none (False) or some (None) of the pages of a block have memory, by proc(5)."""
+    """Return whether all (True), none (False) or some (None) of a block's pages have memory, by proc(5)."""
     first, count = address // mmap.PAGESIZE, WRITE_BLOCK_NBYTES // mmap.PAGESIZE
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
         pages.seek(8 * first)
@@ -35,7 +35,7 @@ def has_memory(address):
 
 
 def addresses(pool):
-    """Return where the blocks of a pool lie, in the order in which they are handed out."""
+    """Return the addresses of a pool's blocks, in the order in which they are taken."""
     buffers = [pool.acquire(0) for _ in range(pool.free_count)]
     for buffer in reversed(buffers):
         buffer.release()
@@ -43,21 +43,21 @@ def addresses(pool):
 
 
 @pytest.fixture
-def kept():
+def kept_blocks():
     return WriteBlocks(is_reused=True)
 
 
 @pytest.fixture
 def mapped(monkeypatch):
-    """Blocks that were mapped, in order, as weak references; a block is alive while its array is."""
+    """Weak references to the blocks that are mapped, in order. A block lives as long as its array."""
     found = []
 
-    def noting(nbytes):
+    def recorded_map(nbytes):
         array = np.frombuffer(map_block(nbytes), np.uint8)
         found.append(weakref.ref(array))
         return array.data
 
-    monkeypatch.setattr(pipeline, "map_block", noting)
+    monkeypatch.setattr(pipeline, "map_block", recorded_map)
     return found
 
 
@@ -67,35 +67,35 @@ def alive(mapped):
     return [array.__array_interface__["data"][0] for array in arrays if array is not None]
 
 
-def test_kept_blocks_are_those_of_the_next_commit(kept):
-    pool = kept.take(COUNT)
+def test_next_commit_uses_kept_blocks(kept_blocks):
+    pool = kept_blocks.take(COUNT)
     before = addresses(pool)
-    kept.give_back(pool)
-    assert addresses(kept.take(COUNT)) == before
-    assert not set(addresses(kept.take(COUNT))) & set(before), "they are taken already"
+    kept_blocks.give_back(pool)
+    assert addresses(kept_blocks.take(COUNT)) == before
+    assert not set(addresses(kept_blocks.take(COUNT))) & set(before), "they are taken already"
 
 
-def test_blocks_that_are_given_back_are_nobodys_any_more(kept):
-    pool = kept.take(COUNT)
-    kept.give_back(pool)
+def test_returned_blocks_are_not_usable(kept_blocks):
+    pool = kept_blocks.take(COUNT)
+    kept_blocks.give_back(pool)
     with pytest.raises(UsageError, match="closed"):
         pool.acquire(0)
 
 
-def test_a_commit_of_fewer_blocks_frees_the_others_and_one_of_more_makes_the_missing(kept):
-    pool = kept.take(COUNT)
+def test_kept_blocks_follow_the_block_count(kept_blocks):
+    pool = kept_blocks.take(COUNT)
     before = addresses(pool)
-    kept.give_back(pool)
-    fewer = kept.take(COUNT - 2)
+    kept_blocks.give_back(pool)
+    fewer = kept_blocks.take(COUNT - 2)
     assert addresses(fewer) == before[: COUNT - 2]
-    kept.give_back(fewer)
-    more = kept.take(COUNT)
+    kept_blocks.give_back(fewer)
+    more = kept_blocks.take(COUNT)
     assert addresses(more)[: COUNT - 2] == before[: COUNT - 2]
     assert more.free_count == COUNT
 
 
-def test_memory_of_blocks_that_are_not_kept_is_given_back(kept, mapped):
-    for blocks, counts in ((WriteBlocks(), (0, 0)), (kept, (COUNT, 1))):
+def test_blocks_not_kept_are_freed(kept_blocks, mapped):
+    for blocks, counts in ((WriteBlocks(), (0, 0)), (kept_blocks, (COUNT, 1))):
         mapped.clear()
         pool = blocks.take(COUNT)
         blocks.give_back(pool)
@@ -109,13 +109,13 @@ def test_memory_of_blocks_that_are_not_kept_is_given_back(kept, mapped):
         assert alive(mapped) == []
 
 
-def test_a_block_that_is_out_or_lost_is_not_kept(kept):
-    pool = kept.take(COUNT)
+def test_block_in_use_or_lost_is_not_kept(kept_blocks):
+    pool = kept_blocks.take(COUNT)
     out, lost = pool.acquire(), pool.acquire()
     gone = {address_of(out.view), address_of(lost.view)}
     lost.discard()
-    kept.give_back(pool)
-    again = kept.take(COUNT)
+    kept_blocks.give_back(pool)
+    again = kept_blocks.take(COUNT)
     assert again.free_count == COUNT
     assert not gone & set(addresses(again))
     out.view[:1] = b"a"
@@ -123,52 +123,52 @@ def test_a_block_that_is_out_or_lost_is_not_kept(kept):
     assert not gone & set(addresses(again))
 
 
-def test_blocks_that_are_given_back_twice_are_kept_once(kept):
-    pool = kept.take(COUNT)
+def test_block_returned_twice_is_kept_once(kept_blocks):
+    pool = kept_blocks.take(COUNT)
     before = addresses(pool)
-    kept.give_back(pool)
-    kept.give_back(pool)
-    assert addresses(kept.take(COUNT)) == before
+    kept_blocks.give_back(pool)
+    kept_blocks.give_back(pool)
+    assert addresses(kept_blocks.take(COUNT)) == before
 
 
-def test_never_more_blocks_are_kept_than_a_commit_has(kept, mapped):
-    pools = [kept.take(WRITE_BLOCKS), kept.take(WRITE_BLOCKS)]
+def test_kept_blocks_are_at_most_one_commits(kept_blocks, mapped):
+    pools = [kept_blocks.take(WRITE_BLOCKS), kept_blocks.take(WRITE_BLOCKS)]
     assert len(alive(mapped)) == 2 * WRITE_BLOCKS
     while pools:
-        kept.give_back(pools.pop())
+        kept_blocks.give_back(pools.pop())
     assert len(alive(mapped)) == WRITE_BLOCKS
 
 
-def test_warm_blocks_have_their_memory_before_they_are_wanted(kept, mapped):
-    steps = kept.warm(COUNT, NBYTES)
+def test_warm_blocks_have_memory(kept_blocks, mapped):
+    steps = kept_blocks.warm(COUNT, NBYTES)
     for count in range(1, COUNT + 1):
         next(steps)
         assert [has_memory(address) for address in alive(mapped)] == [True] * count
     assert next(steps, "over") == "over"
     warm = alive(mapped)
-    pool = kept.take(COUNT)
+    pool = kept_blocks.take(COUNT)
     assert addresses(pool) == warm
 
 
 @pytest.mark.parametrize(("nbytes", "count"), [(0, 2), (WRITE_BLOCK_NBYTES, 3), (1 << 62, COUNT)])
-def test_as_many_blocks_are_warmed_as_a_state_fills(kept, mapped, nbytes, count):
-    list(kept.warm(COUNT, nbytes))
+def test_warmed_blocks_fit_the_state(kept_blocks, mapped, nbytes, count):
+    list(kept_blocks.warm(COUNT, nbytes))
     assert [has_memory(address) for address in alive(mapped)] == [True] * count
-    assert kept.take(COUNT).free_count == COUNT
+    assert kept_blocks.take(COUNT).free_count == COUNT
 
 
-def test_blocks_that_are_kept_are_not_made_anew_to_be_warmed(kept):
-    pool = kept.take(COUNT)
+def test_warming_reuses_kept_blocks(kept_blocks):
+    pool = kept_blocks.take(COUNT)
     before = addresses(pool)
-    kept.give_back(pool)
-    list(kept.warm(COUNT, NBYTES))
-    assert addresses(kept.take(COUNT)) == before
+    kept_blocks.give_back(pool)
+    list(kept_blocks.warm(COUNT, NBYTES))
+    assert addresses(kept_blocks.take(COUNT)) == before
 
 
-def test_warming_touches_nothing_that_a_commit_has_taken(kept):
-    steps = kept.warm(COUNT, NBYTES)
+def test_warming_does_not_touch_blocks_in_use(kept_blocks):
+    steps = kept_blocks.warm(COUNT, NBYTES)
     next(steps)
-    pool = kept.take(COUNT)
+    pool = kept_blocks.take(COUNT)
     buffers = [pool.acquire() for _ in range(COUNT)]
     for buffer in buffers:
         buffer.view[:] = b"\x07" * WRITE_BLOCK_NBYTES
@@ -176,8 +176,8 @@ def test_warming_touches_nothing_that_a_commit_has_taken(kept):
     assert all(bytes(buffer.view) == b"\x07" * WRITE_BLOCK_NBYTES for buffer in buffers)
 
 
-def test_blocks_that_no_addresses_are_left_for_are_an_error_and_what_is_kept_stays_usable(kept, monkeypatch):
-    next(kept.warm(COUNT, NBYTES))
+def test_failed_mapping_leaves_kept_blocks_usable(kept_blocks, monkeypatch):
+    next(kept_blocks.warm(COUNT, NBYTES))
 
     def refuse(nbytes):
         raise CapacityError("no address space for buffers")
@@ -185,19 +185,19 @@ def test_blocks_that_no_addresses_are_left_for_are_an_error_and_what_is_kept_sta
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "map_block", refuse)
         with pytest.raises(CapacityError):
-            list(kept.warm(COUNT, NBYTES))
-        assert kept.take(1).free_count == 1
+            list(kept_blocks.warm(COUNT, NBYTES))
+        assert kept_blocks.take(1).free_count == 1
         with pytest.raises(CapacityError):
-            kept.take(1)
-    assert kept.take(COUNT).free_count == COUNT
+            kept_blocks.take(1)
+    assert kept_blocks.take(COUNT).free_count == COUNT
 
 
-def test_a_block_has_no_memory_before_it_is_used():
+def test_unused_block_has_no_memory():
     block = map_block(WRITE_BLOCK_NBYTES)
     assert has_memory(address_of(block)) is False
 
 
-def test_threads_and_write_blocks_fit_the_memory_of_the_policy():
+def test_threads_and_blocks_fit_the_memory_policy():
     limits = Limits()
     assert ENCODE.fit_writing(Policy(threads=1), limits) == (1, WRITE_BLOCKS)
     least = Policy(threads=64, memory_nbytes_max=56 * MIB)

@@ -1,4 +1,4 @@
-"""The lease of a run on the backend of a test."""
+"""Provide the lease of a run on a test's backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckstore.store.lease import Lease
 
 @pytest.fixture
 def lease(backend):
-    """One that is given up when the test ends."""
+    """A lease that is released when the test ends."""
     made = Lease(backend, "main", SYSTEM_CLOCK)
     yield made
     made.release()

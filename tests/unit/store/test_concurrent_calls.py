@@ -1,4 +1,4 @@
-"""Protects what asks a backend for many things: order, bounds, and that nothing is left under way."""
+"""Protects ``map_concurrent`` and ``run_all``: results keep their order, and no call runs after the end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from ckstore.io.backend import for_each_concurrent, map_concurrent
 
 
-class Far:
-    """As much of a backend as is asked for: it answers many at a time."""
+class ConcurrentBackend:
+    """A backend that allows many concurrent requests."""
 
     request_concurrency = 4
 
@@ -19,8 +19,8 @@ class Far:
         return []
 
 
-class StateDictCache:
-    """Questions after a moment, and notes how many wait at the same time, and for what was asked."""
+class SlowCalls:
+    """A slow function that records its items and how many calls run at the same time."""
 
     def __init__(self, broken=()):
         self.lock = threading.Lock()
@@ -41,40 +41,40 @@ class StateDictCache:
         return -item
 
 
-def test_answers_come_in_order_and_many_are_under_way():
-    ask = StateDictCache()
-    assert list(map_concurrent(Far(), ask, range(50))) == [-item for item in range(50)]
-    assert 1 < ask.most <= Far.request_concurrency
+def test_calls_run_concurrently_and_results_keep_order():
+    ask = SlowCalls()
+    assert list(map_concurrent(ConcurrentBackend(), ask, range(50))) == [-item for item in range(50)]
+    assert 1 < ask.most <= ConcurrentBackend.request_concurrency
 
 
-def test_a_folder_is_asked_for_one_after_the_other_and_no_further_than_wanted():
-    ask = StateDictCache()
+def test_folder_calls_run_one_by_one_on_demand():
+    ask = SlowCalls()
     answers = map_concurrent(object(), ask, range(50))
     assert [next(answers), next(answers)] == [0, -1]
     assert (ask.items, ask.most) == ([0, 1], 1)
 
 
-def test_no_more_is_asked_than_fits_ahead_of_who_takes_it():
-    ask, source = StateDictCache(), iter(range(1000))
-    answers = map_concurrent(Far(), ask, source)
+def test_calls_ahead_of_the_consumer_are_bounded():
+    ask, source = SlowCalls(), iter(range(1000))
+    answers = map_concurrent(ConcurrentBackend(), ask, source)
     next(answers)
     time.sleep(0.1)
     answers.close()
     assert ask.now == 0
-    assert next(source) <= 2 * Far.request_concurrency + 1
+    assert next(source) <= 2 * ConcurrentBackend.request_concurrency + 1
 
 
-def test_first_exception_ends_it_with_nothing_under_way():
-    ask = StateDictCache(broken={7, 9})
+def test_first_exception_waits_for_running_calls():
+    ask = SlowCalls(broken={7, 9})
     with pytest.raises(OSError, match="7"):
-        list(map_concurrent(Far(), ask, range(1000)))
+        list(map_concurrent(ConcurrentBackend(), ask, range(1000)))
     assert ask.now == 0
     assert len(ask.items) < 30
 
 
-@pytest.mark.parametrize("backend", [Far(), object()])
-def test_all_are_done_whichever_fail(backend):
-    act = StateDictCache(broken={3, 5})
+@pytest.mark.parametrize("backend", [ConcurrentBackend(), object()])
+def test_run_all_runs_all_despite_failures(backend):
+    act = SlowCalls(broken={3, 5})
     with pytest.raises(OSError, match="3"):
         for_each_concurrent(backend, act, range(9))
     assert sorted(act.items) == list(range(9))

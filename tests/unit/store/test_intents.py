@@ -1,4 +1,4 @@
-"""Intents keep tags away as long as their maker may be at work, and no longer than it is known how to clear them."""
+"""Protects intents: they block tags while their maker may be at work, and otherwise can be cleared."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ IN_A_CONTAINER = IntentRecord(
     heartbeat_ns=1,
     what="delete",
 )
-"""Of a maker of this very boot, in another pid namespace."""
+"""A maker of this boot in another pid namespace."""
 
 ELSEWHERE = replace(IN_A_CONTAINER, host="node-b", boot_id="machine-b/boot/namespace")
 TWIN = replace(IN_A_CONTAINER, boot_id=boot_identity().partition("/")[0] + "/another/" + boot_identity()[-10:])
-"""Of a machine made from the same image."""
+"""A maker on a machine cloned from the same image."""
 
 TORN = b'{"kind": "intent", "xxh3'
 NEWER = encode_record(IN_A_CONTAINER).replace(b'"what"', b'"why": "a newer field", "what"')
 
 
 @pytest.fixture
-def place(clock):
+def memory_backend(clock):
     made = MemoryBackend(clock=clock)
     for folder in (*layout.TOP_FOLDERS, layout.tags_folder("main"), layout.claims_folder("main")):
         made.make_folder(folder)
@@ -50,14 +50,14 @@ def place(clock):
 
 
 @pytest.fixture
-def tags(place, clock):
-    return Tags(place, "main", clock)
+def tags(memory_backend, clock):
+    return Tags(memory_backend, "main", clock)
 
 
-def leave(place, content, seq=3):
-    """Leave an intent as a process did that is not this one; return its path."""
+def leave(memory_backend, content, seq=3):
+    """Leave an intent of another process, and return its path."""
     path = layout.intent_name("main", seq, new_token())
-    place.create(path, content if isinstance(content, bytes) else encode_record(content), sync=False)
+    memory_backend.create(path, content if isinstance(content, bytes) else encode_record(content), sync=False)
     return path
 
 
@@ -66,7 +66,7 @@ def put(tags, seq=3):
 
 
 def rechecksummed(content):
-    """Return a record of a newer writer whose checksum is right."""
+    """Return a record of a newer writer with a correct checksum."""
     from ckstore.format.wire import xxh3_64
 
     body = content[content.index(b'"body":') + 7 : content.rindex(b"}")]
@@ -79,100 +79,102 @@ def rechecksummed(content):
     [IN_A_CONTAINER, ELSEWHERE, TWIN, TORN, b"", rechecksummed(NEWER)],
     ids=["other namespace", "other host", "twin", "torn", "empty", "newer"],
 )
-def test_an_intent_that_cannot_be_judged_counts_until_it_is_old(place, tags, clock, content):
-    path = leave(place, content)
+def test_intent_of_unknown_maker_counts_until_old(memory_backend, tags, clock, content):
+    path = leave(memory_backend, content)
     clock.now += 5.9 * HOUR
-    assert remove_abandoned(place, clock, "main") == 0
+    assert remove_abandoned(memory_backend, clock, "main") == 0
     with pytest.raises(ConflictError, match="gc STORE --clear-intents") as caught:
         put(tags)
     assert path in str(caught.value)
     clock.now += 0.2 * HOUR
     put(tags)
-    assert remove_abandoned(place, clock, "main") == 1
-    assert place.stat(path) is None
+    assert remove_abandoned(memory_backend, clock, "main") == 1
+    assert memory_backend.stat(path) is None
 
 
-def test_an_intent_of_a_newer_ckstore_says_who_made_it(place, clock):
-    leave(place, rechecksummed(NEWER))
-    (intent,) = intents_in(place, clock, "main")
+def test_intent_of_newer_version_names_its_maker(memory_backend, clock):
+    leave(memory_backend, rechecksummed(NEWER))
+    (intent,) = intents_in(memory_backend, clock, "main")
     assert intent.words.startswith("an intent to delete by pid 7 on host node-a")
 
 
-def test_a_clock_that_jumped_makes_no_intent_old(place, clock):
-    path = leave(place, ELSEWHERE)
+def test_clock_jump_does_not_age_an_intent(memory_backend, clock):
+    path = leave(memory_backend, ELSEWHERE)
 
     class Jumped(type(clock)):
         def now_ns(self):
             return clock.now_ns() + 10**6 * HOUR * 10**9
 
-    assert remove_abandoned(place, Jumped(), "main") == 0, "the place says that it is young"
-    assert place.stat(path) is not None
+    assert remove_abandoned(memory_backend, Jumped(), "main") == 0, "the place says that it is young"
+    assert memory_backend.stat(path) is not None
 
 
-def test_an_intent_of_a_living_process_is_never_old(place, tags, clock):
+def test_intent_of_living_process_never_expires(memory_backend, tags, clock):
     parent = os.getppid()
     alive = replace(IN_A_CONTAINER, boot_id=boot_identity(), pid=parent, process_started=process_started(parent))
-    leave(place, alive)
+    leave(memory_backend, alive)
     clock.now += 100 * HOUR
     with pytest.raises(ConflictError, match=f"pid {parent}") as caught:
         put(tags)
     assert "clear-intents" not in str(caught.value)
 
 
-def test_intents_appear_whole(place, clock, monkeypatch):
+def test_intents_are_created_atomically(memory_backend, clock, monkeypatch):
     seen = []
 
     def look(*_, **__):
-        names = place.list_names(layout.claims_folder("main"))
-        seen.extend(place.read_bytes(f"{layout.claims_folder('main')}/{name}", nbytes_max=4096) for name in names)
+        names = memory_backend.list_names(layout.claims_folder("main"))
+        seen.extend(
+            memory_backend.read_bytes(f"{layout.claims_folder('main')}/{name}", nbytes_max=4096) for name in names
+        )
 
     for call in ("create", "link", "unlink"):
         once(monkeypatch, MemoryBackend, call, before=look, after=look)
-    paths = make_intents(place, clock, "main", [1, 2, 3], "delete")
+    paths = make_intents(memory_backend, clock, "main", [1, 2, 3], "delete")
     assert len(seen) > 0
-    assert set(seen) == {place.read_bytes(paths[0], nbytes_max=4096)}
-    assert len(intents_in(place, clock, "main")) == 3
+    assert set(seen) == {memory_backend.read_bytes(paths[0], nbytes_max=4096)}
+    assert len(intents_in(memory_backend, clock, "main")) == 3
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
-def test_intents_that_could_not_all_be_made_leave_none(place, clock, monkeypatch, fails_at):
-    link, count = place.link, iter(range(3))
+def test_failed_intents_leave_none(memory_backend, clock, monkeypatch, fails_at):
+    link, count = memory_backend.link, iter(range(3))
 
     def full(source, target):
         if next(count) == fails_at:
             raise CapacityError("the disk is full")
         link(source, target)
 
-    monkeypatch.setattr(place, "link", full)
+    monkeypatch.setattr(memory_backend, "link", full)
     with pytest.raises(CapacityError):
-        make_intents(place, clock, "main", [1, 2, 3], "delete")
-    assert place.list_names(layout.claims_folder("main")) == []
-    assert place.list_names(layout.TMP_FOLDER) == []
+        make_intents(memory_backend, clock, "main", [1, 2, 3], "delete")
+    assert memory_backend.list_names(layout.claims_folder("main")) == []
+    assert memory_backend.list_names(layout.TMP_FOLDER) == []
 
 
 @pytest.mark.parametrize("request_concurrency", [1, 4])
 @pytest.mark.parametrize("fails_at", [0, 1, 4])
-def test_intents_in_a_bucket_that_could_not_all_be_made_leave_none(clock, monkeypatch, fails_at, request_concurrency):
-    place, count = MemoryBackend(clock=clock), itertools.count()
-    place.make_folder(layout.claims_folder("main"))
+def test_failed_intents_in_a_bucket_leave_none(clock, monkeypatch, fails_at, request_concurrency):
+    memory_backend, count = MemoryBackend(clock=clock), itertools.count()
+    memory_backend.make_folder(layout.claims_folder("main"))
     for name, value in (("request_concurrency", request_concurrency), ("list_deep", lambda folder: [])):
-        monkeypatch.setattr(place, name, value, raising=False)
-    assert isinstance(place, Distant)
-    create = place.create
+        monkeypatch.setattr(memory_backend, name, value, raising=False)
+    assert isinstance(memory_backend, Distant)
+    create = memory_backend.create
 
     def refuse(name, content, *, sync):
         if next(count) == fails_at:
             raise BackendError("no answer")
         create(name, content, sync=sync)
 
-    monkeypatch.setattr(place, "create", refuse)
+    monkeypatch.setattr(memory_backend, "create", refuse)
     with pytest.raises(BackendError):
-        make_intents(place, clock, "main", [1, 2, 3, 4, 5], "delete")
-    assert place.list_names(layout.claims_folder("main")) == []
+        make_intents(memory_backend, clock, "main", [1, 2, 3, 4, 5], "delete")
+    assert memory_backend.list_names(layout.claims_folder("main")) == []
 
 
-def test_a_tag_that_comes_after_a_collector_cleared_the_intent_stops_the_drop(store, monkeypatch):
-    """The drop has read the tags, is held up, loses its intent to a collection, and a tag is set."""
+def test_tag_after_cleared_intent_stops_the_drop(store, monkeypatch):
+    """The drop has read the tags and is delayed. A collection clears its intent, and a tag is set."""
     seq = store.commit({"n": 1}, 1).seq
     store.commit({"n": 2}, 2)
     parts = repository_of(store)
@@ -189,7 +191,7 @@ def test_a_tag_that_comes_after_a_collector_cleared_the_intent_stops_the_drop(st
     assert store.steps() == [1, 2]
 
 
-def test_collection_says_which_intents_it_leaves_and_clears_them_when_told(store, backend):
+def test_gc_reports_intents_and_clears_them_on_request(store, backend):
     store.commit({"n": 1}, 1)
     leave(backend, IN_A_CONTAINER, seq=0)
     done = other_handle(store).gc().done

@@ -1,6 +1,6 @@
-"""One live writer a run: a living holder is named, a dead one is no obstacle, and nothing hangs on a clock.
+"""Protects the lease: one living writer per run, a dead holder does not block, and no clock is trusted.
 
-Safety never rests on the lease; these tests protect people from running a trainer twice.
+Safety does not depend on the lease. It protects people from training a run twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def backend():
 
 
 def put_holder(backend, **facts):
-    """Write the lease of someone else."""
+    """Write the lease of another process."""
     record = {
         "host": "elsewhere",
         "boot_id": "another boot/another namespace",
@@ -85,14 +85,14 @@ def test_lease_names_this_process(backend, lease):
     assert backend.list_names("tmp") == []
 
 
-def test_taking_again_keeps_what_is_held(backend, lease):
+def test_acquiring_again_keeps_the_lease(backend, lease):
     lease.take()
     token = holder_of(backend).token
     lease.take()
     assert holder_of(backend).token == token
 
 
-def test_taking_again_lets_a_heart_beat_that_ctrl_c_has_kept_from_it(lease, monkeypatch):
+def test_acquiring_again_restarts_an_interrupted_heartbeat(lease, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", lambda _: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         lease.take()
@@ -102,7 +102,7 @@ def test_taking_again_lets_a_heart_beat_that_ctrl_c_has_kept_from_it(lease, monk
     assert "ckstore-lease" in [thread.name for thread in threading.enumerate()]
 
 
-def test_heartbeat_moves_for_as_long_as_the_lease_is_held(backend, lease, monkeypatch):
+def test_heartbeat_advances_while_held(backend, lease, monkeypatch):
     monkeypatch.setattr("ckstore.store.lease.HEARTBEAT_SECONDS", 0.005)
     lease.take()
     seen = [holder_of(backend).heartbeat_ns]
@@ -115,9 +115,7 @@ def test_heartbeat_moves_for_as_long_as_the_lease_is_held(backend, lease, monkey
     assert seen == sorted(seen)
 
 
-def test_heart_of_a_store_that_is_being_removed_says_so_only_if_it_is_still_gone_at_the_next_beat(
-    backend, lease, caplog, monkeypatch
-):
+def test_missing_lease_is_logged_after_two_heartbeats(backend, lease, caplog, monkeypatch):
     lease.take()
 
     def gone(*given, **named):
@@ -134,7 +132,7 @@ def test_heart_of_a_store_that_is_being_removed_says_so_only_if_it_is_still_gone
     assert caplog.text == ""
 
 
-def test_second_handle_is_refused_and_told_who_holds_it(backend, lease):
+def test_second_handle_is_refused_with_holder(backend, lease):
     lease.take()
     with pytest.raises(ConflictError, match=f"pid {os.getpid()} on host") as caught:
         Lease(backend, "main", SYSTEM_CLOCK).take()
@@ -142,7 +140,7 @@ def test_second_handle_is_refused_and_told_who_holds_it(backend, lease):
     lease.check()
 
 
-def test_runs_have_leases_of_their_own(backend, lease):
+def test_each_run_has_its_own_lease(backend, lease):
     lease.take()
     other = Lease(backend, "other", SYSTEM_CLOCK)
     other.take()
@@ -151,7 +149,7 @@ def test_runs_have_leases_of_their_own(backend, lease):
     other.release()
 
 
-def test_released_lease_is_free_at_once(backend, lease):
+def test_released_lease_is_free(backend, lease):
     lease.take()
     lease.release()
     assert backend.stat(PATH) is None
@@ -160,7 +158,7 @@ def test_released_lease_is_free_at_once(backend, lease):
     other.release()
 
 
-def test_forgotten_handle_does_not_hold_its_lease(backend):
+def test_dropped_handle_releases_its_lease(backend):
     forgotten = Lease(backend, "main", SYSTEM_CLOCK)
     forgotten.take()
     del forgotten
@@ -171,7 +169,7 @@ def test_forgotten_handle_does_not_hold_its_lease(backend):
     other.release()
 
 
-def test_dead_holder_on_this_host_is_replaced_without_waiting(backend, clock):
+def test_dead_local_holder_is_replaced_immediately(backend, clock):
     pid, started = dead_process()
     put_holder(backend, boot_id=boot_identity(), pid=pid, process_started=started, heartbeat_ns=clock.now_ns())
     lease = Lease(backend, "main", clock)
@@ -181,7 +179,7 @@ def test_dead_holder_on_this_host_is_replaced_without_waiting(backend, clock):
     lease.release()
 
 
-def test_pid_that_was_given_to_another_process_is_no_holder(backend, clock):
+def test_reused_pid_is_not_the_holder(backend, clock):
     put_holder(backend, boot_id=boot_identity(), pid=os.getppid(), process_started="1")
     lease = Lease(backend, "main", clock)
     lease.take()
@@ -197,7 +195,7 @@ def test_zombie_is_dead():
         assert process_started(process.pid) is None
 
 
-def test_living_process_on_this_host_keeps_its_lease_whatever_its_heartbeat(backend, clock):
+def test_living_local_holder_keeps_lease_without_heartbeat(backend, clock):
     parent = os.getppid()
     started = process_started(parent)
     put_holder(backend, boot_id=boot_identity(), pid=parent, process_started=started, heartbeat_ns=1)
@@ -206,7 +204,7 @@ def test_living_process_on_this_host_keeps_its_lease_whatever_its_heartbeat(back
     assert clock.slept == 0
 
 
-def test_holder_on_another_host_is_replaced_when_its_heartbeat_stands_still(backend, clock, caplog):
+def test_remote_holder_without_heartbeat_is_replaced(backend, clock, caplog):
     put_holder(backend)
     lease = Lease(backend, "main", clock)
     with caplog.at_level(logging.WARNING, "ckstore"):
@@ -219,7 +217,7 @@ def test_holder_on_another_host_is_replaced_when_its_heartbeat_stands_still(back
 
 
 def test_old_timestamp_alone_does_not_prove_death(backend, clock):
-    # Its clock may be wrong: only a heartbeat that stands still while we watch counts.
+    # Its clock may be wrong. Only a heartbeat that does not change while we watch proves death.
     put_holder(backend, heartbeat_ns=1)
     beats = iter(range(2, 1000))
     clock.on_sleep = lambda: put_holder(backend, heartbeat_ns=next(beats))
@@ -229,7 +227,7 @@ def test_old_timestamp_alone_does_not_prove_death(backend, clock):
     assert clock.slept < STALE_SECONDS
 
 
-def test_holder_on_another_host_that_leaves_is_replaced_at_once(backend, clock):
+def test_released_remote_lease_is_taken_immediately(backend, clock):
     put_holder(backend)
     clock.on_sleep = lambda: backend.stat(PATH) and backend.unlink(PATH)
     lease = Lease(backend, "main", clock)
@@ -239,7 +237,7 @@ def test_holder_on_another_host_that_leaves_is_replaced_at_once(backend, clock):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\0" * 300], ids=["empty", "torn", "zeros"])
-def test_unreadable_lease_protects_nobody(backend, clock, content):
+def test_unreadable_lease_does_not_block(backend, clock, content):
     backend.create(PATH, content, sync=False)
     lease = Lease(backend, "main", clock)
     lease.take()
@@ -248,21 +246,21 @@ def test_unreadable_lease_protects_nobody(backend, clock, content):
     lease.release()
 
 
-def test_check_finds_that_another_took_over(backend, lease):
+def test_check_detects_takeover(backend, lease):
     lease.take()
     put_holder(backend)
     with pytest.raises(ConflictError, match="taken over by pid 4711 on host elsewhere"):
         lease.check()
 
 
-def test_lost_lease_is_not_given_up_for_its_new_holder(backend, lease):
+def test_release_leaves_the_new_holders_lease(backend, lease):
     lease.take()
     put_holder(backend)
     lease.release()
     assert holder_of(backend).pid == 4711
 
 
-def test_renewal_moves_the_heartbeat_and_nothing_else(backend, clock):
+def test_renewal_changes_only_the_heartbeat(backend, clock):
     lease = Lease(backend, "main", clock)
     lease.take()
     before = holder_of(backend)
@@ -275,14 +273,14 @@ def test_renewal_moves_the_heartbeat_and_nothing_else(backend, clock):
     lease.release()
 
 
-def test_renewal_leaves_the_lease_of_another_alone(backend, lease):
+def test_renewal_does_not_touch_another_lease(backend, lease):
     lease.take()
     put_holder(backend)
     lease.renew()
     assert holder_of(backend).pid == 4711
 
 
-def test_renewal_that_fails_is_logged_and_goes_on(backend, lease, monkeypatch, caplog):
+def test_failed_renewal_is_logged_and_retried(backend, lease, monkeypatch, caplog):
     lease.take()
 
     def fail(*_, **__):
@@ -296,8 +294,8 @@ def test_renewal_that_fails_is_logged_and_goes_on(backend, lease, monkeypatch, c
 
 
 @pytest.mark.parametrize("call", ["create", "read_bytes"])
-def test_a_log_filter_that_raises_does_not_end_the_heart(backend, lease, monkeypatch, call):
-    # A lease without heartbeats looks dead to other hosts, which would take it over.
+def test_raising_log_filter_does_not_end_the_heartbeat(backend, lease, monkeypatch, call):
+    # Other hosts would take over a lease without heartbeats.
     def fail(*_, **__):
         raise BackendError("the medium failed")
 
@@ -316,7 +314,7 @@ def test_a_log_filter_that_raises_does_not_end_the_heart(backend, lease, monkeyp
     lease.check()
 
 
-def test_renewal_that_has_begun_does_not_bring_back_what_was_given_up(backend, lease, monkeypatch):
+def test_renewal_does_not_recreate_a_released_lease(backend, lease, monkeypatch):
     lease.take()
     create, is_writing, may_go_on = backend.create, threading.Event(), threading.Event()
 
@@ -337,7 +335,7 @@ def test_renewal_that_has_begun_does_not_bring_back_what_was_given_up(backend, l
     assert backend.stat(PATH) is None
 
 
-def test_renewal_writes_what_the_lease_is_for_now(backend, lease):
+def test_renewal_writes_the_current_purpose(backend, lease):
     lease.take()
     assert holder_of(backend).purpose == ""
     lease.purpose = "saver:1:2:3"
@@ -345,7 +343,7 @@ def test_renewal_writes_what_the_lease_is_for_now(backend, lease):
     assert holder_of(backend).purpose == "saver:1:2:3"
 
 
-def test_many_who_take_over_at_once_leave_one_holder(backend):
+def test_concurrent_takeovers_leave_one_holder(backend):
     pid, started = dead_process()
     for _ in range(20):
         put_holder(backend, boot_id=boot_identity(), pid=pid, process_started=started)
@@ -373,8 +371,8 @@ def test_many_who_take_over_at_once_leave_one_holder(backend):
         assert backend.list_names("tmp") == []
 
 
-def test_dead_holder_with_a_living_forked_child_is_replaced_at_once(folder, clock):
-    # A flock, or a pipe that closes, would be kept alive by the child.
+def test_dead_holder_with_living_child_is_replaced(folder, clock):
+    # The child keeps a flock or a pipe open.
     code = f"""
 import os, sys, time
 sys.path.insert(0, {SRC!r})
@@ -406,8 +404,8 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("beats", [True, False])
-def test_a_twin_in_another_boot_is_judged_by_its_heart(backend, clock, beats):
-    # Machines of one image have one host name and one machine id.
+def test_cloned_host_is_judged_by_its_heartbeat(backend, clock, beats):
+    # Machines cloned from one image share host name and machine id.
     machine, _, namespace = boot_identity().split("/")
     twin = {"host": socket.gethostname(), "boot_id": f"{machine}/another/{namespace}"}
     put_holder(backend, **twin)
@@ -422,7 +420,7 @@ def test_a_twin_in_another_boot_is_judged_by_its_heart(backend, clock, beats):
     lease.release()
 
 
-def test_a_holder_under_anothers_proc_is_judged_by_its_heart(backend, clock, monkeypatch, tmp_path):
+def test_holder_outside_our_proc_is_judged_by_heartbeat(backend, clock, monkeypatch, tmp_path):
     here, parent = boot_identity(), os.getppid()
     started = process_started(parent)
     monkeypatch.setattr("ckstore.processes.proc_is_ours", lambda: False)
@@ -434,7 +432,7 @@ def test_a_holder_under_anothers_proc_is_judged_by_its_heart(backend, clock, mon
         Lease(backend, "main", clock).take()
 
 
-def test_stopped_process_is_told_from_one_that_runs():
+def test_stopped_process_is_distinguished_from_running():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         assert not is_stopped(child.pid)

@@ -1,4 +1,4 @@
-"""Claim, publish, withdraw, drop, list: a seq is taken once ever, and nothing that is published is overwritten."""
+"""Protects manifests: each seq is claimed once, and publishing never overwrites a published manifest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def again(manifest, seq, time_ns=77):
 
 
 def put_generation(backend, manifest, generation):
-    """Put a higher generation of a manifest in place, as a replace does."""
+    """Write a higher generation of a manifest, as a replacement does."""
     header = replace(manifest.header, generation=generation)
     content = encode_manifest(replace(manifest, header=header))
     name = ManifestName("main", header.seq, header.step, generation)
@@ -44,14 +44,14 @@ def put_generation(backend, manifest, generation):
     return name
 
 
-def test_claims_are_given_once_and_upward(manifests, backend):
+def test_claims_are_unique_and_increasing(manifests, backend):
     assert [manifests.claim(0) for _ in range(3)] == [1, 2, 3]
     assert manifests.claim(10) == 10
     assert manifests.listing().claimed_max == 10
     assert manifests.claim(9) == 9
 
 
-def test_claim_is_durable_when_it_returns(manifests, backend):
+def test_claim_is_durable(manifests, backend):
     before = backend.syncs[paths.claims_folder("main")]
     manifests.claim(1)
     assert backend.syncs[paths.claims_folder("main")] == before + 1
@@ -67,7 +67,7 @@ def test_claims_of_many_threads_differ(manifests):
     assert sorted(taken) == list(range(1, 161))
 
 
-def test_published_manifest_is_durable_before_and_after_its_link(manifests, manifest, backend):
+def test_publish_syncs_before_and_after_the_link(manifests, manifest, backend):
     before = backend.syncs.copy()
     name = manifests.publish(again(manifest, manifests.claim(1)))
     synced = backend.syncs - before
@@ -77,13 +77,13 @@ def test_published_manifest_is_durable_before_and_after_its_link(manifests, mani
     assert manifests.load(name).header.seq == 1
 
 
-def test_publishing_the_same_bytes_again_is_done_already(manifests, manifest):
+def test_publishing_same_bytes_again_succeeds(manifests, manifest):
     mine = again(manifest, manifests.claim(1))
     assert manifests.publish(mine) == manifests.publish(mine)
     assert [name.seq for name in manifests.listing().names] == [0, 1]
 
 
-def test_publishing_other_bytes_under_a_taken_name_is_a_conflict(manifests, manifest):
+def test_publishing_other_bytes_under_a_name_is_a_conflict(manifests, manifest):
     seq = manifests.claim(1)
     name = manifests.publish(again(manifest, seq, time_ns=77))
     with pytest.raises(ConflictError, match="another writer has published"):
@@ -91,14 +91,14 @@ def test_publishing_other_bytes_under_a_taken_name_is_a_conflict(manifests, mani
     assert manifests.load(name).header.time_ns == 77
 
 
-def test_publishing_longer_bytes_under_a_taken_name_is_a_conflict_too(manifests, manifest, backend):
+def test_publishing_longer_bytes_under_a_name_is_a_conflict(manifests, manifest, backend):
     mine = again(manifest, manifests.claim(1))
     backend.create(ManifestName("main", 1, 5, 0).path, b"x" * 100_000, sync=False)
     with pytest.raises(ConflictError):
         manifests.publish(mine)
 
 
-def test_withdrawn_manifest_is_out_of_sight_but_not_destroyed(manifests, manifest, backend):
+def test_withdrawn_manifest_is_in_the_trash(manifests, manifest, backend):
     name = manifests.publish(again(manifest, manifests.claim(1)))
     encoded = backend.read_bytes(name.path, nbytes_max=1 << 20)
     before = backend.syncs.copy()
@@ -111,13 +111,13 @@ def test_withdrawn_manifest_is_out_of_sight_but_not_destroyed(manifests, manifes
     manifests.withdraw(name)
 
 
-def test_withdrawn_seq_is_never_given_again(manifests, manifest):
+def test_withdrawn_seq_is_not_reused(manifests, manifest):
     name = manifests.publish(again(manifest, manifests.claim(1)))
     manifests.withdraw(name)
     assert manifests.claim(1) == 2
 
 
-def test_highest_generation_is_listed_and_lower_ones_apart(manifests, manifest, backend):
+def test_highest_generation_is_listed(manifests, manifest, backend):
     first = manifests.listing().names[0]
     second = put_generation(backend, manifest, 1)
     tenth = put_generation(backend, manifest, 10)
@@ -126,7 +126,7 @@ def test_highest_generation_is_listed_and_lower_ones_apart(manifests, manifest, 
     assert listing.lower == (first, second)
 
 
-def test_dropped_seq_is_not_listed_even_before_it_is_moved(manifests, store):
+def test_dropped_seq_is_not_listed_before_the_move(manifests, store):
     store.commit({"a": 2}, 6)
     mark_dropped(repository_of(store), 0)
     listing = manifests.listing()
@@ -135,7 +135,7 @@ def test_dropped_seq_is_not_listed_even_before_it_is_moved(manifests, store):
     assert store.steps() == [6]
 
 
-def test_drop_mark_is_durable_and_may_be_made_twice(manifests, store, backend):
+def test_drop_mark_is_durable_and_idempotent(manifests, store, backend):
     intents = {0: repository_of(store).tags.declare(0, "test")}
     before = backend.syncs[paths.claims_folder("main")]
     manifests.mark_dropped(intents)
@@ -143,8 +143,8 @@ def test_drop_mark_is_durable_and_may_be_made_twice(manifests, store, backend):
     assert backend.syncs[paths.claims_folder("main")] == before + 2
 
 
-def test_no_drop_mark_is_made_without_the_intent(manifests, store, backend):
-    # Whoever took it for a dead maker's may have let a tag in.
+def test_drop_mark_needs_the_intent(manifests, store, backend):
+    # If the intent was taken for a dead maker's, a tag may exist by now.
     intents = {0: repository_of(store).tags.declare(0, "test")}
     backend.unlink(intents[0])
     with pytest.raises(ConflictError, match="removed the intent of this process"):
@@ -152,7 +152,7 @@ def test_no_drop_mark_is_made_without_the_intent(manifests, store, backend):
     assert not manifests.is_marked(0)
 
 
-def test_dropping_moves_every_generation_into_fresh_trash(manifests, manifest, store, backend):
+def test_drop_moves_all_generations_to_new_trash(manifests, manifest, store, backend):
     put_generation(backend, manifest, 1)
     mark_dropped(repository_of(store), 0)
     assert manifests.move_to_trash(frozenset({0})) == 2
@@ -164,7 +164,7 @@ def test_dropping_moves_every_generation_into_fresh_trash(manifests, manifest, s
     assert manifests.move_to_trash(frozenset({0})) == 0
 
 
-def test_each_drop_has_a_trash_folder_of_its_own(store, backend):
+def test_each_drop_has_its_own_trash_folder(store, backend):
     for step in range(3):
         store.commit({"a": step}, step)
     for step in range(3):
@@ -173,7 +173,7 @@ def test_each_drop_has_a_trash_folder_of_its_own(store, backend):
 
 
 class HidingBackend(MemoryBackend):
-    """Shows a folder without one name, a number of times: a readdir during a rename."""
+    """Hide one name from a number of listings, as a readdir during a rename does."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ class HidingBackend(MemoryBackend):
         return names
 
 
-def test_listing_that_misses_a_claimed_seq_looks_again():
+def test_listing_without_a_claimed_seq_is_repeated():
     backend = HidingBackend()
     with ckstore.open(backend) as store:
         store.commit({"a": 1}, 1)
@@ -198,7 +198,7 @@ def test_listing_that_misses_a_claimed_seq_looks_again():
         assert [name.seq for name in repository_of(store).manifests.listing().names] == [0, 1]
 
 
-def test_listing_unites_both_looks():
+def test_repeated_listings_are_merged():
     backend = HidingBackend()
     with ckstore.open(backend) as store:
         for step in range(3):
@@ -217,7 +217,7 @@ def test_foreign_files_are_not_listed(manifests, backend):
 @pytest.mark.parametrize(
     "name", [ManifestName("main", 1, 5), ManifestName("main", 0, 6), ManifestName("main", 0, 5, 1)], ids=str
 )
-def test_manifest_under_the_name_of_another_is_refused(manifests, backend, name):
+def test_manifest_under_another_name_is_refused(manifests, backend, name):
     backend.link(ManifestName("main", 0, 5).path, name.path)
     with pytest.raises(MalformedError):
         manifests.load(name)
@@ -240,14 +240,14 @@ def test_manifest_of_another_run_or_store_is_refused(manifests, backend):
             there.restore()
 
 
-def test_header_with_many_metrics_needs_a_second_read(store):
+def test_large_header_is_read_in_two_reads(store):
     metrics = {f"a rather long name of a metric, number {number}": number / 7 for number in range(400)}
     store.commit({"a": 1}, 1, metrics=metrics)
     assert store.info("latest").metrics == metrics
     assert store.log()[0].metrics == metrics
 
 
-def test_manifest_over_the_limit_is_refused_before_it_is_read(manifests, backend):
+def test_manifest_over_the_limit_is_not_read(manifests, backend):
     name = ManifestName("main", 0, 5)
     content = backend.read_bytes(name.path, nbytes_max=1 << 20)
     manifests.limits = replace(manifests.limits, manifest_nbytes_max=len(content) - 1)
@@ -255,7 +255,7 @@ def test_manifest_over_the_limit_is_refused_before_it_is_read(manifests, backend
         manifests.load(name)
 
 
-def test_encoded_manifest_decodes_to_itself(manifest, manifests):
+def test_manifest_round_trips(manifest, manifests):
     name = ManifestName("main", 0, 5)
     decoded = decode_manifest(encode_manifest(manifest), limits=manifests.limits, expect=name)
     assert encode_manifest(decoded) == encode_manifest(manifest)

@@ -1,4 +1,4 @@
-"""Who runs is judged by the kernel, and by our own /proc only: a living writer is never taken for dead."""
+"""Protects process checks: they use the kernel and our own /proc, and never report a living writer as dead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def child():
 
 @pytest.fixture
 def foreign_proc(tmp_path, monkeypatch, request):
-    """A /proc of a pid namespace in which this process has another number, or none, and all of ours are others'."""
+    """A /proc of another pid namespace: this process has another number or none, and our pids name other processes."""
     folder = tmp_path / "proc"
     here = folder / "self"
     here.mkdir(parents=True)
@@ -49,7 +49,7 @@ class Maker:
     process_started: str
 
 
-def test_our_own_proc_is_told_from_another_namespaces(foreign_proc, monkeypatch):
+def test_proc_of_another_namespace_is_detected(foreign_proc, monkeypatch):
     assert not proc_is_ours()
     (foreign_proc / "self/status").write_text(f"NSpid:\t{os.getpid()}\n")
     assert proc_is_ours()
@@ -58,23 +58,23 @@ def test_our_own_proc_is_told_from_another_namespaces(foreign_proc, monkeypatch)
 
 
 @pytest.mark.parametrize("status", ["", "Name:\tx\n"], ids=["empty", "no NSpid"])
-def test_without_pids_of_namespaces_the_link_to_self_decides(foreign_proc, status):
+def test_proc_is_checked_by_self_link_without_nspid(foreign_proc, status):
     (foreign_proc / "self/status").write_text(status)
     assert not proc_is_ours()
 
 
-def test_a_proc_that_does_not_show_this_process_is_not_ours(foreign_proc):
+def test_proc_without_this_process_is_not_ours(foreign_proc):
     (foreign_proc / "self/status").unlink()
     assert not proc_is_ours()
 
 
-def test_a_living_process_is_not_dead_for_what_another_namespaces_proc_says(foreign_proc, child):
+def test_living_process_is_alive_under_foreign_proc(foreign_proc, child):
     for pid in (os.getppid(), child.pid):
         assert is_running(pid, "17") is None
         assert process_started(pid) is None
 
 
-def test_a_dead_process_is_dead_whatever_another_namespaces_proc_says(foreign_proc):
+def test_dead_process_is_dead_under_foreign_proc(foreign_proc):
     process = subprocess.Popen(["true"])
     (foreign_proc / str(process.pid)).mkdir()
     (foreign_proc / str(process.pid) / "stat").write_text(STAT.format(pid=process.pid, state="R", started=17))
@@ -84,13 +84,13 @@ def test_a_dead_process_is_dead_whatever_another_namespaces_proc_says(foreign_pr
     assert is_running(process.pid, "17") is False
 
 
-def test_what_a_process_says_of_itself_holds_under_any_proc(foreign_proc):
+def test_own_identity_holds_under_any_proc(foreign_proc):
     assert process_started(os.getpid()) == "4242"
     assert is_running(os.getpid(), "4242") is True
     assert is_running(os.getpid(), "4241") is False
 
 
-def test_a_process_is_named_by_its_pid_and_start(child):
+def test_process_is_identified_by_pid_and_start(child):
     started = process_started(child.pid)
     assert is_running(child.pid, started) is True
     assert is_running(child.pid, started + "0") is False
@@ -100,7 +100,7 @@ def test_a_process_is_named_by_its_pid_and_start(child):
     assert is_running(child.pid, started) is False
 
 
-def test_a_stopped_process_runs():
+def test_stopped_process_is_alive():
     with subprocess.Popen(["sleep", "600"]) as process:
         started = process_started(process.pid)
         process.send_signal(signal.SIGSTOP)
@@ -111,7 +111,7 @@ def test_a_stopped_process_runs():
 
 
 @pytest.mark.parametrize("refusal", [PermissionError, OSError, AttributeError])
-def test_without_pidfds_signals_tell(monkeypatch, child, refusal):
+def test_without_pidfd_a_signal_is_used(monkeypatch, child, refusal):
     def refuse(pid):
         raise refusal(38, "refused")
 
@@ -122,8 +122,8 @@ def test_without_pidfds_signals_tell(monkeypatch, child, refusal):
     assert is_running(child.pid, "1") is False
 
 
-def test_a_process_that_may_not_be_signalled_or_seen_is_not_dead(monkeypatch, tmp_path, child):
-    # Another user's, under a /proc that hides it (hidepid=2).
+def test_hidden_process_is_not_dead(monkeypatch, tmp_path, child):
+    # Another user's process, in a /proc that hides it (hidepid=2).
     def refuse(*_):
         raise PermissionError(1, "refused")
 
@@ -135,11 +135,11 @@ def test_a_process_that_may_not_be_signalled_or_seen_is_not_dead(monkeypatch, tm
 
 
 @pytest.mark.parametrize("pid", [0, -1, 1 << 31, 1 << 40])
-def test_what_is_no_pid_says_nothing(pid):
+def test_invalid_pid_gives_no_answer(pid):
     assert is_running(pid, "17") is None
 
 
-def test_a_name_that_is_no_text_is_read(tmp_path, monkeypatch):
+def test_process_name_in_invalid_utf8_is_read(tmp_path, monkeypatch):
     stat = STAT.format(pid=1, state="T", started=9).encode().replace(b"(a)", b"(\xff\xfe)")
     (tmp_path / "self").mkdir()
     (tmp_path / "self/stat").write_bytes(stat)
@@ -149,7 +149,7 @@ def test_a_name_that_is_no_text_is_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["another boot", "another namespace", "a twin without a machine id", ""])
-def test_a_maker_of_another_boot_or_namespace_cannot_be_judged(change):
+def test_maker_of_another_boot_or_namespace_is_unknown(change):
     machine, boot, namespace = boot_identity().split("/")
     other = {
         "another boot": f"{machine}/other/{namespace}",
@@ -162,7 +162,7 @@ def test_a_maker_of_another_boot_or_namespace_cannot_be_judged(change):
     assert owner_is_running(Maker(boot_identity(), os.getpid(), process_started(os.getpid()))) is True
 
 
-def test_a_watch_does_not_take_a_living_process_for_dead_under_another_proc(foreign_proc, child):
+def test_watch_keeps_a_living_process_under_foreign_proc(foreign_proc, child):
     watch = ProcessWatch(child.pid, process_started(child.pid) or "")
     try:
         assert watch.is_alive
@@ -173,8 +173,8 @@ def test_a_watch_does_not_take_a_living_process_for_dead_under_another_proc(fore
         watch.close()
 
 
-def test_niceness_reaches_no_other_process_under_another_proc(foreign_proc, monkeypatch):
-    # The numbers of threads there are those of other processes here.
+def test_niceness_changes_no_process_under_foreign_proc(foreign_proc, monkeypatch):
+    # There, our thread ids name threads of other processes.
     touched = set()
     monkeypatch.setattr(os, "setpriority", lambda which, who, nice: touched.add(who))
     Priority(5).use_low_priority()

@@ -1,4 +1,4 @@
-"""Protects the reserve: what it holds is room that can be given up, also after the disk was full while it was made."""
+"""Protects the reserve: its files free real space, even if the disk was full when they were made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHOLE = [FILE_NBYTES] * FILE_COUNT
 
 
 class FillingDisk(LocalBackend):
-    """A folder with so many bytes of room as a test says; a file that does not fit is left as far as it was written."""
+    """A folder with a limited number of bytes. A file that does not fit is left partially written."""
 
     room = 1 << 60
 
@@ -39,7 +39,7 @@ def sizes(backend):
     ("room", "count"),
     [(0, 0), (1, 0), (FILE_NBYTES - 1, 0), (3 * FILE_NBYTES, 3), (3 * FILE_NBYTES + 100, 3)],
 )
-def test_a_disk_that_gets_full_keeps_whole_files_only_and_gets_the_rest_when_there_is_room(disk, room, count):
+def test_reserve_keeps_whole_files_and_is_completed_later(disk, room, count):
     disk.room = room
     for _ in range(2 * FILE_COUNT):
         fill_reserve(disk)
@@ -50,7 +50,7 @@ def test_a_disk_that_gets_full_keeps_whole_files_only_and_gets_the_rest_when_the
 
 
 @pytest.mark.parametrize("short", [{0: 0}, {15: 4095}, dict.fromkeys(range(16), 0), {3: 0, 4: 1, 9: 100}])
-def test_short_files_that_were_left_are_written_anew(disk, short):
+def test_short_reserve_files_are_rewritten(disk, short):
     fill_reserve(disk)
     for number, nbytes in short.items():
         Path(disk.root, "reserve", f"{number:02d}").write_bytes(bytes(nbytes))
@@ -58,7 +58,7 @@ def test_short_files_that_were_left_are_written_anew(disk, short):
     assert sizes(disk) == WHOLE
 
 
-def test_whole_files_are_left_alone_and_an_empty_reserve_is_none(disk):
+def test_whole_reserve_files_are_kept(disk):
     fill_reserve(disk)
     before = {path: path.read_bytes() for path in Path(disk.root, "reserve").glob("*")}
     fill_reserve(disk)

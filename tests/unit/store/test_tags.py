@@ -1,4 +1,4 @@
-"""Tags and the drops that race with them: a tagged checkpoint is never dropped, whoever is first."""
+"""Protects tags and concurrent drops: a tagged checkpoint is never dropped, in any order of events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def put(tags, name, seq=3, *, is_dropped=lambda seq: False):
     tags.put(name, seq=seq, step=seq * 10, checkpoint_id=ID, is_dropped=is_dropped)
 
 
-def test_tag_is_read_back_and_durable(tags, backend):
+def test_tag_is_durable(tags, backend):
     put(tags, "good")
     record = tags.get("good")
     assert (record.seq, record.step, record.checkpoint_id) == (3, 30, ID.hex())
@@ -41,7 +41,7 @@ def test_tag_is_read_back_and_durable(tags, backend):
     assert backend.list_names("tmp") == []
 
 
-def test_tag_that_exists_moves(tags):
+def test_existing_tag_moves(tags):
     put(tags, "good", 3)
     put(tags, "other", 3)
     put(tags, "good", 4)
@@ -57,7 +57,7 @@ def test_missing_tag_is_not_found(tags):
         tags.remove("good")
 
 
-def test_removed_tag_is_gone_durably(tags, backend):
+def test_removing_a_tag_is_durable(tags, backend):
     put(tags, "good")
     before = backend.syncs[paths.tags_folder("main")]
     tags.remove("good")
@@ -66,14 +66,14 @@ def test_removed_tag_is_gone_durably(tags, backend):
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a..b", "latest", "7", "ä", "x" * 129])
-def test_names_with_path_tricks_are_refused(tags, name):
+def test_tag_names_with_path_parts_are_refused(tags, name):
     with pytest.raises(UsageError):
         put(tags, name)
     with pytest.raises(UsageError):
         tags.get(name)
 
 
-def test_damaged_tag_says_so_and_can_be_set_again(tags, backend):
+def test_damaged_tag_is_reported_and_can_be_reset(tags, backend):
     path = paths.tag_name("main", "good")
     backend.create(path, b"not a record", sync=False)
     with pytest.raises(CorruptError, match="tag 'good' is damaged"):
@@ -82,39 +82,39 @@ def test_damaged_tag_says_so_and_can_be_set_again(tags, backend):
     assert tags.get("good").seq == 3
 
 
-def test_tag_on_a_dropped_checkpoint_is_undone(tags):
+def test_tag_on_dropped_checkpoint_is_undone(tags):
     with pytest.raises(ConflictError, match="is being dropped"):
         put(tags, "good", is_dropped=lambda seq: True)
     assert tags.all() == {}
 
 
-def test_tag_is_as_it_was_when_its_move_is_refused(tags):
+def test_refused_move_restores_the_tag(tags):
     put(tags, "good", 1)
     with pytest.raises(ConflictError):
         put(tags, "good", 2, is_dropped=lambda seq: seq == 2)
     assert tags.get("good").seq == 1
 
 
-def dropped_once_it_is_written():
-    """Return what says that a checkpoint is there before a tag is written, and dropped after that."""
+def dropped_after_write():
+    """Return a predicate: not dropped before a tag is written, and dropped after that."""
     looks = iter([False, True])
     return lambda seq: next(looks)
 
 
-def test_tag_is_undone_when_its_checkpoint_is_dropped_while_it_is_written(tags):
+def test_tag_is_undone_if_dropped_while_writing(tags):
     with pytest.raises(ConflictError, match="is being dropped"):
-        put(tags, "good", is_dropped=dropped_once_it_is_written())
+        put(tags, "good", is_dropped=dropped_after_write())
     assert tags.all() == {}
 
 
-def test_tag_is_as_it_was_when_what_it_moves_to_is_dropped_meanwhile(tags):
+def test_move_is_undone_if_target_is_dropped_meanwhile(tags):
     put(tags, "good", 1)
     with pytest.raises(ConflictError, match="is being dropped"):
-        put(tags, "good", 2, is_dropped=dropped_once_it_is_written())
+        put(tags, "good", 2, is_dropped=dropped_after_write())
     assert tags.get("good").seq == 1
 
 
-def test_intent_that_is_made_while_a_tag_is_written_refuses_it(tags, monkeypatch):
+def test_intent_made_while_writing_refuses_the_tag(tags, monkeypatch):
     put(tags, "good", 1)
     once(monkeypatch, MemoryBackend, "rename", after=lambda: tags.declare(2, "delete"))
     with pytest.raises(ConflictError, match="is being dropped"):
@@ -123,7 +123,7 @@ def test_intent_that_is_made_while_a_tag_is_written_refuses_it(tags, monkeypatch
 
 
 @pytest.mark.parametrize("is_intended", [True, False])
-def test_tag_does_not_leave_what_it_protects_for_what_is_refused_at_first_sight(tags, monkeypatch, is_intended):
+def test_refused_move_never_leaves_the_old_checkpoint(tags, monkeypatch, is_intended):
     put(tags, "good", 1)
     if is_intended:
         tags.declare(2, "delete")
@@ -137,7 +137,7 @@ def test_tag_does_not_leave_what_it_protects_for_what_is_refused_at_first_sight(
     assert tags.get("good").seq == 1
 
 
-def test_intent_refuses_new_tags_until_it_is_retracted(tags):
+def test_intent_refuses_tags_until_retracted(tags):
     intent = tags.declare(3, "delete")
     with pytest.raises(ConflictError):
         put(tags, "good", 3)
@@ -156,7 +156,7 @@ def test_intent_is_durable_before_tags_are_read(tags, backend):
     assert backend.syncs[paths.claims_folder("main")] == before + 1
 
 
-def test_intent_of_a_dead_maker_refuses_nothing(tags, backend):
+def test_intent_of_dead_maker_is_ignored(tags, backend):
     record = IntentRecord(
         host="here",
         boot_id=boot_identity(),
@@ -172,7 +172,7 @@ def test_intent_of_a_dead_maker_refuses_nothing(tags, backend):
     put(tags, "good", 3)
 
 
-def test_intent_of_another_host_refuses(tags, backend):
+def test_intent_of_another_host_refuses_tags(tags, backend):
     record = IntentRecord(
         host="elsewhere",
         boot_id="another",
@@ -188,7 +188,7 @@ def test_intent_of_another_host_refuses(tags, backend):
         put(tags, "good", 3)
 
 
-def test_delete_and_tag_at_once_never_lose_a_tagged_checkpoint(store):
+def test_concurrent_delete_and_tag_lose_no_tagged_checkpoint(store):
     for round_number in range(15):
         seq = store.commit({"n": round_number}, round_number).seq
         barrier = threading.Barrier(2)
@@ -197,7 +197,7 @@ def test_delete_and_tag_at_once_never_lose_a_tagged_checkpoint(store):
         def tag(seq=seq, barrier=barrier, outcome=outcome):
             barrier.wait()
             try:
-                # Past the handle's lock, as another process would be.
+                # Bypass the handle's lock, as another process does.
                 parts = repository_of(store)
                 header = parts.manifests.header(parts.manifests.listing().names[-1])
                 parts.tags.put(
@@ -232,12 +232,12 @@ def test_delete_and_tag_at_once_never_lose_a_tagged_checkpoint(store):
             store.untag("kept")
 
 
-def test_tag_that_comes_between_intent_and_drop_stops_the_drop(store, monkeypatch):
+def test_tag_between_intent_and_drop_stops_the_drop(store, monkeypatch):
     seq = store.commit({"n": 1}, 1).seq
     declared = tags_module.Tags.declare
 
     def declare_and_be_tagged(self, number, purpose):
-        # The tag was written just before the intent became visible.
+        # The tag is written just before the intent becomes visible.
         record = self.all()
         assert record == {}
         header = store.info(f"seq:{seq}")

@@ -1,4 +1,4 @@
-"""Protects that a store keeps its tier however many of its turns fail there, and that a refusal says what to do."""
+"""Protects a store's ownership of its tier: failed turns do not close the tier, and a refusal says what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIER = "attic"
 
 
 class FailingTier(MemoryBackend):
-    """A place where a rename fails: before it is done, or after it, as when an answer is lost."""
+    """A tier where a rename fails: before it is done, or after it, as when an answer is lost."""
 
     fault = ""
 
@@ -52,7 +52,7 @@ def fail(repository, tier, count, fault):
 
 @pytest.mark.parametrize("fault", ["before", "after"])
 @pytest.mark.parametrize("count", [1, TURNS_MAX - 1, TURNS_MAX, TURNS_MAX + 1, 5 * TURNS_MAX])
-def test_a_tier_stays_open_after_any_number_of_failed_turns(repository, tier, count, fault):
+def test_tier_stays_open_after_failed_turns(repository, tier, count, fault):
     begin_turn(repository, TIER, tier)
     fail(repository, tier, count, fault)
     require_owner(repository, TIER, tier)
@@ -60,7 +60,7 @@ def test_a_tier_stays_open_after_any_number_of_failed_turns(repository, tier, co
     require_owner(repository, TIER, tier)
 
 
-def test_a_tier_stays_open_when_failures_come_between_turns(repository, tier):
+def test_tier_stays_open_with_failures_between_turns(repository, tier):
     for count in (3, 14, 15, 16, 40):
         begin_turn(repository, TIER, tier)
         fail(repository, tier, count, "before")
@@ -69,12 +69,12 @@ def test_a_tier_stays_open_when_failures_come_between_turns(repository, tier):
     require_owner(repository, TIER, tier)
 
 
-def test_the_first_turn_may_fail_any_number_of_times(repository, tier):
+def test_first_turn_may_fail_repeatedly(repository, tier):
     fail(repository, tier, 2 * TURNS_MAX, "before")
     begin_turn(repository, TIER, tier)
 
 
-def test_a_store_that_was_set_back_is_found_after_failures_too(repository, tier):
+def test_rolled_back_store_is_detected_after_failures(repository, tier):
     begin_turn(repository, TIER, tier)
     before = repository.backend.read_bytes("home.json", nbytes_max=1 << 20)
     begin_turn(repository, TIER, tier)
@@ -86,16 +86,14 @@ def test_a_store_that_was_set_back_is_found_after_failures_too(repository, tier)
 
 
 def remount(repository, monkeypatch, inode):
-    """Give the folders of a store other inodes, as file systems over a network do at each mount."""
+    """Give the folders of a store other inodes, as network file systems do at each mount."""
     stat = repository.backend.stat
     monkeypatch.setattr(repository.backend, "stat", lambda name: dataclasses.replace(stat(name), inode=inode))
 
 
 @pytest.mark.parametrize("inode", [7, 1 << 63])
 @pytest.mark.parametrize("check", [require_owner, begin_turn])
-def test_a_remounted_store_is_told_why_its_tier_is_closed_and_how_to_open_it(
-    repository, tier, monkeypatch, inode, check
-):
+def test_remounted_store_gets_reason_and_advice(repository, tier, monkeypatch, inode, check):
     remount(repository, monkeypatch, 1234567)
     begin_turn(repository, TIER, tier)
     remount(repository, monkeypatch, inode)
@@ -105,7 +103,7 @@ def test_a_remounted_store_is_told_why_its_tier_is_closed_and_how_to_open_it(
     assert "`ckstore adopt --as-original` if this folder is the original" in str(caught.value)
 
 
-def test_a_store_is_told_so_where_inodes_are_no_longer_known(repository, tier, monkeypatch):
+def test_store_without_inodes_gets_advice(repository, tier, monkeypatch):
     remount(repository, monkeypatch, 5)
     begin_turn(repository, TIER, tier)
     remount(repository, monkeypatch, 0)
@@ -114,7 +112,7 @@ def test_a_store_is_told_so_where_inodes_are_no_longer_known(repository, tier, m
     assert f"inode 5 before, {repository.backend.root} now" in str(caught.value)
 
 
-def test_pushes_that_fail_do_not_lock_the_store_out(folder, tmp_path):
+def test_failed_pushes_do_not_close_the_tier(folder, tmp_path):
     attic = tmp_path / "attic"
     with ckstore.open(folder) as store:
         store.commit(state_of(0, count=3000), 0)

@@ -1,6 +1,6 @@
-"""What each level of verify finds, what it reports, and that it changes nothing.
+"""Protects verify: what each level finds and reports, and that it changes nothing.
 
-Losing what docs/FORMAT.md calls disposable (leases, tmp, trash, packs that nobody names) is no damage.
+Losing disposable files (docs/FORMAT.md: leases, tmp, trash, unreferenced packs) is not damage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEVELS = ["quick", "read", "decode"]
 
 @pytest.fixture
 def filled(store):
-    """Two checkpoints in two packs; the second one needs the first one's pack too."""
+    """Two checkpoints in two packs. The second one also needs the first one's pack."""
     rng = np.random.default_rng(1)
     shared = rng.standard_normal(90_000)
     store.commit({"shared": shared, "own": rng.standard_normal(50)}, 1, tags=["good"])
@@ -42,7 +42,7 @@ def filled(store):
 
 @pytest.fixture
 def pack(filled):
-    """The name of the first checkpoint's pack, to be damaged in place."""
+    """The name of the first checkpoint's pack, which tests damage."""
     manifests = repository_of(filled).manifests
     return pack_name(manifests.load(manifests.listing().names[0]).packs[0].pack_id)
 
@@ -51,7 +51,7 @@ def found_by(store, level):
     return store.verify(level).damage
 
 
-def test_whole_store_is_clean_on_every_level(filled):
+def test_whole_store_is_clean_at_every_level(filled):
     read = []
     for level in LEVELS:
         report = filled.verify(level)
@@ -95,7 +95,7 @@ def test_flipped_payload_is_found_by_reading(filled, pack, backend):
         assert damage.tensors == ("shared",)
 
 
-def test_damage_that_one_checkpoint_suffers_names_that_one_only(filled, pack, backend):
+def test_damage_names_only_the_affected_checkpoint(filled, pack, backend):
     content = backend.files()[pack]
     parts = repository_of(filled)
     tail = decode_tail(
@@ -116,7 +116,7 @@ def test_damage_that_one_checkpoint_suffers_names_that_one_only(filled, pack, ba
     assert not filled.verify("decode", ref=1).is_clean
 
 
-def test_frame_with_right_checksums_and_wrong_content_is_found_by_decoding(filled, pack, backend):
+def test_wrong_content_is_found_by_decoding(filled, pack, backend):
     at = SUPERHEADER_NBYTES
     with edited(backend, pack) as content:
         header = decode_frame_header(bytes(content[at : at + FRAME_HEADER_NBYTES]))
@@ -132,7 +132,7 @@ def test_frame_with_right_checksums_and_wrong_content_is_found_by_decoding(fille
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_missing_pack_is_found_at_once(filled, pack, backend, level):
+def test_missing_pack_is_found_at_every_level(filled, pack, backend, level):
     backend.unlink(pack)
     (damage,) = found_by(filled, level)
     assert "missing" in damage.what
@@ -145,27 +145,27 @@ def test_missing_pack_is_found_at_once(filled, pack, backend, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_000, -4096, -1])
-def test_truncated_pack_is_found_at_once(filled, pack, backend, level, nbytes):
+def test_truncated_pack_is_found_at_every_level(filled, pack, backend, level, nbytes):
     truncate(backend, pack, nbytes)
     assert [damage.tensors for damage in found_by(filled, level)] == [("shared", "own")]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_pack_that_grew_is_found_at_once(filled, pack, backend, level):
+def test_grown_pack_is_found_at_every_level(filled, pack, backend, level):
     with edited(backend, pack) as content:
         content.extend(bytes(4096))
     assert found_by(filled, level)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_swapped_packs_are_found_at_once(filled, backend, level):
+def test_swapped_packs_are_found_at_every_level(filled, backend, level):
     one, other = names_of(backend, "packs/")
     swap(backend, one, other)
     assert len(found_by(filled, level)) == 2
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_altered_manifest_is_found_and_the_rest_still_checked(filled, backend, pack, level):
+def test_altered_manifest_does_not_stop_the_check(filled, backend, pack, level):
     name = repository_of(filled).manifests.listing().names[1].path
     with edited(backend, name) as content:
         content[len(content) // 2] ^= 1
@@ -181,7 +181,7 @@ def test_missing_claim_is_found(filled, backend):
     assert "claim" in damage.what
 
 
-def test_tag_that_points_nowhere_is_found(filled, backend):
+def test_dangling_tag_is_found(filled, backend):
     for name in names_of(backend, "manifests/main/00000000-"):
         backend.unlink(name)
     assert any("points to seq 0" in damage.what for damage in found_by(filled, "quick"))
@@ -197,7 +197,7 @@ def test_damaged_tag_and_config_are_found(filled, backend):
 
 
 @pytest.mark.parametrize("record", ["home", "owner"])
-def test_damaged_record_of_what_owns_a_tier_is_found(filled, backend, record):
+def test_damaged_tier_owner_record_is_found(filled, backend, record):
     golden = next(sample for sample in sample_records() if sample.kind == record)
     backend.create(f"{record}.json", encode_record(golden), sync=True)
     assert filled.verify("quick").is_clean
@@ -206,7 +206,7 @@ def test_damaged_record_of_what_owns_a_tier_is_found(filled, backend, record):
     assert damage.where.endswith(f"{record}.json")
 
 
-def test_disposable_files_are_not_looked_at(filled, backend):
+def test_disposable_files_are_ignored(filled, backend):
     backend.create("tmp/" + "ab" * 16 + ".ckm", b"left by a crash", sync=False)
     backend.create("packs/ab/" + "ab" * 16 + ".pack", b"torn, and named by nobody", sync=False)
     backend.overwrite("leases/main", b"torn")
@@ -215,7 +215,7 @@ def test_disposable_files_are_not_looked_at(filled, backend):
     assert filled.verify("decode").is_clean
 
 
-def test_packs_in_the_trash_still_count_as_there(filled, backend, pack):
+def test_packs_in_the_trash_count_as_present(filled, backend, pack):
     folder = "trash/" + "ab" * 16 + "/packs"
     backend.make_folder(folder)
     trashed = f"{folder}/{pack.rsplit('/', 1)[1]}"
@@ -236,7 +236,7 @@ def test_all_runs_are_verified_unless_one_is_named(filled, backend):
     assert damage.checkpoints == ("other/0 (step 1)",)
 
 
-def test_dropped_checkpoint_needs_nothing(filled, backend, pack):
+def test_dropped_checkpoint_is_not_checked(filled, backend, pack):
     filled.untag("good")
     filled.delete(1)
     filled.delete(2)
@@ -244,7 +244,7 @@ def test_dropped_checkpoint_needs_nothing(filled, backend, pack):
     assert filled.verify("decode").is_clean
 
 
-def test_failure_of_the_checker_itself_is_raised_and_not_waited_for(filled, monkeypatch):
+def test_internal_failure_is_raised(filled, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("a bug")
 
@@ -253,7 +253,7 @@ def test_failure_of_the_checker_itself_is_raised_and_not_waited_for(filled, monk
         filled.verify("read")
 
 
-def test_progress_reaches_the_whole(filled):
+def test_progress_reaches_the_total(filled):
     seen = []
     filled.verify("decode", on_progress=lambda done, total: seen.append((done, total)))
     done, total = seen[-1]
@@ -261,14 +261,14 @@ def test_progress_reaches_the_whole(filled):
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_frame_moved_in_the_pack_is_found_against_the_manifest(filled, backend, pack):
-    # A pack rewritten with the same frames in another order has other offsets and another directory.
+def test_frame_at_another_offset_is_found(filled, backend, pack):
+    # A pack with the same frames in another order has other offsets and another directory.
     with edited(backend, pack) as content:
         content[SUPERHEADER_NBYTES : SUPERHEADER_NBYTES + 64] = bytes(64)
     assert found_by(filled, "read")
 
 
-def test_padding_that_is_not_zero_is_found(filled, backend, pack):
+def test_nonzero_padding_is_found(filled, backend, pack):
     parts = repository_of(filled)
     last = parts.manifests.load(parts.manifests.listing().names[0]).frames[-1]
     end = last.offset + FRAME_HEADER_NBYTES + last.stored_nbytes
@@ -278,7 +278,7 @@ def test_padding_that_is_not_zero_is_found(filled, backend, pack):
     assert filled.restore(1) is not None
 
 
-def test_progress_is_told_after_each_read(backend):
+def test_progress_is_reported_after_each_read(backend):
     seen = []
     create_store(backend, SYSTEM_CLOCK, Limits(chunk_nbytes_max=1 << 16))
     with ckstore.open(backend) as store:
@@ -288,7 +288,7 @@ def test_progress_is_told_after_each_read(backend):
     assert seen == sorted(seen)
 
 
-def test_places_that_manifests_share_are_kept_once(filled):
+def test_shared_frames_are_stored_once_in_memory(filled):
     from ckstore.store.damage import Uses
 
     uses = Uses()
@@ -300,7 +300,7 @@ def test_places_that_manifests_share_are_kept_once(filled):
     assert sorted(list(pack.refs) for pack in uses.packs.values()) == [[0, 1], [1]]
 
 
-def test_frames_of_a_manifest_are_looked_at_once_however_many_packs_it_names(filled):
+def test_frames_of_a_manifest_are_iterated_once(filled):
     from ckstore.store.damage import Uses
 
     looks = []
@@ -318,11 +318,11 @@ def test_frames_of_a_manifest_are_looked_at_once_however_many_packs_it_names(fil
     assert len(looks) == 1
 
 
-# A copy that was made while the store was in use
+# Copies made while the store was in use
 
 
 def commit_and_copy(tmp_path, **how):
-    """Commit twice, copy the folder as cp -a does, and lose in the copy what came last."""
+    """Commit twice, copy the folder as cp -a does, and lose the last files in the copy."""
     with ckstore.open(tmp_path / "store", **how) as store:
         for step in range(2):
             store.commit({"x": np.full(20_000, step)}, step)
@@ -332,7 +332,7 @@ def commit_and_copy(tmp_path, **how):
         yield tmp_path / place, newest
 
 
-def test_torn_copy_says_that_it_is_one_and_how_to_make_a_whole_one(tmp_path, clock, capsys):
+def test_torn_copy_is_reported_with_advice(tmp_path, clock, capsys):
     for place, newest in commit_and_copy(tmp_path, clock=clock):
         newest.unlink()
         with ckstore.open(place) as store:
@@ -344,7 +344,7 @@ def test_torn_copy_says_that_it_is_one_and_how_to_make_a_whole_one(tmp_path, clo
         assert "ckstore mirror" in out
 
 
-def test_store_that_lost_a_pack_is_not_taken_for_a_copy_but_told_what_would_look_so(tmp_path, capsys):
+def test_store_with_lost_pack_is_not_called_a_copy(tmp_path, capsys):
     (place, newest), _ = commit_and_copy(tmp_path)
     newest.unlink()
     assert ckstore_command(["verify", str(place)]) == 12
