@@ -1,4 +1,4 @@
-"""Protects demotion after commits, by rules that are given or stored with the store, and the form of those rules."""
+"""Protects demotion after commits, by given or stored rules, and the stored form of these rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.memory_files import flip
 ALL = DemotePolicy(keep_newest=1, keep_every=0)
 
 
-def test_what_is_stored_with_the_store_is_applied_as_it_is_then():
+def test_stored_rules_are_applied_as_stored():
     with ckstore.open(MemoryBackend(), demotion="stored", demote_every=2) as store:
         held = states(6)
         for step in (0, 1):
@@ -36,7 +36,7 @@ def test_what_is_stored_with_the_store_is_applied_as_it_is_then():
         assert fidelities(store) == ["exact", "near", "near", "near"]
 
 
-def test_what_came_to_nothing_is_not_tried_after_every_commit(store, monkeypatch):
+def test_futile_demotion_is_not_repeated(store, monkeypatch):
     tried = []
     demote = demoting.demote
 
@@ -53,10 +53,10 @@ def test_what_came_to_nothing_is_not_tried_after_every_commit(store, monkeypatch
     assert tried == [0, 1, 2]
 
 
-# The rules, as they are stored
+# The stored rules
 
 
-def test_a_policy_is_stored_with_the_store_and_read_again(tmp_path):
+def test_stored_policy_round_trips(tmp_path):
     own = replace(Residual.small(), max_rel_rms=0.5, rules=(("model.*", "exact"),))
     with ckstore.open(tmp_path / "store") as store:
         assert store.demotion is None
@@ -70,7 +70,7 @@ def test_a_policy_is_stored_with_the_store_and_read_again(tmp_path):
         assert (store.demotion, store.retention) == (None, ckstore.Retention(keep_last=3))
 
 
-def test_the_stored_form_is_the_one_of_the_format(store):
+def test_stored_form_matches_the_format(store):
     backend = repository_of(store).backend
     change_config(backend, lambda record: type(record)(policy={"other": {"x": 1}}))
     store.set_demotion(ALL)
@@ -83,7 +83,7 @@ def test_the_stored_form_is_the_one_of_the_format(store):
 
 
 @pytest.mark.parametrize("kind", ["PrunedWeights", "PrunedMoments"])
-def test_a_stored_policy_with_settings_that_were_deleted_is_refused_with_the_reason(store, kind):
+def test_stored_policy_with_removed_settings_is_refused(store, kind):
     tensors = {"kind": "TensorSettings", "weights": {"kind": kind, "bits": 4}}
     rules = {"fidelity": {"kind": "Residual", "name": "excp", "tensors": tensors}}
     change_config(repository_of(store).backend, lambda record: type(record)(policy={"demotion": rules}))
@@ -92,7 +92,7 @@ def test_a_stored_policy_with_settings_that_were_deleted_is_refused_with_the_rea
             verb()
 
 
-def test_demotions_without_rules_go_by_those_that_are_stored():
+def test_stored_rules_are_the_default():
     store, _ = filled(MemoryBackend(), 4)
     store.set_demotion({"keep_newest": 2, "keep_every": 0, "fidelity": "small"})
     store.demote()
@@ -115,7 +115,7 @@ def test_demotions_without_rules_go_by_those_that_are_stored():
         {"compression": "none"},
     ],
 )
-def test_rules_that_are_none_are_refused_wherever_they_are_met(tmp_path, rules):
+def test_invalid_rules_are_refused(tmp_path, rules):
     with pytest.raises(UsageError):
         ckstore.open(tmp_path / "new", demotion=rules)
     assert not (tmp_path / "new").exists()
@@ -132,13 +132,13 @@ def test_rules_that_are_none_are_refused_wherever_they_are_met(tmp_path, rules):
     assert set(fidelities(store)) == {"exact"}
 
 
-def test_the_nearest_rule_is_named():
+def test_misspelled_rule_names_the_nearest():
     store, _ = filled(MemoryBackend(), 1)
     with pytest.raises(UsageError, match="'keep_newest'"):
         store.demote(policy={"keep_newst": 1})
 
 
-def test_a_damaged_configuration_demotes_nothing():
+def test_damaged_config_demotes_nothing():
     store, _ = filled(MemoryBackend(), 3)
     store.set_demotion(ALL)
     flip(repository_of(store).backend, "config.json", 30)
@@ -148,6 +148,6 @@ def test_a_damaged_configuration_demotes_nothing():
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "3"])
-def test_number_of_commits_is_checked(store, every):
+def test_interval_is_checked(store, every):
     with pytest.raises(UsageError, match="demote_every"):
         AutomaticDemotion(repository_of(store), ALL, Policy(), every=every)

@@ -1,4 +1,4 @@
-"""Protects a tier from copies of its store: one, or a store that was set back, changes nothing there until adopted."""
+"""Protects a tier from copies of its store: a copy, or a rolled-back store, changes nothing there until adopted."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from support.push_states import assert_restores, packs_here, state_of
 
 
 @pytest.fixture
-def attic(tmp_path):
-    return tmp_path / "attic"
+def tier_folder(tmp_path):
+    return tmp_path / "tier_folder"
 
 
 @pytest.fixture
-def original(folder, attic):
-    """A store of three checkpoints, all in a tier and none here."""
+def original(folder, tier_folder):
+    """A store of three checkpoints, all in a tier and none locally."""
     with ckstore.open(folder) as store:
         for step in range(3):
             store.commit(state_of(step), step)
-        store.push(str(attic), keep_local=0)
+        store.push(str(tier_folder), keep_local=0)
         store.gc(now=True, min_age=0)
     return folder
 
@@ -39,7 +39,7 @@ def drop_all_but_the_newest(store):
     store.gc(ckstore.Retention(keep_last=1), now=True, min_age=0)
 
 
-def test_copy_reads_and_commits_and_removes_nothing_from_the_tier(original, copy):
+def test_copy_works_and_removes_nothing_from_the_tier(original, copy):
     with ckstore.open(copy) as store:
         assert_restores(store, 0, 1, 2)
         store.commit(state_of(3), 3)
@@ -57,10 +57,10 @@ def test_copy_reads_and_commits_and_removes_nothing_from_the_tier(original, copy
         assert len(store.gc_tier(min_age=0).dropped) == 3
 
 
-def test_copy_frees_nothing_because_it_lies_in_a_tier_of_another(folder, attic, tmp_path):
+def test_copy_frees_no_packs_that_are_in_the_tier(folder, tier_folder, tmp_path):
     with ckstore.open(folder) as store:
         store.commit(state_of(0), 0)
-        store.push(str(attic), keep_local=0)
+        store.push(str(tier_folder), keep_local=0)
         shutil.copytree(folder, tmp_path / "copy")
         before = packs_here(tmp_path / "copy")
         with ckstore.open(tmp_path / "copy") as copied:
@@ -70,12 +70,12 @@ def test_copy_frees_nothing_because_it_lies_in_a_tier_of_another(folder, attic, 
         assert packs_here(folder) == set()
 
 
-def test_copy_that_is_adopted_as_new_pushes_elsewhere_only(original, copy, attic, tmp_path):
+def test_copy_adopted_as_new_pushes_elsewhere(original, copy, tier_folder, tmp_path):
     with ckstore.open(copy) as store:
         assert store.adopt(is_original=False) == {}
         store.commit(state_of(3), 3)
         with pytest.raises(ConflictError, match="owned by another folder"):
-            store.push(str(attic), keep_local=0)
+            store.push(str(tier_folder), keep_local=0)
         with pytest.raises(ConflictError, match="owned by another folder"):
             store.gc_tier(min_age=0)
         store.push(str(tmp_path / "second"), keep_local=0)
@@ -87,9 +87,9 @@ def test_copy_that_is_adopted_as_new_pushes_elsewhere_only(original, copy, attic
         assert_restores(store, 0, 1, 2, 9)
 
 
-def test_copy_that_is_adopted_as_original_owns_the_tier_and_the_other_does_not(original, copy, attic):
+def test_copy_adopted_as_original_owns_the_tier(original, copy, tier_folder):
     with ckstore.open(copy) as store:
-        assert store.adopt(is_original=True) == {"remote": str(attic)}
+        assert store.adopt(is_original=True) == {"remote": str(tier_folder)}
         store.commit(state_of(3), 3)
         store.push(keep_local=0)
         drop_all_but_the_newest(store)
@@ -102,11 +102,11 @@ def test_copy_that_is_adopted_as_original_owns_the_tier_and_the_other_does_not(o
             store.gc_tier(min_age=0)
 
 
-def test_store_that_was_set_back_removes_nothing_that_it_had_pushed_since(folder, attic):
-    """In place, so that no inode tells; its own next commits take the seqs of what is in the tier."""
+def test_rolled_back_store_removes_no_later_pushes(folder, tier_folder):
+    """It stays in place, so no inode differs. Its next commits take seqs that exist in the tier."""
     with ckstore.open(folder) as store:
         store.commit(state_of(0), 0)
-        store.push(str(attic), keep_local=0)
+        store.push(str(tier_folder), keep_local=0)
         saved = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
         for step in (1, 2):
             store.commit(state_of(step), step)
@@ -125,11 +125,11 @@ def test_store_that_was_set_back_removes_nothing_that_it_had_pushed_since(folder
         store.adopt(is_original=True)
         store.commit(state_of(20), 20)
         store.gc_tier(min_age=0)
-    with ckstore.open(attic) as there:
+    with ckstore.open(tier_folder) as there:
         assert_restores(there, 1, 2)
 
 
-def test_moved_folder_is_the_original_still(original, tmp_path, attic):
+def test_moved_folder_is_still_the_original(original, tmp_path, tier_folder):
     original.rename(tmp_path / "moved")
     with ckstore.open(tmp_path / "moved") as store:
         store.commit(state_of(3), 3)
@@ -137,12 +137,12 @@ def test_moved_folder_is_the_original_still(original, tmp_path, attic):
         assert_restores(store, 0, 1, 2, 3)
 
 
-def test_mirror_in_the_place_of_a_tier_is_not_that_tier(original, attic, tmp_path):
-    """Both are copies of one store: what is freed for the one is not in the other."""
+def test_mirror_is_not_accepted_as_the_tier(original, tier_folder, tmp_path):
+    """Both are copies of one store, but data that was freed because of one is missing in the other."""
     with ckstore.open(original) as store:
         store.mirror(str(tmp_path / "mirror"))
-        attic.rename(tmp_path / "disk")
-        (tmp_path / "mirror").rename(attic)
+        tier_folder.rename(tmp_path / "disk")
+        (tmp_path / "mirror").rename(tier_folder)
         store.commit(state_of(3), 3)
         for call in (lambda: store.push(keep_local=0), lambda: store.gc_tier(min_age=0)):
             with pytest.raises(UnreachableError, match="another copy of this store"):
@@ -150,17 +150,17 @@ def test_mirror_in_the_place_of_a_tier_is_not_that_tier(original, attic, tmp_pat
         assert_restores(store, 0, 1, 2, 3)
 
 
-def test_tiers_of_older_versions_get_an_owner_by_the_next_push(original, attic):
+def test_tier_of_older_version_gets_an_owner(original, tier_folder):
     (original / "home.json").unlink()
-    (attic / "owner.json").unlink()
+    (tier_folder / "owner.json").unlink()
     with ckstore.open(original) as store:
         store.commit(state_of(3), 3)
         store.push(keep_local=0)
     assert (original / "home.json").exists()
-    assert (attic / "owner.json").exists()
+    assert (tier_folder / "owner.json").exists()
 
 
-def test_name_of_a_forgotten_tier_may_get_another_place(original, tmp_path):
+def test_removed_tier_name_can_be_reused(original, tmp_path):
     with ckstore.open(original) as store:
         store.pull()
         store.gc(now=True, min_age=0)
@@ -169,31 +169,31 @@ def test_name_of_a_forgotten_tier_may_get_another_place(original, tmp_path):
         assert_restores(store, 0, 1, 2)
 
 
-def test_push_that_died_between_the_two_notes_goes_on(original, attic):
-    before = (attic / "owner.json").read_bytes()
+def test_push_resumes_after_half_recorded_turn(original, tier_folder):
+    before = (tier_folder / "owner.json").read_bytes()
     with ckstore.open(original) as store:
         store.commit(state_of(3), 3)
         store.push(keep_local=0)
-        # As if this turn had been noted here only.
-        (attic / "owner.json").write_bytes(before)
+        # Pretend that this turn was recorded in one place only.
+        (tier_folder / "owner.json").write_bytes(before)
         store.commit(state_of(4), 4)
         store.push(keep_local=0)
         assert_restores(store, 0, 1, 2, 3, 4)
 
 
-def test_adoption_of_what_cannot_be_reached_changes_nothing(copy, attic):
+def test_adopting_an_unreachable_tier_changes_nothing(copy, tier_folder):
     before = (copy / "home.json").read_bytes()
-    attic.rename(attic.with_name("disk"))
+    tier_folder.rename(tier_folder.with_name("disk"))
     with ckstore.open(copy) as store, pytest.raises(UnreachableError, match="'remote'"):
         store.adopt(is_original=True)
     assert (copy / "home.json").read_bytes() == before
 
 
-def test_store_that_knows_no_inodes_is_told_by_its_address(attic):
+def test_store_without_inodes_is_identified_by_address(tier_folder):
     with ckstore.open(MemoryBackend()) as store:
         for step in range(2):
             store.commit(state_of(step), step)
-            store.push(str(attic), keep_local=0)
+            store.push(str(tier_folder), keep_local=0)
         assert_restores(store, 0, 1)
 
 
@@ -202,7 +202,7 @@ def test_store_that_knows_no_inodes_is_told_by_its_address(attic):
     [([], 2, "give either"), (["--as-new", "--as-original"], 2, "give either"), (["--as-new"], 0, "owns no tier"),
      (["--as-original"], 0, "owns remote"), (["--as-original", "--json"], 0, '"remote"')],
 )  # fmt: skip
-def test_command_says_what_became_of_the_folder(copy, capsys, options, code, said):
+def test_command_reports_the_folder_identity(copy, capsys, options, code, said):
     assert run_command(["adopt", str(copy), *options]) == code
     out, err = capsys.readouterr()
     assert said in out + err

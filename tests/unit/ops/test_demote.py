@@ -1,4 +1,4 @@
-"""Protects what has aged: only what a rule or a name says is demoted, everything else is as it was, and says so."""
+"""Protects demotion: only checkpoints chosen by a rule or a name become lossy, and all others stay the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WANTED = DemotePolicy(keep_newest=2, keep_every=4)
 
 
 def check(store, held, exact):
-    """Those steps are exact, the others close, and everything is whole."""
+    """Check that these steps are exact, the others within their bounds, and the store clean."""
     for step, state in enumerate(held):
         found, info = store.restore(step), store.info(step)
         assert (info.fidelity == "exact") == (step in exact), step
@@ -38,7 +38,7 @@ def check(store, held, exact):
     assert store.verify("decode").damage == []
 
 
-def test_the_newest_every_so_many_and_the_tagged_stay_exact():
+def test_newest_every_nth_and_tagged_stay_exact():
     store, held = filled(MemoryBackend())
     store.tag(2, "good")
     before = {info.seq: info for info in store.log()}
@@ -62,7 +62,7 @@ def test_the_newest_every_so_many_and_the_tagged_stay_exact():
     assert store.info("good").step == 2
 
 
-def test_demoted_checkpoints_are_much_smaller_and_their_old_packs_garbage():
+def test_demoted_checkpoints_are_smaller():
     backend = MemoryBackend()
     store, _ = filled(backend, policy=Policy(delta=False))
     report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0, fidelity=ckstore.Residual.small()))
@@ -78,7 +78,7 @@ def test_demoted_checkpoints_are_much_smaller_and_their_old_packs_garbage():
     )
 
 
-def test_a_dry_run_changes_nothing_and_says_the_same():
+def test_dry_run_reports_the_same():
     store, held = filled(MemoryBackend(), 6)
     planned = store.demote(policy=WANTED, dry_run=True)
     assert planned.is_dry_run
@@ -87,7 +87,7 @@ def test_a_dry_run_changes_nothing_and_says_the_same():
     assert [entry.action for entry in planned.entries] == [entry.action for entry in done.entries]
 
 
-def test_a_second_demotion_finds_nothing_to_do():
+def test_second_demotion_finds_nothing_to_do():
     store, held = filled(MemoryBackend(), 6)
     store.demote(policy=WANTED)
     again = store.demote(policy=WANTED)
@@ -96,7 +96,7 @@ def test_a_second_demotion_finds_nothing_to_do():
     check(store, held, {0, 4, 5})
 
 
-def test_the_newest_is_demoted_only_by_name():
+def test_newest_is_demoted_only_by_name():
     store, held = filled(MemoryBackend(), 3)
     report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
     assert report.entries[0].is_done is False
@@ -104,14 +104,14 @@ def test_the_newest_is_demoted_only_by_name():
     assert [entry.is_done for entry in report.entries] == [True, False, False]
     assert store.info("latest").fidelity == "near"
     check(store, held, set())
-    # The next commit is coded against what is stored now.
+    # The next commit is coded against the demoted form.
     more = states(5)[3:]
     for step, state in enumerate(more, 3):
         store.commit(state, step)
     check(store, [*held, *more], {3, 4})
 
 
-def test_by_name_only_those_are_demoted_and_nothing_that_carries_a_tag():
+def test_named_demotion_skips_tagged_checkpoints():
     store, held = filled(MemoryBackend(), 5)
     report = store.demote(1, "seq:3")
     assert [entry.seq for entry in report.entries if entry.is_done] == [3, 1]
@@ -124,7 +124,7 @@ def test_by_name_only_those_are_demoted_and_nothing_that_carries_a_tag():
     check(store, held, {0, 2, 4})
 
 
-def test_runs_that_were_rewound_keep_their_newest():
+def test_rewound_run_keeps_its_newest_exact():
     store, held = filled(MemoryBackend(), 4)
     store.rewind(1)
     store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
@@ -133,16 +133,16 @@ def test_runs_that_were_rewound_keep_their_newest():
     assert store.info("seq:1").fidelity == "near"
 
 
-def test_one_in_so_many_of_a_demoted_chain_stays_exact():
+def test_every_nth_of_a_demoted_chain_stays_exact():
     store, held = filled(MemoryBackend(), 7)
     fidelity = Residual.small(keyframe_every=3)
     report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0, fidelity=fidelity))
-    # The first one, of which only the moments are quantized, counts.
+    # The first one, of which only the moments are quantized, counts too.
     check(store, held, {2, 5, 6})
     assert "one in 3 stays exact" in next(entry.reason for entry in report.entries if entry.seq == 2)
 
 
-def test_what_has_nothing_to_lose_stays(store):
+def test_checkpoint_without_lossy_tensors_stays(store):
     for step in range(4):
         store.commit({"counts": np.arange(9000) + step, "bias": np.arange(40_000, dtype=np.float32) + step}, step)
     report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
@@ -152,13 +152,13 @@ def test_what_has_nothing_to_lose_stays(store):
     assert all(info.generation == 0 for info in store.log())
 
 
-def test_an_empty_run_has_nothing_to_demote(store):
+def test_empty_run_has_nothing_to_demote(store):
     report = store.demote()
     assert report.entries == ()
 
 
-def test_what_a_receipt_would_warn_of_is_in_the_report():
-    """A run that diverged is seen when it ages, whether or not anything of the checkpoint could be stored anew."""
+def test_report_has_the_warnings_of_a_receipt():
+    """A diverged run is noticed when it is demoted, even if no tensor could be demoted."""
     held = states(4)
     held[1]["model"]["w"][3, 4] = np.nan
     held[2]["model"]["bias"][7] = np.inf
@@ -176,7 +176,7 @@ def test_what_a_receipt_would_warn_of_is_in_the_report():
     assert store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0)).warnings == ()
 
 
-def test_bounds_that_cannot_be_met_leave_the_checkpoint_exact():
+def test_unreachable_bounds_keep_the_checkpoint_exact():
     store, held = filled(MemoryBackend(), 3)
     for on_bound in ("raise", "exact"):
         strict = replace(Residual.small(), max_rel_rms=1e-9, on_bound=on_bound)
@@ -185,7 +185,7 @@ def test_bounds_that_cannot_be_met_leave_the_checkpoint_exact():
     check(store, held, {0, 1, 2})
 
 
-def test_a_demotion_without_room_leaves_everything_readable():
+def test_demotion_on_full_disk_breaks_nothing():
     backend = MemoryBackend()
     store, held = filled(backend, 5)
     store.close()
@@ -202,7 +202,7 @@ def test_a_demotion_without_room_leaves_everything_readable():
             assert other.verify("decode").damage == []
 
 
-def test_repacks_leave_demoted_checkpoints_as_they_are():
+def test_repack_keeps_demoted_checkpoints():
     store, held = filled(MemoryBackend(), 8)
     store.demote(policy=WANTED)
     ids = [info.checkpoint_id for info in store.log()]
@@ -216,7 +216,7 @@ def test_repacks_leave_demoted_checkpoints_as_they_are():
     check(store, held, {0, 4, 6, 7})
 
 
-def test_a_commit_after_a_demotion_reuses_and_restores(tmp_path):
+def test_commit_after_demotion_reuses_and_restores(tmp_path):
     with ckstore.open(tmp_path / "store") as store:
         held = states(7)
         for step, state in enumerate(held[:5]):
@@ -234,8 +234,8 @@ def newest_seq(store):
     return store.info("latest").seq
 
 
-def test_what_became_the_newest_before_the_intent_stays_exact(monkeypatch):
-    """Between the plan and the intent, someone deletes all that is newer."""
+def test_newest_by_deletion_before_intent_stays_exact(monkeypatch):
+    """Between the plan and the intent, another process deletes all newer checkpoints."""
     backend = MemoryBackend()
     store, held = filled(backend, 3)
     declare = Tags.declare
@@ -255,7 +255,7 @@ def test_what_became_the_newest_before_the_intent_stays_exact(monkeypatch):
     assert store.info("seq:0").fidelity == "near"
 
 
-def test_nobody_deletes_what_is_newer_than_a_checkpoint_that_is_being_demoted(monkeypatch):
+def test_newer_checkpoint_cannot_be_deleted_meanwhile(monkeypatch):
     backend = MemoryBackend()
     store, held = filled(backend, 3)
     refused = []
@@ -274,8 +274,8 @@ def test_nobody_deletes_what_is_newer_than_a_checkpoint_that_is_being_demoted(mo
     assert newest_seq(store) == 1
 
 
-def test_what_became_the_newest_while_it_was_coded_stays_exact(monkeypatch):
-    """The drop declared its intent first, saw none of ours, and marks while we code."""
+def test_newest_by_deletion_while_coding_stays_exact(monkeypatch):
+    """The drop declared its intent before ours existed, and marks the checkpoints during our coding."""
     backend = MemoryBackend()
     store, held = filled(backend, 3)
 

@@ -1,4 +1,4 @@
-"""Protects a run that is demoted while its trainer lives: no lease is asked for, no exact newest is ever lost."""
+"""Protects demotion next to a living trainer: it takes no lease, and an exact newest checkpoint always exists."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ ALL = DemotePolicy(keep_newest=1, keep_every=0)
 pytestmark = pytest.mark.usefixtures("nothing_aside")
 
 
-class Interrupted(MemoryBackend):
-    """Calls ``act`` before the k-th change from a moment on."""
+class InterruptedBackend(MemoryBackend):
+    """Call ``act`` before the k-th change after it is armed."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Interrupted(MemoryBackend):
         return super().sync_folder(*args)
 
 
-def test_a_run_is_demoted_beside_the_trainer_that_holds_its_lease():
+def test_demotion_works_next_to_a_living_trainer():
     backend = MemoryBackend()
     trainer, held = filled(backend, 5)
     held = states(8)
@@ -82,7 +82,7 @@ def test_a_run_is_demoted_beside_the_trainer_that_holds_its_lease():
     check_exact_or_near(trainer, held, newest=7)
 
 
-def test_the_newest_is_demoted_by_name_only_where_no_trainer_lives():
+def test_newest_is_demoted_only_without_a_trainer():
     backend = MemoryBackend()
     trainer, held = filled(backend, 3)
     with ckstore.open(backend) as operator:
@@ -97,8 +97,8 @@ def test_the_newest_is_demoted_by_name_only_where_no_trainer_lives():
 
 @pytest.fixture(scope="module")
 def change_count():
-    """How many changes a demotion of four checkpoints makes that nobody disturbs."""
-    backend = Interrupted()
+    """How many changes an undisturbed demotion of four checkpoints makes."""
+    backend = InterruptedBackend()
     filled(backend, 4)
     backend.act = pytest.fail
     with ckstore.open(backend) as operator:
@@ -109,16 +109,16 @@ def change_count():
 
 @pytest.mark.deep
 @pytest.mark.parametrize("verb", ["commit", "gc", "both"])
-def test_whatever_a_trainer_or_collector_does_between_two_steps_of_a_demotion_is_right(verb, change_count, sample):
-    """Before every change that a demotion makes, all of the other's verb happens."""
+def test_other_verbs_between_demotion_steps_are_safe(verb, change_count, sample):
+    """The whole verb runs before each single change that a demotion makes."""
     held = states(6)
     for at in sample.part(range(1, change_count + 1), parts=40):
         check_interrupted_demotion(verb, at, held)
 
 
 def check_interrupted_demotion(verb, at, held):
-    """Demote, and let the other's verb happen before the ``at``-th change."""
-    backend = Interrupted()
+    """Demote, and run the other verb before the ``at``-th change."""
+    backend = InterruptedBackend()
     trainer, _ = filled(backend, 4)
 
     def act():
@@ -137,11 +137,11 @@ def check_interrupted_demotion(verb, at, held):
     trainer.commit(held[newest + 1], newest + 1)
     trainer.gc(now=True, min_age=0)
     check_exact_or_near(trainer, held, newest=newest + 1)
-    # What is committed before the plan makes one more old; a collector without grace may take new packs first.
+    # A commit before the plan makes one more checkpoint old. A collector without grace may take new packs first.
     assert 2 <= fidelities(trainer).count("near") <= 4
 
 
-def test_what_another_demotes_meanwhile_is_left_to_it(monkeypatch):
+def test_checkpoint_demoted_by_another_is_skipped(monkeypatch):
     backend = MemoryBackend()
     store, held = filled(backend, 4)
 
@@ -159,8 +159,8 @@ def test_what_another_demotes_meanwhile_is_left_to_it(monkeypatch):
     check_exact_or_near(store, held, newest=3)
 
 
-def test_what_its_writer_may_still_withdraw_makes_nothing_old(monkeypatch):
-    """A checkpoint was published, its packs are gone: its writer is about to find out."""
+def test_unfinished_newest_does_not_age_others(monkeypatch):
+    """A checkpoint was published and its packs are gone. Its writer has not noticed yet."""
     backend = MemoryBackend()
     store, held = filled(backend, 3, policy=Policy(delta=False))
     own = {pack.pack_id for pack in manifest_of(store, 2).packs} - {p.pack_id for p in manifest_of(store, 1).packs}
@@ -181,11 +181,11 @@ def test_what_its_writer_may_still_withdraw_makes_nothing_old(monkeypatch):
 
 
 class _DiedError(Exception):
-    """What ends a trainer in these tests."""
+    """Ends a trainer in these tests."""
 
 
 def published_and_not_synced(disk, state, step):
-    """Commit, but for the last sync of the folder; then the writer is gone."""
+    """Commit without the last sync of the folder, then end the writer."""
     publish = Manifests.publish
 
     def die(self, manifest):
@@ -200,7 +200,7 @@ def published_and_not_synced(disk, state, step):
 
 
 class UnsyncedUntilPublished(SyncSkippingBackend):
-    """Leaves out the syncs that come before a manifest is linked, and no other."""
+    """Omit the syncs that come before a manifest is linked, and no others."""
 
     def link(self, source, target):
         if target.startswith(paths.manifests_folder("main")):
@@ -211,7 +211,7 @@ class UnsyncedUntilPublished(SyncSkippingBackend):
 @pytest.mark.deep
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_synced", [True, False])
-def test_a_power_cut_takes_back_nothing_that_made_another_old(is_synced, monkeypatch, quiet_log, sample):
+def test_power_cut_never_loses_the_exact_newest(is_synced, monkeypatch, quiet_log, sample):
     disk, held = SimFS(), states(2)
     with ckstore.open(disk) as store:
         store.commit(held[0], 0)
@@ -226,16 +226,16 @@ def test_a_power_cut_takes_back_nothing_that_made_another_old(is_synced, monkeyp
     with ckstore.open(disk if is_synced else UnsyncedUntilPublished(disk, ["folder manifests"])) as store:
         assert [entry.is_done for entry in store.demote(policy=ALL).entries] == [False, True]
     points = range(len(disk.log) // 2, len(disk.log) + 1)
-    # Right after a manifest was linked most can be lost.
+    # Most data can be lost right after a manifest was linked.
     links = {number for number, change in enumerate(disk.log, 1) if change.call == "link"} & set(points)
     visited = links | set(sample.part(points, parts=4)) if is_synced else links
     states_left = crash_states(disk, seed=7, samples=4, points=visited, singles_max=12)
-    # Without the sync that comes first, a checkpoint with a loss can be left as the newest: this would be seen here.
-    assert any(is_lost(state, held) for state in states_left) is not is_synced
+    # Without the first sync, a lossy checkpoint can be left as the newest. This test detects that.
+    assert any(newest_is_lossy(state, held) for state in states_left) is not is_synced
 
 
-def is_lost(state, held):
-    """Whether the newest checkpoint of a crash state is not exact; what is exact must be right."""
+def newest_is_lossy(state, held):
+    """Return whether the newest checkpoint of a crash state is not exact. Exact ones must be right."""
     with ckstore.open(state.disk) as store:
         newest = store.latest()
         if newest is None or newest.fidelity != "exact":

@@ -1,4 +1,4 @@
-"""Protects those who compare checkpoints: equal means equal bit by bit, and numbers are those of the tensors."""
+"""Protects diff: "equal" means equal bits, and the numbers describe the tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = ["f2", "f4", "f8", "i1", "i4", "i8", "u2", "c8", "?"]
 
 
 def diff(one, other, **options):
-    """Return how two states differ once they are checkpoints."""
+    """Return the difference of two states after committing both."""
     with ckstore.open(MemoryBackend()) as store:
         store.commit(one, 1)
         store.commit(other, 2)
@@ -31,7 +31,7 @@ def rows(found):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 600_000])
-def test_numbers_are_those_of_the_tensors(dtype, count):
+def test_numbers_match_the_tensors(dtype, count):
     rng = np.random.default_rng(count)
     one = (rng.standard_normal(count) * 50).astype(dtype)
     other = one.copy()
@@ -48,7 +48,7 @@ def test_numbers_are_those_of_the_tensors(dtype, count):
     assert whole == 0 or math.isclose(row.relative, row.rms / whole, rel_tol=1e-9)
 
 
-def test_every_kind_of_change_is_told():
+def test_every_kind_of_change_is_reported():
     one = {
         "same": np.arange(5.0),
         "moved": np.zeros(5, np.float32),
@@ -70,8 +70,8 @@ def test_every_kind_of_change_is_told():
         "now a tensor": np.ones(2),
     }
     found = diff(one, other)
-    told = {path: row.status for path, row in rows(found).items()}
-    assert told == {
+    reported = {path: row.status for path, row in rows(found).items()}
+    assert reported == {
         "same": "equal",
         "moved": "changed",
         "gone": "removed",
@@ -89,7 +89,7 @@ def test_every_kind_of_change_is_told():
     assert not found.is_equal
 
 
-def test_bits_count_where_numbers_do_not():
+def test_equal_numbers_with_other_bits_differ():
     one = np.array([0.0, np.nan, np.inf, 1.0], np.float32)
     other = np.array([-0.0, np.nan, np.inf, 1.0], np.float32)
     row = rows(diff({"a": one}, {"a": other}))["a"]
@@ -100,7 +100,7 @@ def test_bits_count_where_numbers_do_not():
     assert same.status == "equal"
 
 
-def test_elements_that_are_no_numbers_are_compared_bit_by_bit():
+def test_nan_is_compared_by_bits():
     kind = np.dtype([("a", "<i4"), ("b", "<f2")])
     one = np.zeros(40, kind)
     other = one.copy()
@@ -127,7 +127,7 @@ def test_empty_and_scalar_tensors():
     assert rows(found)["scalar"].relative == 0.25
 
 
-def test_what_is_shared_is_not_read():
+def test_shared_chunks_are_not_read():
     state = {"large": np.random.default_rng(1).standard_normal(400_000), "small": np.arange(10.0)}
     found = diff(state, {**state, "small": np.arange(10.0) + 1})
     assert found.bytes_read == 2 * 80
@@ -135,14 +135,14 @@ def test_what_is_shared_is_not_read():
     assert diff(state, state).bytes_read == 0
 
 
-def test_globs_choose_and_find_something():
+def test_globs_select_and_must_match():
     one, other = {"a": np.zeros(3), "b": np.zeros(3)}, {"a": np.ones(3), "b": np.ones(3)}
     assert set(rows(diff(one, other, only="a"))) == {"a"}
     with pytest.raises(NotFoundError):
         diff(one, other, only="nothing*")
 
 
-def test_neither_state_is_in_memory():
+def test_diff_does_not_load_whole_states():
     rng = np.random.default_rng(2)
     state = {str(number): rng.standard_normal(3_000_000).astype(np.float32) for number in range(4)}
     with ckstore.open(MemoryBackend(), policy=ckstore.Policy(compression="none")) as store:
@@ -162,10 +162,12 @@ def test_neither_state_is_in_memory():
     assert peak < 40 * MIB
 
 
-def test_progress_ends_where_it_should():
-    told = []
-    diff({"a": np.zeros(3000), "b": 1}, {"a": np.ones(3000), "c": np.ones(8)}, on_progress=lambda *p: told.append(p))
-    assert told[-1] == (24_064, 24_064)
+def test_progress_ends_at_the_total():
+    reported = []
+    diff(
+        {"a": np.zeros(3000), "b": 1}, {"a": np.ones(3000), "c": np.ones(8)}, on_progress=lambda *p: reported.append(p)
+    )
+    assert reported[-1] == (24_064, 24_064)
 
 
 def test_distances_add_up():
@@ -179,7 +181,7 @@ def test_distances_add_up():
     assert distance_of(one[:0], one[:0]).rms == 0
 
 
-def test_floats_of_two_bytes_are_read_as_they_are():
+def test_two_byte_floats_are_compared():
     values = np.array([1.0, -2.5, np.inf, 1e-40], np.float32)
     bf16 = (values.view(np.uint32) >> 16).astype(np.uint16)
     assert np.array_equal(floats_of(bf16.data.cast("B"), "bfloat16"), (bf16.astype(np.uint32) << 16).view(np.float32))

@@ -1,4 +1,4 @@
-"""Putting aside what cannot be read moves it and nothing else, and never what may still be written."""
+"""Protects quarantine: it moves only unreadable files, and never files that may still be written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def backend():
     return made
 
 
-def test_quarantine_moves_unreadable_manifests_and_nothing_else(backend):
+def test_quarantine_moves_only_unreadable_manifests(backend):
     with opened(backend) as store:
         name = first_of(backend, "manifests/main/00000002")
         flip(backend, name, 30)
@@ -35,7 +35,7 @@ def test_quarantine_moves_unreadable_manifests_and_nothing_else(backend):
         assert store.steps() == [1, 2]
 
 
-def test_quarantine_leaves_packs_that_may_still_be_written(backend):
+def test_quarantine_skips_packs_that_may_be_in_use(backend):
     with opened(backend) as store:
         now = repository_of(store).clock.now_ns()
         for number, modified_ns in ((1, 1), (2, now)):

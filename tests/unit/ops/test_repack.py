@@ -1,4 +1,4 @@
-"""Protects repack: what checkpoints hold and their ids stay, bytes fall or nothing is done, and nobody is disturbed."""
+"""Protects repack: contents and ids stay equal, the size falls or nothing is done, and other processes continue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DELTAS = ckstore.Policy(threads=2)
 
 
 def history(count, *, size=30_000, seed=3):
-    """Return the states of a run that drifts, with a part that never changes, a rounding, and noise."""
+    """Return the states of a drifting run with a constant tensor, a rounded copy, and noise."""
     rng = np.random.default_rng(seed)
     weights = rng.standard_normal(size).astype(np.float32)
     frozen = rng.standard_normal(size).astype(np.float32)
@@ -71,7 +71,7 @@ def packs_of(store):
 
 @pytest.mark.parametrize("policy", [PLAIN, WHOLE, DELTAS], ids=["plain", "whole", "deltas"])
 @pytest.mark.parametrize("keyframes", [0, 1, 2])
-def test_every_checkpoint_comes_back_with_its_id(backend, policy, keyframes):
+def test_every_checkpoint_restores_with_its_id(backend, policy, keyframes):
     states = history(5)
     with filled(backend, states, policy) as store:
         before = {info.seq: (info.checkpoint_id, info.time_ns, info.parent) for info in store.log()}
@@ -80,7 +80,7 @@ def test_every_checkpoint_comes_back_with_its_id(backend, policy, keyframes):
         check(store, states)
 
 
-def test_newest_becomes_a_keyframe_and_older_ones_differences_from_it(backend):
+def test_newest_becomes_the_keyframe(backend):
     with filled(backend, history(5), PLAIN) as store:
         report = store.repack()
         assert actions(report) == [(4, "keyframe"), (3, "delta"), (2, "delta"), (1, "delta"), (0, "delta")]
@@ -91,18 +91,18 @@ def test_newest_becomes_a_keyframe_and_older_ones_differences_from_it(backend):
         assert report.packs_after < 0.6 * report.packs_before
 
 
-def test_pack_that_a_frozen_tensor_pins_is_not_rewritten(backend):
+def test_pack_of_a_frozen_tensor_is_not_rewritten(backend):
     states = history(4, size=140_000)
     with filled(backend, states, WHOLE) as store:
         report = store.repack()
-        # The first commit's pack holds what never changed, and the newest, which stays, needs it there.
+        # The first commit's pack has the constant tensor, and the newest checkpoint, which stays, needs it there.
         assert actions(report) == [(3, "keep"), (2, "delta"), (1, "delta"), (0, "keep")]
         assert "other checkpoints need its packs" in report.entries[3].reason
         check(store, states)
 
 
 def test_rounded_tensors_stay_rounded(backend):
-    # Tensors below 256 KiB share chunks, and are no roundings of others.
+    # Tensors below 256 KiB share chunks, and are not stored as roundings.
     states = history(3, size=140_000)
     with filled(backend, states, PLAIN) as store:
         store.repack()
@@ -111,7 +111,7 @@ def test_rounded_tensors_stay_rounded(backend):
             assert modes["half"] == "derived"
 
 
-def test_dry_run_changes_nothing_and_tells_the_plan_that_is_carried_out(backend):
+def test_dry_run_reports_the_plan(backend):
     states = history(5)
     with filled(backend, states, WHOLE) as store:
         files = names_of(backend)
@@ -120,15 +120,15 @@ def test_dry_run_changes_nothing_and_tells_the_plan_that_is_carried_out(backend)
         assert planned.is_dry_run
         assert not any(entry.is_done for entry in planned.entries)
         done = store.repack()
-        assert [replace_estimates(entry) for entry in done.entries] == [
-            replace_estimates(entry) for entry in planned.entries
+        assert [without_estimates(entry) for entry in done.entries] == [
+            without_estimates(entry) for entry in planned.entries
         ]
         assert [entry.is_done for entry in done.entries] == [entry.action != "keep" for entry in done.entries]
         assert done.bytes_written == pytest.approx(planned.bytes_written, rel=0.1)
         assert done.packs_after == pytest.approx(planned.packs_after, rel=0.1)
 
 
-def replace_estimates(entry):
+def without_estimates(entry):
     return replace(entry, stored_after=0, read_after=0, is_done=False)
 
 
@@ -143,14 +143,14 @@ def test_second_repack_finds_nothing_to_do(backend, policy):
         assert [info.generation for info in store.log()] == generations
 
 
-def test_what_saves_less_than_asked_for_stays_as_it_is(backend):
+def test_too_small_saving_changes_nothing(backend):
     with filled(backend, history(4), WHOLE) as store:
         report = store.repack(RepackPolicy(saving_min=0.6))
         assert report.rewritten == ()
         assert all("would" in entry.reason for entry in report.entries)
 
 
-def test_differences_that_become_keyframes_free_the_old_keyframe(backend):
+def test_new_keyframes_free_the_old_keyframe(backend):
     rng = np.random.default_rng(1)
     weights = rng.standard_normal(40_000).astype(np.float32)
     states = []
@@ -168,7 +168,7 @@ def test_differences_that_become_keyframes_free_the_old_keyframe(backend):
         check(store, states)
 
 
-def test_frames_that_another_run_needs_stay_in_place(backend):
+def test_frames_of_another_run_stay(backend):
     states = history(3)
     with filled(backend, states, PLAIN) as store, ckstore.open(backend, run="other", policy=PLAIN) as other:
         assert other.commit(states[2], 7).chunks_new == 0
@@ -177,7 +177,7 @@ def test_frames_that_another_run_needs_stay_in_place(backend):
         assert difference(other.restore(), states[2]) is None
 
 
-def test_next_commit_is_coded_against_what_was_repacked(backend):
+def test_next_commit_uses_repacked_bases(backend):
     states = history(6)
     with filled(backend, states[:5], PLAIN) as store:
         store.repack()
@@ -186,7 +186,7 @@ def test_next_commit_is_coded_against_what_was_repacked(backend):
         check(store, states)
 
 
-def test_archival_and_damaged_entries_are_left_alone(backend):
+def test_archival_and_damaged_entries_are_skipped(backend):
     states = history(3)
     with filled(backend, states, PLAIN) as store:
         pack = packs_of(store).keys() - {
@@ -202,14 +202,14 @@ def test_archival_and_damaged_entries_are_left_alone(backend):
         ]
 
 
-def test_live_writer_is_a_conflict_and_a_dry_run_is_not(backend):
+def test_live_writer_is_a_conflict_except_for_dry_run(backend):
     with filled(backend, history(2), PLAIN), ckstore.open(backend) as other:
         assert other.repack(dry_run=True).rewritten
         with pytest.raises(ConflictError, match="being written"):
             other.repack()
 
 
-def test_reader_that_began_before_goes_on_reading_what_it_saw(folder):
+def test_reader_continues_during_repack(folder):
     states = history(4)
     with filled(folder, states, PLAIN) as store, ckstore.open(folder) as reader:
         errors, is_done = [], threading.Event()
@@ -232,7 +232,7 @@ def test_reader_that_began_before_goes_on_reading_what_it_saw(folder):
         assert errors == []
 
 
-def test_full_disk_leaves_every_checkpoint_in_one_of_its_forms():
+def test_full_disk_keeps_every_checkpoint():
     states = history(4)
     backend = MemoryBackend()
     filled(backend, states, PLAIN).close()
@@ -246,7 +246,7 @@ def test_full_disk_leaves_every_checkpoint_in_one_of_its_forms():
             check(store, states)
 
 
-def test_packs_of_a_replacement_that_was_not_published_are_freed():
+def test_packs_of_unpublished_replacement_are_freed():
     states = history(3)
     inner = MemoryBackend()
     filled(inner, states, PLAIN).close()
@@ -262,7 +262,7 @@ def test_packs_of_a_replacement_that_was_not_published_are_freed():
         check(store, states)
 
 
-def test_checkpoint_that_is_dropped_meanwhile_stays_dropped(backend, monkeypatch):
+def test_checkpoint_dropped_meanwhile_stays_dropped(backend, monkeypatch):
     states = history(4)
     with filled(backend, states, PLAIN) as store:
         parts = repository_of(store)
@@ -290,14 +290,14 @@ def test_empty_run_has_nothing_to_repack(store):
 @pytest.mark.parametrize(
     "fields", [{"keyframes": -1}, {"compression": "none"}, {"read_amplification_max": 0.5}, {"saving_min": 2}]
 )
-def test_policy_refuses_what_cannot_be(fields):
+def test_invalid_policy_is_refused(fields):
     with pytest.raises(UsageError):
         RepackPolicy(**fields)
 
 
-def test_progress_ends_at_the_whole(backend):
-    told = []
+def test_progress_ends_at_the_total(backend):
+    calls = []
     with filled(backend, history(3), PLAIN) as store:
-        store.repack(on_progress=lambda done, total: told.append((done, total)))
-    assert told[:3] == [(1, 3), (2, 3), (3, 3)]
-    assert told[-1][0] == told[-1][1]
+        store.repack(on_progress=lambda done, total: calls.append((done, total)))
+    assert calls[:3] == [(1, 3), (2, 3), (3, 3)]
+    assert calls[-1][0] == calls[-1][1]

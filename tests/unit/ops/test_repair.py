@@ -1,4 +1,4 @@
-"""What is damaged is healed from what is left, or named as lost; and nothing is ever removed or made wrong."""
+"""Protects repair: damage is healed from remaining data or reported, and nothing is removed or made wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quiet_log")
 
 @pytest.fixture(scope="module")
 def pristine():
-    """The undamaged store; nothing changes it."""
+    """The undamaged store, which no test changes."""
     backend = MemoryBackend()
     stores.fill(backend)
     return backend
@@ -48,7 +48,7 @@ def check_all_right(backend):
         assert store.repair().is_clean
 
 
-def test_repair_of_a_whole_store_finds_and_changes_nothing(backend, pristine):
+def test_repair_of_a_clean_store_changes_nothing(backend, pristine):
     with opened(backend) as store:
         assert store.repair().is_clean
         assert store.repair(dry_run=False).is_clean
@@ -67,11 +67,11 @@ def test_dry_run_changes_nothing(backend):
     assert after == {name: content for name, content in before.items() if not name.startswith("leases")}
 
 
-def test_flipped_byte_makes_partial_checkpoints_and_leaves_the_others_whole(backend):
+def test_flipped_byte_affects_dependent_checkpoints_only(backend):
     with opened(backend) as store:
         spoiled = flip_frame(backend, store, 3, "model.weights")
         report = store.repair(dry_run=False)
-        # Step 3 lost its difference; the run that shares it did too. Step 1 is its base and does not need it.
+        # Step 3 lost its delta, and so did the run that shares it. Step 1 is its base and does not need it.
         assert actions(report) == {("main", 3): "partial", ("other", 20): "partial"}
         assert [entry.tensors for entry in report.partial] == [("model.weights",)] * 2
         assert is_right(store, 1, STATES[1])
@@ -87,7 +87,7 @@ def test_flipped_byte_makes_partial_checkpoints_and_leaves_the_others_whole(back
     assert paths.quarantine_packs_folder() + "/" + spoiled.rsplit("/", 1)[1] in backend.files()
 
 
-def test_verify_names_what_is_lost_and_nothing_else(backend):
+def test_verify_names_only_lost_tensors(backend):
     with opened(backend) as store:
         flip_frame(backend, store, 2, "model.weights")
         store.repair(dry_run=False)
@@ -110,7 +110,7 @@ def test_checkpoint_id_metrics_and_tags_survive_a_repair(backend):
     assert (after.bytes_written, after.chunks_new) == (before.bytes_written, before.chunks_new)
 
 
-def test_partial_newest_checkpoint_is_passed_over_by_a_restore_without_a_name(backend):
+def test_restore_without_ref_skips_a_partial_checkpoint(backend):
     with opened(backend) as store:
         flip_frame(backend, store, 3, "small.own")
         store.repair(dry_run=False)
@@ -119,7 +119,7 @@ def test_partial_newest_checkpoint_is_passed_over_by_a_restore_without_a_name(ba
         assert store.latest().step == 2
 
 
-def test_second_repair_of_a_partial_checkpoint_changes_nothing(backend):
+def test_second_repair_changes_nothing(backend):
     with opened(backend) as store:
         flip_frame(backend, store, 2, "model.weights")
         store.repair(dry_run=False)
@@ -140,7 +140,7 @@ def test_later_commit_of_the_same_bytes_heals(backend):
     check_all_right(backend)
 
 
-def test_commit_after_a_repair_never_relies_on_what_was_lost(backend):
+def test_commit_after_repair_does_not_use_lost_chunks(backend):
     with opened(backend) as store:
         flip_frame(backend, store, 3, "model.weights")
         store.repair(dry_run=False)
@@ -153,7 +153,7 @@ def test_chunk_is_found_in_another_pack(backend):
     with opened(backend) as store:
         pack, _ = stores.frames_of(store, 1, "model.still")[0]
         whole = backend.files()[pack]
-        # A writer that died left a pack that nobody names, with the same chunk.
+        # A dead writer left an unreferenced pack with the same chunk.
         with opened(backend, run="third") as other:
             repository_of(other).prepare_run()
             backend.overwrite(pack, bytes(len(whole)))
@@ -169,7 +169,7 @@ def test_chunk_is_found_in_another_pack(backend):
 
 
 @pytest.mark.parametrize("kind", ["tail", "directory", "superheader", "truncated", "gone"])
-def test_pack_without_its_ends_is_salvaged_by_a_scan(backend, kind):
+def test_pack_without_header_or_directory_is_scanned(backend, kind):
     with opened(backend) as store:
         name = stores.pack_of(store, 3)
         if kind == "truncated":
@@ -189,7 +189,7 @@ def test_pack_without_its_ends_is_salvaged_by_a_scan(backend, kind):
     check_all_right(backend)
 
 
-def test_pack_of_the_base_that_is_truncated_costs_what_was_cut_and_no_more(backend):
+def test_truncated_base_pack_loses_only_the_cut_part(backend):
     with opened(backend) as store:
         pack, frame = stores.frames_of(store, 1, "model.still")[0]
         assert stores.frames_of(store, 1, "model.weights")[0][1].offset < frame.offset
@@ -203,15 +203,14 @@ def test_pack_of_the_base_that_is_truncated_costs_what_was_cut_and_no_more(backe
             assert difference(weights["model"]["weights"], STATES[step]["model"]["weights"]) is None
 
 
-def test_lost_base_takes_with_it_what_rests_on_it(backend):
+def test_lost_base_loses_its_dependents(backend):
     with opened(backend) as store:
         flip_frame(backend, store, 1, "model.weights")
         report = store.repair(dry_run=False)
         assert {entry.step for entry in report.partial} == {1, 2, 3, 20}
         assert all(entry.tensors == ("model.weights",) for entry in report.partial)
         assert difference(store.restore(3, only="small")["small"], STATES[3]["small"]) is None
-        # What only rested on the lost base heals when that is committed again: its difference was kept... nowhere,
-        # since a manifest names no frame that nothing can be made of; so its own bytes are needed.
+        # A chunk that depended on the lost base has no usable frame, so a later commit must store its bytes again.
         store.commit({"w": STATES[1]["model"]["weights"]}, 9)
         report = store.repair(dry_run=False)
         assert ("main", 1) in actions(report)
@@ -219,18 +218,18 @@ def test_lost_base_takes_with_it_what_rests_on_it(backend):
         assert is_right(store, 1, STATES[1])
 
 
-def test_difference_in_quarantine_heals_when_its_base_is_back(backend):
+def test_delta_in_quarantine_heals_with_its_base(backend):
     with opened(backend) as store:
         flip_frame(backend, store, 1, "model.weights")
         store.repair(dry_run=False)
         store.commit({"w": STATES[1]["model"]["weights"]}, 9)
         store.repair(dry_run=False)
-        # The packs of steps 2 and 3 are sound and in place, although no manifest names their differences now.
+        # The packs of steps 2 and 3 are sound and in place, although no manifest names their deltas now.
         assert all(is_right(store, step, STATES[step]) for step in STEPS)
     check_all_right(backend)
 
 
-def test_copy_elsewhere_brings_everything_back(backend, pristine):
+def test_copy_of_the_store_heals_everything(backend, pristine):
     mirror = copy_of(pristine)
     with opened(backend) as store:
         flip_frame(backend, store, 1, "model.weights")
@@ -243,7 +242,7 @@ def test_copy_elsewhere_brings_everything_back(backend, pristine):
     check_all_right(backend)
 
 
-def test_another_store_is_no_source(backend):
+def test_another_store_is_refused_as_source(backend):
     other = MemoryBackend()
     ckstore.open(other).close()
     with opened(backend) as store, pytest.raises(UsageError, match="another store"):
@@ -251,7 +250,7 @@ def test_another_store_is_no_source(backend):
 
 
 @pytest.mark.parametrize("harm", ["torn", "flipped", "empty"])
-def test_torn_manifest_is_put_aside_and_nothing_else_suffers(backend, harm):
+def test_torn_manifest_is_quarantined(backend, harm):
     with opened(backend) as store:
         name = first_of(backend, "manifests/main/00000001")
         with edited(backend, name) as content:
@@ -268,9 +267,9 @@ def test_torn_manifest_is_put_aside_and_nothing_else_suffers(backend, harm):
         assert store.verify("decode").is_clean
 
 
-def test_torn_generation_gives_way_to_the_one_before_it_from_the_trash(backend):
+def test_torn_generation_is_replaced_from_the_trash(backend):
     with opened(backend) as store:
-        # As after a repack: generation 1 in place, generation 0 in the trash.
+        # The state after a repack: generation 1 in place, generation 0 in the trash.
         manifests = repository_of(store).manifests
         name = next(name for name in manifests.listing().names if name.step == 2)
         before = backend.files()[name.path]
@@ -287,13 +286,13 @@ def test_torn_generation_gives_way_to_the_one_before_it_from_the_trash(backend):
         assert sorted(entry.action for entry in report.entries) == ["quarantine", "revive"]
         assert backend.files()[name.path] == before
         assert is_right(store, 2, STATES[2])
-        # The next generation does not take the name of the one that was put aside.
+        # The next generation does not reuse the name of the quarantined one.
         flip_frame(backend, store, 2, "model.weights")
         store.repair(dry_run=False)
         assert store.info(2).generation == 2
 
 
-def test_pack_that_gc_moved_by_mistake_is_brought_back(backend):
+def test_pack_moved_by_gc_is_rescued(backend):
     with opened(backend) as store:
         name = stores.pack_of(store, 2)
         gc_id = repository_of(store).trash.new_packs_folder()
@@ -304,7 +303,7 @@ def test_pack_that_gc_moved_by_mistake_is_brought_back(backend):
     check_all_right(backend)
 
 
-def test_missing_claim_is_made_again(backend):
+def test_missing_claim_is_recreated(backend):
     backend.unlink("claims/main/00000001")
     with opened(backend) as store:
         assert not store.verify("quick").is_clean
@@ -312,7 +311,7 @@ def test_missing_claim_is_made_again(backend):
     check_all_right(backend)
 
 
-def test_repair_refuses_a_run_with_another_live_writer(backend):
+def test_repair_refuses_a_run_with_live_writer(backend):
     with opened(backend) as writer, opened(backend) as store:
         flip_frame(backend, store, 3, "small.own")
         writer.commit(STATES[1], 7)
@@ -321,8 +320,8 @@ def test_repair_refuses_a_run_with_another_live_writer(backend):
         assert is_right(writer, 7, STATES[1])
 
 
-def test_forged_frame_in_a_stray_pack_is_not_believed(backend):
-    # A chunk that holds the bytes of a pack: the scan of a torn pack finds frames in it that nobody ever stored.
+def test_forged_frame_in_a_stray_pack_is_not_used(backend):
+    # A chunk that holds the bytes of a pack: a scan of the torn pack finds frames in it that were never stored.
     with opened(backend) as store:
         pack, frame = stores.frames_of(store, 2, "model.weights")[0]
         content = bytearray(backend.files()[pack])
@@ -342,9 +341,9 @@ def test_forged_frame_in_a_stray_pack_is_not_believed(backend):
 
 
 @pytest.mark.deep
-def test_every_flipped_byte_is_healed_or_named_and_never_wrong(pristine, sample):
+def test_flipped_bytes_are_healed_or_reported(pristine, sample):
     counts = {"heal": 0, "partial": 0, "quarantine": 0, "unneeded": 0}
-    # Places have their turn, the same ones in all files: the order of files changes, because names of packs are random.
+    # Offsets take turns, the same in all files. The order of files changes, because pack names are random.
     places = sample.part(range(14), parts=4)
     contents = files_of(pristine, ("packs/", "manifests/"))
     for name, offset in [(name, place * len(contents[name]) // 14 + 3) for name in contents for place in places]:

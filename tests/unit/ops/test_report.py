@@ -1,4 +1,4 @@
-"""The page is one file that asks for nothing, shows what the store says, and cannot be taken over by a name in it."""
+"""Protects the HTML report: one self-contained file, correct values, and names that cannot inject markup."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def data_of(page):
     return json.loads(text)
 
 
-def test_page_refers_to_nothing_and_lets_nothing_load(page):
+def test_page_loads_nothing_external(page):
     found = elements(page)
     for tag, attributes in found.tags:
         assert not {"src", "srcset", "style", "data", "action", "ping"} & set(attributes), tag
@@ -102,7 +102,7 @@ def test_page_refers_to_nothing_and_lets_nothing_load(page):
     assert "unsafe" not in policy
 
 
-def test_digests_of_the_policy_are_those_of_style_and_script(page):
+def test_csp_digests_match_style_and_script(page):
     found = elements(page)
     policy = next(a["content"] for tag, a in found.tags if a.get("http-equiv") == "Content-Security-Policy")
     script = next("".join(parts) for attributes, parts in found.scripts if "type" not in attributes)
@@ -121,7 +121,7 @@ def test_hostile_names_stay_data(page):
     assert json.loads(embedded({"a": EVIL})) == {"a": EVIL}
 
 
-def test_numbers_are_those_of_the_store(folder, page):
+def test_numbers_match_the_store(folder, page):
     data = data_of(page)
     rows = {row["seq"]: row for row in next(run for run in data["runs"] if run["name"] == "main")["entries"]}
     with ckstore.open(folder, create=False) as store:
@@ -131,7 +131,7 @@ def test_numbers_are_those_of_the_store(folder, page):
         info.bytes_state, info.bytes_written, info.depth_max, ["best"],
     )  # fmt: skip
     assert row["raw_new"] + row["raw_reused"] == info.bytes_state
-    # Of ``still`` nothing is new after the first commit.
+    # For ``still``, nothing is new after the first commit.
     assert row["raw_reused"] >= 70_000 * 8
     assert row["stored_whole"] + row["stored_delta"] <= info.bytes_written
     assert sum(group[2] for group in row["groups"]) == info.bytes_state
@@ -145,7 +145,7 @@ def test_numbers_are_those_of_the_store(folder, page):
     assert data["tiers"][0]["packs"] in (len(packs), len(packs) - 1)
 
 
-def test_what_a_collection_would_do_stands_on_the_page(page):
+def test_page_shows_the_gc_plan(page):
     gc = data_of(page)["gc"]
     assert gc["runs"]["main"]["blocked"]
     assert all(kept for kept, _ in gc["runs"]["main"]["verdicts"].values())
@@ -171,7 +171,7 @@ def browser():
 
 
 @pytest.fixture
-def shown(browser, page, tmp_path):
+def browser_page(browser, page, tmp_path):
     """The page in a browser."""
     file = tmp_path / "report.html"
     file.write_text(page)
@@ -181,66 +181,66 @@ def shown(browser, page, tmp_path):
 
 
 @needs_browser
-def test_browser_shows_the_page_and_nothing_complains(shown, tmp_path):
-    assert shown.ask("document.title").startswith("ckstore report")
-    assert shown.ask("document.querySelectorAll('#plot .hit').length") == 12
-    assert shown.ask("document.querySelectorAll('#table tbody tr').length") == 12
-    assert shown.ask("document.querySelector('.tile.lead b').textContent").endswith("\N{MULTIPLICATION SIGN}")
-    shown.screenshot(tmp_path / "report.png")
+def test_browser_shows_the_page_without_errors(browser_page, tmp_path):
+    assert browser_page.ask("document.title").startswith("ckstore report")
+    assert browser_page.ask("document.querySelectorAll('#plot .hit').length") == 12
+    assert browser_page.ask("document.querySelectorAll('#table tbody tr').length") == 12
+    assert browser_page.ask("document.querySelector('.tile.lead b').textContent").endswith("\N{MULTIPLICATION SIGN}")
+    browser_page.screenshot(tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 30_000
-    assert shown.complaints == []
-    assert [url for url in shown.requests if not url.startswith("file:///")] == []
-    assert len(shown.requests) == 1
+    assert browser_page.complaints == []
+    assert [url for url in browser_page.requests if not url.startswith("file:///")] == []
+    assert len(browser_page.requests) == 1
 
 
 @needs_browser
-def test_clicks_lead_through_the_page(shown):
-    assert "1 100" in shown.ask("document.querySelector('#selected dd').textContent")
-    shown.click("[data-seq='7'].hit")
-    assert "700 (seq 7)" in shown.ask("document.querySelector('#selected dd').textContent")
-    assert "best" in shown.ask("document.querySelector('#selected').textContent")
-    assert shown.ask("document.querySelector('#table tr[aria-current=true]').dataset.seq") == "7"
-    shown.click("#table tr[data-seq='2'] button")
-    assert "200 (seq 2)" in shown.ask("document.querySelector('#selected dd').textContent")
-    shown.click("[data-seq='3'].hit")
-    assert "damaged" in shown.ask("document.querySelector('#selected').textContent")
-    shown.click("[data-sort=written]")
-    assert shown.ask("document.querySelector('th[aria-sort=descending]').textContent").startswith("written")
-    shown.click("#filter")
-    shown.type("best")
-    assert shown.ask("[...document.querySelectorAll('#table tbody tr')].map((row) => row.dataset.seq)") == ["7"]
-    shown.click("#runs button[aria-pressed=false]")
-    assert shown.ask("document.querySelector('#runs [aria-pressed=true]').textContent") == "other"
-    assert "5 (seq 0)" in shown.ask("document.querySelector('#selected dd').textContent")
-    assert shown.complaints == []
+def test_page_works_with_the_mouse(browser_page):
+    assert "1 100" in browser_page.ask("document.querySelector('#selected dd').textContent")
+    browser_page.click("[data-seq='7'].hit")
+    assert "700 (seq 7)" in browser_page.ask("document.querySelector('#selected dd').textContent")
+    assert "best" in browser_page.ask("document.querySelector('#selected').textContent")
+    assert browser_page.ask("document.querySelector('#table tr[aria-current=true]').dataset.seq") == "7"
+    browser_page.click("#table tr[data-seq='2'] button")
+    assert "200 (seq 2)" in browser_page.ask("document.querySelector('#selected dd').textContent")
+    browser_page.click("[data-seq='3'].hit")
+    assert "damaged" in browser_page.ask("document.querySelector('#selected').textContent")
+    browser_page.click("[data-sort=written]")
+    assert browser_page.ask("document.querySelector('th[aria-sort=descending]').textContent").startswith("written")
+    browser_page.click("#filter")
+    browser_page.type("best")
+    assert browser_page.ask("[...document.querySelectorAll('#table tbody tr')].map((row) => row.dataset.seq)") == ["7"]
+    browser_page.click("#runs button[aria-pressed=false]")
+    assert browser_page.ask("document.querySelector('#runs [aria-pressed=true]').textContent") == "other"
+    assert "5 (seq 0)" in browser_page.ask("document.querySelector('#selected dd').textContent")
+    assert browser_page.complaints == []
 
 
 @needs_browser
-def test_keys_alone_are_enough(shown):
-    shown.ask("document.body.focus()")
+def test_page_works_with_the_keyboard(browser_page):
+    browser_page.ask("document.body.focus()")
     names = []
     for _ in range(8):
-        shown.press("Tab")
-        names.append(shown.ask("document.activeElement.id || document.activeElement.textContent"))
+        browser_page.press("Tab")
+        names.append(browser_page.ask("document.activeElement.id || document.activeElement.textContent"))
     assert names[0] == "Skip to the table of checkpoints"
     assert {"theme", "metric", "plot"} <= set(names)
-    shown.ask("document.getElementById('plot').focus()")
+    browser_page.ask("document.getElementById('plot').focus()")
     for key, seq in (("ArrowLeft", 10), ("Home", 0), ("ArrowLeft", 0), ("ArrowRight", 1), ("End", 11)):
-        shown.press(key)
-        assert f"(seq {seq})" in shown.ask("document.querySelector('#selected dd').textContent"), key
-    shown.ask("document.querySelector('[data-sort=depth]').focus()")
-    shown.press("Enter")
-    assert shown.ask("document.activeElement.dataset.sort") == "depth"
-    assert shown.complaints == []
+        browser_page.press(key)
+        assert f"(seq {seq})" in browser_page.ask("document.querySelector('#selected dd').textContent"), key
+    browser_page.ask("document.querySelector('[data-sort=depth]').focus()")
+    browser_page.press("Enter")
+    assert browser_page.ask("document.activeElement.dataset.sort") == "depth"
+    assert browser_page.complaints == []
 
 
 @needs_browser
-def test_hostile_names_are_shown_as_text(shown):
-    shown.click("[data-seq='7'].hit")
-    assert shown.ask("document.title").startswith("ckstore report")
-    assert shown.ask("document.querySelectorAll('img, b b, main script').length") == 0
-    assert "<b>acc" in shown.ask("document.getElementById('metric').textContent")
-    assert shown.ask("document.querySelector('#selected').textContent").count("<b>acc") == 1
+def test_hostile_names_are_shown_as_text(browser_page):
+    browser_page.click("[data-seq='7'].hit")
+    assert browser_page.ask("document.title").startswith("ckstore report")
+    assert browser_page.ask("document.querySelectorAll('img, b b, main script').length") == 0
+    assert "<b>acc" in browser_page.ask("document.getElementById('metric').textContent")
+    assert browser_page.ask("document.querySelector('#selected').textContent").count("<b>acc") == 1
 
 
 CONTRASTS = """(() => {
@@ -266,40 +266,40 @@ CONTRASTS = """(() => {
       return [contrast, each.tagName + " " + each.className + " " + each.textContent.slice(0, 30)];
     });
 })()"""
-"""What the WCAG call contrast, of every text on the page against what lies behind it."""
+"""Compute the WCAG contrast of every text on the page against its background."""
 
 
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_light_and_dark(shown, scheme):
-    shown.prefer(scheme)
-    contrasts = shown.ask(CONTRASTS)
+def test_text_contrast_in_light_and_dark(browser_page, scheme):
+    browser_page.prefer(scheme)
+    contrasts = browser_page.ask(CONTRASTS)
     assert len(contrasts) > 60
     assert [words for contrast, words in contrasts if contrast < 4.5] == []
 
 
 @needs_browser
-def test_theme_button_overrides_the_system(shown):
+def test_theme_button_overrides_the_system(browser_page):
     ground = "getComputedStyle(document.body).backgroundColor"
-    light = shown.ask(ground)
-    shown.click("#theme")
-    assert shown.ask(ground) == light
-    shown.click("#theme")
-    assert shown.ask(ground) != light
-    shown.prefer("dark")
-    assert shown.ask(ground) != light
+    light = browser_page.ask(ground)
+    browser_page.click("#theme")
+    assert browser_page.ask(ground) == light
+    browser_page.click("#theme")
+    assert browser_page.ask(ground) != light
+    browser_page.prefer("dark")
+    assert browser_page.ask(ground) != light
 
 
 @needs_browser
 @pytest.mark.parametrize("width", [360, 700, 1600])
-def test_page_fits_every_width(shown, width):
-    shown.resize(width, 900)
-    assert shown.ask("document.documentElement.scrollWidth") <= width
-    shown.resize(1280, 1600)
+def test_page_fits_every_width(browser_page, width):
+    browser_page.resize(width, 900)
+    assert browser_page.ask("document.documentElement.scrollWidth") <= width
+    browser_page.resize(1280, 1600)
 
 
 @needs_browser
-def test_thousands_of_commits_are_drawn_in_time(browser, tmp_path):
+def test_thousands_of_commits_are_drawn_quickly(browser, tmp_path):
     entries = [
         {
             "seq": seq, "step": seq * 10, "damage": "", "id": "ab", "time_ms": 1_700_000_000_000 + seq, "parent": None,

@@ -1,4 +1,4 @@
-"""Protects stats and coding: the sizes that are told are those on disk, and no bound lies above what is stored."""
+"""Protects stats and coding: reported sizes are those on disk, and no bound is above the stored size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def states():
 
 
 @pytest.fixture(scope="module")
-def shelf():
+def filled_store():
     from ckstore.io.memory import MemoryBackend
 
     with ckstore.open(MemoryBackend()) as store:
@@ -39,17 +39,17 @@ def by_path(rows, coding=lambda row: row.coding):
     return {coding(row).path: row for row in rows}
 
 
-def test_stored_bytes_of_all_tensors_are_those_of_their_frames(shelf):
+def test_stored_bytes_match_the_frames(filled_store):
     for step in (0, 1):
-        stats, contents = shelf.stats(step), shelf.contents(step)
+        stats, contents = filled_store.stats(step), filled_store.contents(step)
         stored = sum(group.stored_nbytes for group in contents.groups)
         assert stats.total.stored_nbytes == pytest.approx(stored, abs=8)
         assert sum(group.share.stored_nbytes for group in stats.groups) == stats.total.stored_nbytes
         assert stats.total.nbytes == contents.info.bytes_state
 
 
-def test_modes_are_what_was_stored(shelf):
-    first, second = by_path(shelf.stats(0).tensors), by_path(shelf.stats(1).tensors)
+def test_modes_match_the_frames(filled_store):
+    first, second = by_path(filled_store.stats(0).tensors), by_path(filled_store.stats(1).tensors)
     assert first["model.w"].coding.mode == "full"
     assert first["model.w"].delta_bits is None
     assert second["model.w"].coding.mode == "delta"
@@ -60,22 +60,22 @@ def test_modes_are_what_was_stored(shelf):
     assert second["model.half"].share.bound_bits == 0
 
 
-def test_samples_tell_nearly_what_all_elements_do(shelf):
-    sampled, exact = by_path(shelf.stats(1).tensors), by_path(shelf.stats(1, exact=True).tensors)
-    assert not shelf.stats(1).is_exact
+def test_samples_are_close_to_all_elements(filled_store):
+    sampled, exact = by_path(filled_store.stats(1).tensors), by_path(filled_store.stats(1, exact=True).tensors)
+    assert not filled_store.stats(1).is_exact
     for path in ("model.w", "optimizer.state.0.exp_avg"):
         assert sampled[path].share.full_bits == pytest.approx(exact[path].share.full_bits, rel=0.01)
         assert sampled[path].share.bound_bits == pytest.approx(exact[path].share.bound_bits, rel=0.02)
 
 
-def test_stored_bits_are_close_to_the_bound_and_not_below_it(shelf):
+def test_stored_bits_are_close_to_the_bound(filled_store):
     for step in (0, 1):
-        row = by_path(shelf.stats(step, exact=True).tensors)["model.w"].share
-        # Blocks of their own tables may beat one table for the chunk by a little.
+        row = by_path(filled_store.stats(step, exact=True).tensors)["model.w"].share
+        # Separate tables per block may be slightly better than one table per chunk.
         assert row.bound_bits * 0.998 < row.stored_bits < row.bound_bits * 1.03
 
 
-def test_exact_bound_is_the_order_0_entropy_of_byte_planes(backend):
+def test_exact_bound_is_the_byte_plane_entropy(backend):
     values = RNG.integers(0, 200, 5000).astype(np.uint8)
     with ckstore.open(backend) as store:
         store.commit({"a": values}, 1)
@@ -85,16 +85,16 @@ def test_exact_bound_is_the_order_0_entropy_of_byte_planes(backend):
     assert row.share.bound_bits == pytest.approx(entropy, abs=0.05)
 
 
-def test_groups_are_first_keys_and_kinds_of_optimizer_state(shelf):
-    keys = [group.key for group in shelf.stats(1).groups]
+def test_groups_are_first_keys_and_optimizer_parts(filled_store):
+    keys = [group.key for group in filled_store.stats(1).groups]
     assert keys == ["model", "optimizer.state.*.exp_avg", "optimizer.state.*.exp_avg_sq", "tokens"]
     assert group_of(("opt", "state", "layer.weight", "exp_avg")) == "opt.state.*.exp_avg"
     assert group_of(("state", "x")) == "state"
     assert group_of(()) == ""
 
 
-def test_coding_explains_the_choice(shelf):
-    coding = shelf.coding(1)
+def test_coding_explains_the_choice(filled_store):
+    coding = filled_store.coding(1)
     assert coding.base_seq == 0
     assert coding.reason
     row = by_path(coding.tensors, coding=lambda row: row)["model.w"]
@@ -110,14 +110,14 @@ def test_state_without_tensors_has_stats(backend):
         assert store.coding("latest").tensors == ()
 
 
-def test_tensors_that_share_memory_are_counted_once(backend):
+def test_shared_memory_is_counted_once(backend):
     weights = RNG.standard_normal(5000).astype(np.float32)
     with ckstore.open(backend) as store:
         store.commit({"a": weights, "tied": weights}, 1)
         assert [row.coding.path for row in store.stats().tensors] == ["a"]
 
 
-def test_uncompressed_state_is_told_as_plain(backend):
+def test_uncompressed_state_is_reported_as_plain(backend):
     with ckstore.open(backend, policy=ckstore.Policy(compression="none")) as store:
         store.commit({"a": RNG.standard_normal(5000)}, 1)
         coding = store.coding(1)
@@ -131,7 +131,7 @@ def test_empty_tensors_have_stats(backend):
         assert store.stats(exact=True).total.nbytes == 0
 
 
-def test_progress_ends_at_all_bytes(shelf):
-    told = []
-    shelf.stats(1, on_progress=lambda done, total: told.append((done, total)))
-    assert told[-1][0] == told[-1][1] > 0
+def test_progress_ends_at_all_bytes(filled_store):
+    calls = []
+    filled_store.stats(1, on_progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] > 0

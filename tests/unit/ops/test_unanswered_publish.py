@@ -1,4 +1,4 @@
-"""Protects checkpoints whose new manifest appears after its publish was given up: its packs must be there."""
+"""Protects a manifest that appears after its publish was reported as failed: its packs must exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def packs_of(backend):
 
 @pytest.mark.parametrize("is_uncertain", [True, False], ids=["unanswered", "refused"])
 @pytest.mark.parametrize("verb", WRITES)
-def test_manifest_that_appears_after_its_publish_failed_finds_its_packs(monkeypatch, verb, is_uncertain):
+def test_late_manifest_of_failed_publish_has_its_packs(monkeypatch, verb, is_uncertain):
     *committed, last = states(4)
     backend = MemoryBackend()
     store = ckstore.open(backend)

@@ -1,4 +1,4 @@
-"""Protects collections: they take what nobody needs, after everything that speaks against it was looked at."""
+"""Protects collections: they remove only unreferenced data, after checking everything that could refer to it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def history(store, clock):
     return store
 
 
-def test_rules_drop_checkpoints_and_their_packs_go_to_the_trash(history, backend):
+def test_rules_move_checkpoints_and_packs_to_trash(history, backend):
     before = packs_in_place(backend)
     report = other_handle(history).gc(Retention(keep_last=2, keep_every=3))
     assert [name.step for name in report.done.dropped] == [1, 2]
@@ -63,7 +63,7 @@ def test_rules_drop_checkpoints_and_their_packs_go_to_the_trash(history, backend
     assert history.verify("decode").is_clean
 
 
-def test_dry_run_changes_nothing_and_its_plan_is_carried_out(history, backend):
+def test_dry_run_plan_equals_the_collection(history, backend):
     before = files_of(backend)
     dry = other_handle(history).gc(Retention(keep_last=2), dry_run=True)
     assert files_of(backend) == before
@@ -88,7 +88,7 @@ def nbytes_but_claims(backend):
     return sum(nbytes or 0 for name, nbytes in files_of(backend).items() if not name.startswith("claims/"))
 
 
-def test_now_frees_at_once(history, backend):
+def test_now_frees_immediately(history, backend):
     before = nbytes_but_claims(backend)
     report = other_handle(history).gc(Retention(keep_last=2), now=True)
     assert report.done.freed_nbytes >= report.done.moved_nbytes > 0
@@ -97,7 +97,7 @@ def test_now_frees_at_once(history, backend):
     check_restores(history, [4, 5])
 
 
-def test_without_rules_only_garbage_goes(history, backend):
+def test_without_rules_only_garbage_is_removed(history, backend):
     history.delete(2)
     before = packs_in_place(backend)
     report = other_handle(history).gc()
@@ -106,7 +106,7 @@ def test_without_rules_only_garbage_goes(history, backend):
     check_restores(history, [0, 1, 3, 4, 5])
 
 
-def test_chunks_that_others_share_stay(history, backend):
+def test_shared_chunks_stay(history, backend):
     shared = pack_of(history, 0)
     other_handle(history).gc(LAST_ONE, now=True, repack_nbytes_max=0)
     assert shared in packs_in_place(backend), "step 5 needs what step 0 wrote"
@@ -126,7 +126,7 @@ def test_runs_do_not_evict_each_other(history, backend, clock):
         check_restores(history, [5])
 
 
-def test_packs_that_other_runs_need_stay(history, backend, clock):
+def test_packs_of_other_runs_stay(history, backend, clock):
     with ckstore.open(backend, run="other", clock=clock) as other:
         commit_all(other, [3])
         clock.now += 2 * HOUR
@@ -134,7 +134,7 @@ def test_packs_that_other_runs_need_stay(history, backend, clock):
         check_restores(other, [3])
 
 
-def test_young_packs_that_nobody_ever_named_are_spared(history, backend, clock):
+def test_young_unreferenced_packs_are_kept(history, backend, clock):
     backend.create("packs/ab/" + "ab" * 16 + ".pack", b"x" * 4096, sync=True)
     report = other_handle(history).gc()
     assert (report.plan.young_nbytes, report.done.moved_packs) == (4096, 0)
@@ -142,7 +142,7 @@ def test_young_packs_that_nobody_ever_named_are_spared(history, backend, clock):
     assert other_handle(history).gc().done.moved_packs == 1
 
 
-def test_young_packs_of_dropped_checkpoints_are_not_spared(store, backend):
+def test_young_packs_of_dropped_checkpoints_are_removed(store, backend):
     commit_all(store, [0, 1, 2])
     assert other_handle(store).gc(Retention(keep_every=2), now=True).done.moved_packs == 1
     commit_all(store, [3])
@@ -151,13 +151,13 @@ def test_young_packs_of_dropped_checkpoints_are_not_spared(store, backend):
     check_restores(store, [0, 3])
 
 
-def test_packs_whose_time_lies_far_ahead_are_not_spared_for_ever(history, backend, clock):
+def test_packs_from_the_future_are_removed_eventually(history, backend, clock):
     path = "packs/ab/" + "ab" * 16 + ".pack"
     add(backend, path, b"x" * 4096, modified_ns=clock.now_ns() + 10**6 * 10**9)
     assert other_handle(history).gc().done.moved_packs == 1
 
 
-def test_named_pack_in_the_trash_is_brought_back(history, backend):
+def test_referenced_pack_in_the_trash_is_rescued(history, backend):
     path, folder = pack_of(history, 3), repository_of(history).trash.new_packs_folder()
     backend.rename(path, f"trash/{folder}/packs/{path.rsplit('/')[-1]}")
     report = other_handle(history).gc(now=True)
@@ -166,7 +166,7 @@ def test_named_pack_in_the_trash_is_brought_back(history, backend):
     assert path in packs_in_place(backend)
 
 
-def test_missing_pack_blocks_its_run_and_no_other(history, backend, clock):
+def test_missing_pack_blocks_only_its_run(history, backend, clock):
     with ckstore.open(backend, run="other", clock=clock) as other:
         commit_all(other, [17, 18])
     backend.unlink(pack_of(history, 3))
@@ -178,7 +178,7 @@ def test_missing_pack_blocks_its_run_and_no_other(history, backend, clock):
     assert history.steps() == list(range(6))
 
 
-def test_unreadable_manifest_stops_packs_everywhere_and_drops_in_its_run(history, backend, clock):
+def test_unreadable_manifest_keeps_all_packs_and_its_run(history, backend, clock):
     with ckstore.open(backend, run="other", clock=clock) as other:
         commit_all(other, [17, 18])
     clock.now += 2 * HOUR
@@ -197,18 +197,18 @@ def test_unreadable_manifest_stops_packs_everywhere_and_drops_in_its_run(history
     assert again.obstacles == ()
 
 
-def test_manifest_that_becomes_unreadable_during_a_collection_stops_it(history, backend, monkeypatch):
-    # Of a higher generation the name is no proof that the bytes are the same: a second look reads them again.
+def test_manifest_damaged_during_collection_stops_it(history, backend, monkeypatch):
+    # A higher generation under the same name may have other bytes, so the second listing reads it again.
     path, packs, looks = replace_by_itself(history, 5), packs_in_place(backend), []
     look = Marker.mark
 
-    def damaging_look(marker):
+    def damaging_read(marker):
         looks.append(1)
         if len(looks) == 2:
             truncate(backend, path, -1)
         return look(marker)
 
-    monkeypatch.setattr(Marker, "mark", damaging_look)
+    monkeypatch.setattr(Marker, "mark", damaging_read)
     report = other_handle(history).gc(LAST_ONE)
     assert report.plan.stop == "" != report.stop == report.done.stop
     assert "may name any pack" in report.stop
@@ -223,14 +223,14 @@ def test_damaged_tag_blocks_its_run(history, backend):
     assert report.done.dropped == []
 
 
-def test_tagged_checkpoint_stays_and_says_so(history):
+def test_tagged_checkpoint_stays_with_reason(history):
     history.tag(1, "good")
     report = other_handle(history).gc(LAST_ONE)
     check_restores(history, [1, 5])
     assert next(verdict for verdict in report.runs[0].verdicts if verdict.step == 1).reasons == ("tag good",)
 
 
-def test_checkpoint_that_is_tagged_after_the_plan_is_spared(history, monkeypatch):
+def test_checkpoint_tagged_after_the_plan_is_kept(history, monkeypatch):
     tags = type(repository_of(history).tags)
     declare_all = tags.declare_all
 
@@ -246,7 +246,7 @@ def test_checkpoint_that_is_tagged_after_the_plan_is_spared(history, monkeypatch
     check_restores(history, [2, 5])
 
 
-def test_newer_entry_of_a_step_that_was_tagged_late_is_spared_too(store, monkeypatch):
+def test_newer_entry_of_late_tagged_step_is_kept(store, monkeypatch):
     commit_all(store, [1, 1, 2])
     tags = type(repository_of(store).tags)
     declare_all = tags.declare_all
@@ -262,7 +262,7 @@ def test_newer_entry_of_a_step_that_was_tagged_late_is_spared_too(store, monkeyp
     assert sorted(name.seq for name in report.done.spared) == [0, 1]
 
 
-def test_more_than_max_delete_is_refused_before_anything_is_changed(history, backend):
+def test_more_than_max_delete_is_refused_first(history, backend):
     before = files_of(backend)
     with pytest.raises(UsageError, match="5 checkpoints would be dropped, but max_delete is 4"):
         other_handle(history).gc(LAST_ONE, max_delete=4)
@@ -271,7 +271,7 @@ def test_more_than_max_delete_is_refused_before_anything_is_changed(history, bac
     assert len(other_handle(history).gc(LAST_ONE, max_delete=5).done.dropped) == 5
 
 
-def test_rules_for_a_run_that_is_not_there_are_refused_or_do_nothing(history, backend):
+def test_rules_for_missing_run_are_refused_or_ignored(history, backend):
     assert other_handle(history, run="none").gc(LAST_ONE).runs == ()
     check_restores(history, range(6))
     from ckstore.ops.gc.run import GcLimits, collect_store
@@ -280,7 +280,7 @@ def test_rules_for_a_run_that_is_not_there_are_refused_or_do_nothing(history, ba
         collect_store(repository_of(history), LAST_ONE, runs=["none"], limits=GcLimits(), dry_run=True)
 
 
-def test_quarantined_manifest_keeps_its_packs_even_if_it_is_damaged(history, backend):
+def test_damaged_quarantined_manifest_keeps_its_packs(history, backend):
     name = next(name for name in repository_of(history).manifests.listing().names if name.step == 1)
     pack = pack_of(history, 1)
     content = bytearray(backend.read_bytes(name.path, nbytes_max=1 << 20))
@@ -295,7 +295,7 @@ def test_quarantined_manifest_keeps_its_packs_even_if_it_is_damaged(history, bac
     assert pack not in packs_in_place(backend)
 
 
-def test_leftover_drafts_go_and_young_or_foreign_files_stay(history, backend, clock):
+def test_old_drafts_are_removed_and_other_files_stay(history, backend, clock):
     old, foreign = "tmp/" + "1" * 32 + ".ckm", "tmp/notes.txt"
     for path in (old, foreign):
         backend.create(path, b"x", sync=True)
@@ -308,7 +308,7 @@ def test_leftover_drafts_go_and_young_or_foreign_files_stay(history, backend, cl
     assert old not in files_of(backend)
 
 
-def test_intents_of_dead_makers_go_and_those_of_living_ones_stay(history, backend):
+def test_only_intents_of_dead_makers_are_removed(history, backend):
     mine = repository_of(history).tags.declare(1, "test")
     dead = repository_of(history).tags.declare(2, "test")
     record = decode_record(backend.read_bytes(dead, nbytes_max=4096), IntentRecord)
@@ -324,7 +324,7 @@ def test_store_without_any_commit_is_collected(store):
     assert report.runs == ()
 
 
-def test_stored_policy_applies_where_none_is_given(history, backend):
+def test_stored_policy_is_the_default(history, backend):
     keeping = other_handle(history)
     assert keeping.retention is None
     keeping.set_retention(Retention(keep_last=2))
@@ -338,7 +338,7 @@ def test_stored_policy_applies_where_none_is_given(history, backend):
     assert history.verify().is_clean
 
 
-def test_stored_policy_with_a_typo_is_refused_and_drops_nothing(history, backend):
+def test_stored_policy_with_a_typo_is_refused(history, backend):
     from ckstore.format.records import ConfigRecord
     from ckstore.store.store_config import change_config
 
@@ -348,7 +348,7 @@ def test_stored_policy_with_a_typo_is_refused_and_drops_nothing(history, backend
     check_restores(history, range(6))
 
 
-def test_policy_is_kept_beside_what_else_the_configuration_says(history, backend):
+def test_storing_a_policy_keeps_other_settings(history, backend):
     from ckstore.format.records import ConfigRecord
     from ckstore.store.store_config import change_config, read_config
 
@@ -361,7 +361,7 @@ def test_policy_is_kept_beside_what_else_the_configuration_says(history, backend
     "options",
     [{"min_age": "soon"}, {"trash_for": -1}, {"waste_max": 0}, {"repack_nbytes_max": -1}, {"max_delete": -1}],
 )
-def test_limits_that_cannot_be_are_refused(history, options):
+def test_invalid_limits_are_refused(history, options):
     with pytest.raises(UsageError):
         other_handle(history).gc(**options)
 
@@ -377,7 +377,7 @@ def test_one_collection_at_a_time(folder, clock):
         other_handle(store).gc()
 
 
-def test_packs_stay_in_the_trash_for_their_time(folder, clock):
+def test_packs_stay_in_the_trash_for_trash_for(folder, clock):
     import time
 
     clock.now = time.time()
@@ -396,7 +396,7 @@ def test_packs_stay_in_the_trash_for_their_time(folder, clock):
         check_restores(store, [2])
 
 
-def test_trash_of_a_clock_that_was_ahead_waits(folder, clock):
+def test_trash_from_the_future_is_not_purged(folder, clock):
     import time
 
     clock.now = time.time() + 2 * HOUR

@@ -1,4 +1,4 @@
-"""On a disk or quota that is full to the last block or inode, room can still be made; nothing else is weaker for it."""
+"""Protects freeing space on a disk or quota without a free block or inode."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BLOCK = 4096
 
 
 class SmallDisk(LocalBackend):
-    """A folder with so many blocks and inodes as a test says; each name takes an inode, as in tmpfs.
+    """A folder with limited blocks and inodes. Each name takes an inode, as in tmpfs.
 
     Args:
         root: The folder.
-        number: What a full disk answers.
+        number: The errno of a full disk.
     """
 
     def __init__(self, root, number=errno.ENOSPC):
@@ -37,7 +37,7 @@ class SmallDisk(LocalBackend):
         return len(paths), sum(-(-path.lstat().st_size // BLOCK) for path in paths if path.is_file())
 
     def fill_up(self, *, inodes=True, blocks=True):
-        """Let the disk be full with what it holds now."""
+        """Limit the disk to what it holds now."""
         used = self.used()
         self.inodes_max = used[0] if inodes else self.inodes_max
         self.blocks_max = used[1] if blocks else self.blocks_max
@@ -93,7 +93,7 @@ def fill_up(store, **what):
     [({"blocks": False}, errno.ENOSPC), ({"inodes": False}, errno.EDQUOT), ({}, errno.ENOSPC)],
     ids=["inodes", "blocks of a quota", "both"],
 )
-def test_a_collection_frees_on_a_full_disk(full, disk, what, number):
+def test_gc_frees_space_on_a_full_disk(full, disk, what, number):
     disk.number = number
     fill_up(full, **what)
     with pytest.raises(CapacityError):
@@ -110,7 +110,7 @@ def test_a_collection_frees_on_a_full_disk(full, disk, what, number):
     full.commit(state_of(6), 6)
 
 
-def test_a_delete_and_a_collection_free_on_a_full_disk(full, disk):
+def test_delete_and_gc_free_space_on_a_full_disk(full, disk):
     fill_up(full)
     full.delete(0)
     blocks = disk.used()[1]
@@ -119,7 +119,7 @@ def test_a_delete_and_a_collection_free_on_a_full_disk(full, disk):
     assert full.steps() == [1, 2, 3, 4, 5]
 
 
-def test_without_a_reserve_the_error_says_what_to_do(full, disk):
+def test_error_without_reserve_has_advice(full, disk):
     for name in disk.list_names("reserve"):
         disk.unlink(f"reserve/{name}")
     fill_up(full)
@@ -132,13 +132,13 @@ def test_without_a_reserve_the_error_says_what_to_do(full, disk):
     assert full.steps() == [4, 5]
 
 
-def test_a_reserve_is_made_by_the_first_commit_and_holds_its_blocks(full, disk):
+def test_first_commit_makes_the_reserve(full, disk):
     names = disk.list_names("reserve")
     assert len(names) == FILE_COUNT
     assert {disk.stat(f"reserve/{name}").nbytes for name in names} == {FILE_NBYTES}
 
 
-def test_a_want_of_memory_gives_no_reserve_up(full, disk, monkeypatch):
+def test_memory_error_keeps_the_reserve(full, disk, monkeypatch):
     def refuse(*_, **__):
         raise CapacityError("too many open files", errno=errno.EMFILE)
 

@@ -1,4 +1,4 @@
-"""Protects commits from collections beside them: these rest while someone writes, and sync and free little."""
+"""Protects commits during a collection: the collector pauses for writers, and syncs and frees in small portions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ckstore.processes import boot_identity, process_started
 from support.gc_histories import LAST_ONE, check_restores, commit_all, other_handle
 
 
-class Wrist:
-    """A clock that goes on by itself with every look, and notes how long it was made to wait."""
+class RecordingClock:
+    """A clock that advances with every reading, and records the time slept."""
 
     def __init__(self, step=0.001):
         self.step, self.now, self.slept = step, 0.0, []
@@ -37,7 +37,7 @@ class Wrist:
 
 
 def put_lease(backend, run="main", **changes):
-    """Write the lease of a process that lives: of the one that has started this one."""
+    """Write the lease of a living process: this one's parent."""
     pid = os.getppid()
     facts = {
         "host": socket.gethostname(),
@@ -61,8 +61,8 @@ def backend(folder):
     return LocalBackend(folder)
 
 
-def test_rests_follow_what_keeps_the_disk_busy_and_nothing_else(backend):
-    clock = Wrist()
+def test_pauses_follow_disk_work_only(backend):
+    clock = RecordingClock()
     slow = ThrottledBackend(backend.root, clock)
     slow.create("tmp/a", b"1", sync=False)
     slow.link("tmp/a", "tmp/b")
@@ -78,17 +78,17 @@ def test_rests_follow_what_keeps_the_disk_busy_and_nothing_else(backend):
     assert len(clock.slept) == 4
 
 
-def test_rests_end(backend, monkeypatch):
+def test_pauses_are_bounded(backend, monkeypatch):
     monkeypatch.setattr(gc_pace, "TOTAL_SECONDS_MAX", gc_pace.REST_SECONDS_MAX + 0.05)
-    clock = Wrist(step=50.0)
+    clock = RecordingClock(step=50.0)
     slow = ThrottledBackend(backend.root, clock)
     for _ in range(3):
         slow.sync_folder("tmp")
     assert clock.slept == [gc_pace.REST_SECONDS_MAX, pytest.approx(0.05)]
 
 
-def test_only_others_that_live_are_given_way_to(backend):
-    clock = Wrist()
+def test_only_other_living_writers_cause_pauses(backend):
+    clock = RecordingClock()
     assert not someone_writes(backend, clock)
     with ckstore.open(backend, run="own") as store:
         commit_all(store, [1])
@@ -104,7 +104,7 @@ def test_only_others_that_live_are_given_way_to(backend):
     assert throttled(backend, clock) is backend
 
 
-def test_collection_beside_a_writer_does_the_same_in_leisure(disk_store, monkeypatch):
+def test_gc_during_writing_gives_the_same_result(disk_store, monkeypatch):
     commit_all(disk_store, range(5))
     put_lease(repository_of(disk_store).backend, "other")
     acted = []
@@ -122,11 +122,11 @@ def test_intents_of_many_drops_are_synced_once(disk_store, monkeypatch):
     made = []
     create = LocalBackend.create
 
-    def noting(backend, name, content, *, sync):
+    def recorded_create(backend, name, content, *, sync):
         made.extend([name] if sync else [])
         create(backend, name, content, sync=sync)
 
-    monkeypatch.setattr(LocalBackend, "create", noting)
+    monkeypatch.setattr(LocalBackend, "create", recorded_create)
     other_handle(disk_store).gc(LAST_ONE, now=True, min_age=0)
     assert len([name for name in made if name.endswith(".intent")]) == 1
     check_restores(disk_store, [19])

@@ -1,4 +1,4 @@
-"""Protects retention: golden histories, and that every verdict has its reasons."""
+"""Protects retention plans: golden histories, and a reason for every decision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_there_are_enough_golden_cases():
 
 
 @pytest.mark.parametrize("case", golden.CASES)
-def test_golden_history_keeps_what_was_decided_by_hand(case):
+def test_golden_history_matches_decisions_by_hand(case):
     history, rules, kept = golden.CASES[case]
     plan = plan_of(history, rules)
     assert {verdict.seq for verdict in plan.kept} == kept
@@ -34,7 +34,7 @@ def test_golden_history_keeps_what_was_decided_by_hand(case):
     assert [verdict.seq for verdict in plan.verdicts] == list(range(len(history)))[::-1]
 
 
-def test_plan_does_not_depend_on_the_order_in_which_entries_come():
+def test_plan_does_not_depend_on_entry_order():
     for history, rules, _ in golden.CASES.values():
         entries = golden.entries_of(history)
         policy = Retention.of(rules)
@@ -43,14 +43,14 @@ def test_plan_does_not_depend_on_the_order_in_which_entries_come():
         assert one == other
 
 
-def test_without_rules_nothing_goes():
+def test_without_rules_nothing_is_dropped():
     plan = plan_of(golden.TEN, None)
     assert plan.dropped == ()
     assert plan.rules == ""
     assert set(reasons_of(plan).values()) == {("there is no rule",)}
 
 
-def test_every_reason_of_a_kept_one_is_told():
+def test_kept_entry_has_every_reason():
     history = [
         (0, 0),
         (1000, 1, {"tags": ("good", "fine"), "metrics": {"loss": 0.5}}),
@@ -66,7 +66,7 @@ def test_every_reason_of_a_kept_one_is_told():
     assert reasons[0] == ("keep_every 1000", "keep_best loss:1:min (lowest): it lacks the metric or has NaN")
 
 
-def test_dropped_one_tells_why_of_every_rule():
+def test_dropped_entry_has_a_reason_per_rule():
     history = [
         (77, 0, {"metrics": {"loss": 3}}),
         (100, 30, {"metrics": {"loss": 1}}),
@@ -85,19 +85,19 @@ def test_dropped_one_tells_why_of_every_rule():
     )
 
 
-def test_dropped_one_tells_which_newer_one_stands_for_it():
+def test_dropped_entry_names_its_newer_replacement():
     reasons = reasons_of(plan_of([(10, 0), (10, 1), (11, 2)], {"keep_every": 10, "keep_daily": 1}))
     assert reasons[0] == (
         "keep_every 10: seq 1 is a newer entry of step 10", "keep_daily 1: seq 2 is the newest of 2024-02-26"
     )  # fmt: skip
 
 
-def test_entry_kept_for_an_older_one_of_its_step_says_so():
+def test_entry_kept_for_an_older_one_says_so():
     history = [(5, 0, {"tags": ("a",)}), (5, 1), (6, 2)]
     assert reasons_of(plan_of(history, {"keep_last": 1}))[1] == ("seq 0, an older entry of this step, is kept",)
 
 
-def test_blocked_run_says_why_and_keeps_all():
+def test_blocked_run_keeps_all_with_reason():
     plan = plan_of(golden.TEN, {"keep_last": 1}, blocked="a tag cannot be read")
     assert plan.blocked == "a tag cannot be read"
     assert plan.dropped == ()
@@ -106,7 +106,7 @@ def test_blocked_run_says_why_and_keeps_all():
     assert plan.blocked == "seq 0: pack ab is missing"
 
 
-def test_metric_that_nobody_has_is_told_with_those_there_are():
+def test_unknown_metric_lists_existing_ones():
     plan = plan_of(golden.rated(3, 1, 2), {"keep_best": "los:min"})
     assert plan.notes == (
         "keep_best los:1:min (lowest): no checkpoint has this metric, so all are kept; existing metrics: loss",
@@ -119,12 +119,12 @@ def test_metric_that_nobody_has_is_told_with_those_there_are():
     assert plan_of(golden.rated(3, 1), {"keep_best": "loss"}).notes == ()
 
 
-def test_metric_with_nan_alone_is_not_told_as_missing():
+def test_metric_with_only_nan_is_not_missing():
     plan = plan_of(golden.rated(float("nan"), float("nan")), {"keep_best": "loss"})
     assert plan.notes == ("keep_best loss:1:min (lowest): every value of this metric is NaN, so all are kept",)
 
 
-def test_tag_that_nobody_has_is_told_with_those_there_are():
+def test_unknown_tag_lists_existing_ones():
     history = golden.tagged(4, s1="good", s2="fine")
     plan = plan_of(history, {"keep_tag": "god"})
     assert plan.notes == (
@@ -137,7 +137,7 @@ def test_tag_that_nobody_has_is_told_with_those_there_are():
     assert plan_of(history, {"keep_tag": "g*"}).notes == ()
 
 
-def test_large_history_is_planned_in_a_moment():
+def test_large_history_is_planned_quickly():
     entries = [Entry(n, n, golden.MONDAY_NS + n * 10**9, {"loss": float(n % 97)}) for n in range(20_000)]
     policy = Retention(keep_last=3, keep_every=1000, keep_within="1h", keep_hourly=24, keep_best="loss:5")
     plan = plan_run("main", entries, policy, now_ns=NOW_NS)

@@ -1,4 +1,4 @@
-"""Protects what people write: a policy means what its words say, and a word that means nothing is refused and named."""
+"""Protects the parsing of retention policies: valid values are read exactly, and wrong ones are refused by name."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from ckstore.ops.gc.policy import (
         ("1d12h", 129_600), ("0.5h", 1800), (60, 60), (1.5, 1.5),
     ],
 )  # fmt: skip
-def test_spans_are_read(words, seconds):
+def test_durations_are_parsed(words, seconds):
     assert span_seconds(words) == seconds
 
 
 @pytest.mark.parametrize(
     "words", ["", "7", "d7", "7 d", "-7d", "0d", 0, -1, float("nan"), float("inf"), True, None, "7x"]
 )
-def test_what_is_no_span_is_refused(words):
+def test_invalid_durations_are_refused(words):
     with pytest.raises(UsageError, match="not a duration"):
         span_seconds(words)
 
 
 @pytest.mark.parametrize("seconds", [1, 59, 60, 3599, 3600, 86_400, 90_061, 10**9, 1.5, 1_234_567.25])
-def test_spans_in_words_are_read_back(seconds):
+def test_formatted_durations_round_trip(seconds):
     assert span_seconds(span_words(seconds)) == seconds
 
 
@@ -79,7 +79,7 @@ def test_calendar_knows_leap_years_and_mondays(seconds, hour, week, month):
     assert year_of(seconds) == hour[:4]
 
 
-def test_calendar_agrees_with_the_standard_library_for_every_day_of_four_centuries():
+def test_calendar_matches_the_standard_library():
     import datetime
 
     first = datetime.date(1901, 1, 1)
@@ -98,7 +98,7 @@ def test_calendar_agrees_with_the_standard_library_for_every_day_of_four_centuri
         ("val/acc:2", Best("val/acc", 2, "max")), ("loss:2:min", Best("loss", 2, "min")),
     ],
 )  # fmt: skip
-def test_best_is_read(text, best):
+def test_best_is_parsed(text, best):
     assert Best.of(text) == best
     assert Best.of(best.spec) == best
 
@@ -106,17 +106,17 @@ def test_best_is_read(text, best):
 @pytest.mark.parametrize(
     "text", ["", ":2", "loss:0", "loss:2:mn", "loss:min:2", "loss:2:min:x", "loss:-1", None, "loss:"]
 )
-def test_what_is_no_best_is_refused(text):
+def test_invalid_best_is_refused(text):
     with pytest.raises(UsageError, match="keep_best"):
         Best.of(text)
 
 
-def test_order_with_a_typo_names_the_nearest():
+def test_misspelled_order_names_the_nearest():
     with pytest.raises(UsageError, match="Did you mean 'max'"):
         Best.of("acc:2:maxx")
 
 
-def test_policy_survives_the_way_through_a_config_file():
+def test_policy_round_trips_through_config():
     policy = Retention(
         keep_last=3, keep_every=1000, keep_within="36h", keep_hourly=24, keep_daily=7, keep_weekly=4, keep_monthly=12,
         keep_yearly=2, keep_best=("loss:2", "acc:1:max"), keep_tag="release-*", time_zone="+02:00",
@@ -127,7 +127,7 @@ def test_policy_survives_the_way_through_a_config_file():
     assert set(RULES) <= set(config)
 
 
-def test_equal_policies_are_equal_however_they_are_written():
+def test_policies_in_other_notation_are_equal():
     assert Retention(keep_within="36h", keep_best="loss") == Retention(keep_within="1d12h", keep_best=("loss:1:min",))
     assert Retention.of({"keep-last": 3}) == Retention(keep_last=3)
     policy = Retention(keep_last=3, keep_best=["b:min", "a:max"])
@@ -148,7 +148,7 @@ def test_policy_without_a_rule_is_refused():
         ("keep_bestt", "keep_best"), ("timezone", "time_zone"), ("keep_tags", "keep_tag"), ("within", "keep_within"),
     ],
 )  # fmt: skip
-def test_rule_with_a_typo_names_the_nearest(given, meant):
+def test_misspelled_rule_names_the_nearest(given, meant):
     with pytest.raises(UsageError, match=f"Did you mean '{meant}'"):
         Retention.of({given: 3}, where="config.json")
 
@@ -161,7 +161,7 @@ def test_rule_with_a_typo_names_the_nearest(given, meant):
         {"keep_tag": [3]}, {"keep_last": 1, "time_zone": "CET"},
     ],
 )  # fmt: skip
-def test_values_that_cannot_be_are_refused(rules):
+def test_invalid_values_are_refused(rules):
     with pytest.raises(UsageError):
         Retention.of(rules)
 
@@ -174,7 +174,7 @@ def test_policy_can_be_copied_and_shown():
     assert "keep_weekly" in inspect.signature(Retention).parameters
 
 
-def test_policies_as_callers_give_them():
+def test_policy_arguments_are_accepted():
     policy = Retention(keep_last=3)
     assert Retention.given(policy) is policy
     assert Retention.given({"keep-last": 3}) == policy

@@ -1,4 +1,4 @@
-"""Protects the trash: what lies there can be brought back until it is freed, and what is needed is never freed."""
+"""Protects the trash: its content can be restored until it is purged, and referenced files are never purged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def same(store, ref, number):
 # Undelete
 
 
-def test_undeleted_checkpoint_comes_back_bit_for_bit_as_a_new_entry(store):
+def test_undelete_restores_as_a_new_entry(store):
     store.delete(1)
     info = other_handle(store).undelete(1)
     assert (info.seq, info.step, info.is_archival) == (4, 1, True)
@@ -73,7 +73,7 @@ def test_undelete_rescues_packs_that_were_collected(store, backend):
     same(store, 1, 1)
 
 
-def test_latest_skips_what_was_undeleted(store):
+def test_latest_ignores_undeleted_entries(store):
     store.delete(1)
     other_handle(store).undelete(1)
     assert store.latest().step == 3
@@ -81,7 +81,7 @@ def test_latest_skips_what_was_undeleted(store):
     same(store, 3, 3)
 
 
-def test_retention_keeps_what_was_undeleted(store):
+def test_retention_keeps_undeleted_entries(store):
     other_handle(store).gc(LAST_ONE)
     other_handle(store).undelete("seq:2")
     report = other_handle(store).gc(LAST_ONE, now=True)
@@ -89,7 +89,7 @@ def test_retention_keeps_what_was_undeleted(store):
     assert report.runs[0].verdicts[0].reasons == ("restored by undelete",)
 
 
-def test_undelete_needs_no_lease_and_the_writer_goes_on(store, backend):
+def test_undelete_needs_no_lease(store, backend):
     store.commit(state_of(4), 4)
     store.delete(1)
     info = other_handle(store).undelete(1)
@@ -99,12 +99,12 @@ def test_undelete_needs_no_lease_and_the_writer_goes_on(store, backend):
 
 
 @pytest.mark.parametrize("ref", [1, "1", "seq:1"])
-def test_dropped_checkpoint_is_named_by_step_or_seq(store, ref):
+def test_dropped_checkpoint_is_found_by_step_or_seq(store, ref):
     store.delete(1)
     assert other_handle(store).undelete(ref).step == 1
 
 
-def test_dropped_checkpoint_is_named_by_its_id(store):
+def test_dropped_checkpoint_is_found_by_id(store):
     prefix = store.info(1).checkpoint_id[:8]
     store.delete(1)
     assert other_handle(store).undelete(f"id:{prefix}").step == 1
@@ -120,25 +120,25 @@ def test_step_means_its_newest_dropped_entry(store):
 
 
 @pytest.mark.parametrize("ref", ["latest", "seq:x", "id:z", True, 1.5, "best:loss"])
-def test_other_references_mean_nothing_in_the_trash(store, ref):
+def test_other_references_are_not_found_in_the_trash(store, ref):
     with pytest.raises(UsageError):
         other_handle(store).undelete(ref)
 
 
-def test_what_was_never_dropped_is_not_in_the_trash(store):
+def test_undelete_of_existing_checkpoint_is_not_found(store):
     store.delete(2)
     with pytest.raises(NotFoundError, match=r"it has steps 2 \(seq:2\)|It has steps 2 \(seq:2\)"):
         other_handle(store).undelete(1)
 
 
-def test_what_was_freed_cannot_come_back(store):
+def test_purged_checkpoint_cannot_be_undeleted(store):
     store.delete(1)
     other_handle(store).gc(now=True)
     with pytest.raises(NotFoundError, match="no checkpoint of this run"):
         other_handle(store).undelete(1)
 
 
-def test_undelete_whose_packs_were_freed_is_loud_and_publishes_nothing(store, backend):
+def test_undelete_without_packs_fails(store, backend):
     store.delete(1)
     saved = {path: backend.files()[path] for path in files_of(backend) if path.startswith("trash/")}
     other_handle(store).gc(now=True)
@@ -150,7 +150,7 @@ def test_undelete_whose_packs_were_freed_is_loud_and_publishes_nothing(store, ba
     assert store.steps() == [0, 2, 3]
 
 
-def test_pack_that_is_freed_after_the_publish_withdraws_it(store, backend, monkeypatch):
+def test_pack_freed_after_publish_withdraws_undelete(store, backend, monkeypatch):
     other_handle(store).gc(LAST_ONE)
     parts = type(repository_of(store))
     rescue_packs = parts.rescue_packs
@@ -174,10 +174,10 @@ def test_damaged_manifest_in_the_trash_is_not_published(store, backend):
         other_handle(store).undelete(1)
 
 
-# The trash itself
+# The trash
 
 
-def test_trash_lists_what_lies_there(store):
+def test_trash_lists_its_content(store):
     assert other_handle(store).trash() == []
     other_handle(store).gc(Retention(keep_last=2))
     entries = other_handle(store).trash()
@@ -186,7 +186,7 @@ def test_trash_lists_what_lies_there(store):
     assert all(entry.nbytes > 0 for entry in entries)
 
 
-def test_restored_folder_of_the_trash_brings_back_packs_and_checkpoints(store, backend):
+def test_restoring_a_trash_folder_restores_all_of_it(store, backend):
     before = packs_in_place(backend)
     other_handle(store).gc(Retention(keep_last=2))
     assert len(before - packs_in_place(backend)) == 1
@@ -197,7 +197,7 @@ def test_restored_folder_of_the_trash_brings_back_packs_and_checkpoints(store, b
     check_restores(store, [0, 1, 2, 3])
 
 
-def test_folder_that_is_not_there_or_not_one_is_refused(store):
+def test_missing_or_invalid_trash_folder_is_refused(store):
     other_handle(store).gc(LAST_ONE)
     with pytest.raises(NotFoundError):
         other_handle(store).restore_from_trash("zz")
@@ -219,14 +219,14 @@ def test_purge_frees_one_folder_or_all(store, backend):
     check_restores(store, [3])
 
 
-def test_purge_brings_back_what_something_names(store, backend):
+def test_purge_rescues_referenced_packs(store, backend):
     path, gc_id = pack_of(store, 2), repository_of(store).trash.new_packs_folder()
     backend.rename(path, f"{paths.trash_packs_folder(gc_id)}/{path.rsplit('/')[-1]}")
     assert other_handle(store).purge() == 0
     assert path in packs_in_place(backend)
 
 
-def test_purge_is_refused_while_a_manifest_cannot_be_read(store, backend):
+def test_purge_is_refused_with_unreadable_manifest(store, backend):
     store.delete(1)
     damage(backend, next(path for path in files_of(backend) if path.startswith("manifests/")))
     with pytest.raises(ConflictError, match="may name any pack"):
@@ -235,7 +235,7 @@ def test_purge_is_refused_while_a_manifest_cannot_be_read(store, backend):
 
 
 def trash_of(store, *names):
-    """Move files to a trash folder of their own, as a power cut in the middle of things may leave them."""
+    """Move files to a new trash folder, as a power cut may leave them."""
     parts, gc_id = repository_of(store), repository_of(store).trash.new_packs_folder()
     for path in names:
         target = paths.trash_packs_folder(gc_id)
@@ -246,15 +246,15 @@ def trash_of(store, *names):
     return gc_id
 
 
-def test_purge_of_one_folder_brings_back_a_manifest_and_its_packs(store):
+def test_purge_of_one_folder_rescues_manifest_and_packs(store):
     name = repository_of(store).manifests.listing().names[1]
     gc_id = trash_of(store, pack_of(store, 1), name.path)
     assert other_handle(store).purge(gc_id) == 0
     check_restores(store, [0, 1, 2, 3])
 
 
-def test_purge_of_one_folder_sees_what_lies_in_the_others(store):
-    """A higher generation in another folder supersedes the lower one in this: it is the one that goes back."""
+def test_purge_of_one_folder_reads_the_others(store):
+    """A higher generation in another folder supersedes the lower one in this folder. The higher one is restored."""
     lower = repository_of(store).manifests.listing().names[1]
     higher = repository_of(store).manifests.publish(next_generation(store, 1))
     trash_of(store, higher.path)
@@ -264,10 +264,10 @@ def test_purge_of_one_folder_sees_what_lies_in_the_others(store):
     check_restores(store, [0, 1, 2, 3])
 
 
-# What interrupted drops and replacements leave
+# Leftovers of interrupted drops and replacements
 
 
-def test_manifest_that_is_marked_and_still_in_place_is_moved(store, backend):
+def test_dropped_manifest_still_in_place_is_moved(store, backend):
     mark_dropped(repository_of(store), 1, 2)
     report = other_handle(store).gc()
     assert report.done.superseded == 2
@@ -275,14 +275,14 @@ def test_manifest_that_is_marked_and_still_in_place_is_moved(store, backend):
     assert report.done.moved_packs == 2
 
 
-def test_superseded_generation_goes_once_the_packs_of_the_higher_were_seen(store):
+def test_superseded_generation_is_removed(store):
     repository_of(store).manifests.publish(next_generation(store, 1))
     report = other_handle(store).gc()
     assert (len(report.plan.superseded), report.done.superseded) == (1, 1)
     assert store.info(1).generation == 1
 
 
-def test_superseded_generation_stays_while_a_pack_of_the_higher_is_missing(store, backend):
+def test_superseded_generation_stays_without_newer_packs(store, backend):
     from dataclasses import replace
 
     manifest = next_generation(store, 1)
@@ -294,7 +294,7 @@ def test_superseded_generation_stays_while_a_pack_of_the_higher_is_missing(store
     assert len(repository_of(store).manifests.listing().lower) == 1
 
 
-def test_manifest_in_the_trash_that_nothing_supersedes_goes_back(store, backend):
+def test_unsuperseded_manifest_in_trash_is_restored(store, backend):
     name = repository_of(store).manifests.listing().names[1]
     folder = paths.trash_manifests_folder("5" * 32, "main")
     backend.make_folder(folder)
@@ -305,24 +305,24 @@ def test_manifest_in_the_trash_that_nothing_supersedes_goes_back(store, backend)
     check_restores(store, [0, 1, 2, 3])
 
 
-def test_superseded_manifest_in_the_trash_is_freed(store, backend):
+def test_superseded_manifest_in_trash_is_purged(store, backend):
     repository_of(store).manifests.publish(next_generation(store, 1))
     other_handle(store).gc()
     assert other_handle(store).gc(now=True).done.freed_files == 1
     check_restores(store, [0, 1, 2, 3])
 
 
-def test_dropping_takes_older_entries_of_a_step_first(store, backend, monkeypatch):
+def test_older_entries_of_a_step_are_dropped_first(store, backend, monkeypatch):
     store.commit(state_of(8), 1)
     store.commit(state_of(9), 1)
     manifests, batches = type(repository_of(store).manifests), []
     mark = manifests.mark_dropped
 
-    def noting(self, intents):
+    def recorded_call(self, intents):
         batches.append(tuple(intents))
         mark(self, intents)
 
-    monkeypatch.setattr(manifests, "mark_dropped", noting)
+    monkeypatch.setattr(manifests, "mark_dropped", recorded_call)
     names = repository_of(store).manifests.listing().names
     done = drop(repository_of(store), [names[5], names[4], names[1], names[0]], "test")
     assert batches == [(0, 1), (4,), (5,)], "marks of one batch may reach the disk in any order"
@@ -330,7 +330,7 @@ def test_dropping_takes_older_entries_of_a_step_first(store, backend, monkeypatc
     assert repository_of(store).tags.intents_on(0) == []
 
 
-def test_restored_from_the_trash_is_the_highest_generation_not_the_last_in_order_of_text(store, monkeypatch):
+def test_highest_generation_is_compared_as_a_number(store, monkeypatch):
     manifests = repository_of(store).manifests
     for generation in (2, 9, 10, 11):
         manifest = next_generation(store, 1)
@@ -340,10 +340,10 @@ def test_restored_from_the_trash_is_the_highest_generation_not_the_last_in_order
     assert len(folder.manifests) == 5
     chosen, undelete = [], history.undelete
 
-    def noting(parts, trashed):
+    def recorded_call(parts, trashed):
         chosen.append(trashed.name.generation)
         return undelete(parts, trashed)
 
-    monkeypatch.setattr(history, "undelete", noting)
+    monkeypatch.setattr(history, "undelete", recorded_call)
     assert [info.step for info in other_handle(store).restore_from_trash(folder.trash_id).undeleted] == [1]
     assert chosen == [11]

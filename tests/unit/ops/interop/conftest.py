@@ -1,4 +1,4 @@
-"""A store to import into, and one child that loads the files of all tests."""
+"""Provide a store to import into, and one child process that loads the files of all tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def store(tmp_path):
 
 
 class KeptLoader(Loader):
-    """Its child goes on to the files of the next test, as it does to the next file of an import: torch loads once."""
+    """A loader whose child is reused by the next test, so that torch is imported once."""
 
     def __exit__(self, kind, error, trace):
         """Leave the child running."""

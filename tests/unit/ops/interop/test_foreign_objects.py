@@ -33,11 +33,11 @@ class Config:
 
 
 class AttributeDict(dict):
-    """As Lightning keeps hyper-parameters."""
+    """Like Lightning's container of hyper-parameters."""
 
 
 class RowList(list):
-    """A list of a class of its own."""
+    """A list subclass."""
 
 
 WEIGHTS = {"w": torch.arange(4.0)}
@@ -57,7 +57,7 @@ PLAIN_CONFIG = {"lr": 0.1, "schedule": "cosine", "data": "/data/x", "betas": (0.
         (argparse.Namespace(weight=torch.ones(2)), {"weight": torch.ones(2)}),
     ],
 )  # fmt: skip
-def test_plain_fields_of_configs_are_taken_and_reported(store, tmp_path, config, fields):
+def test_plain_config_fields_are_imported_and_reported(store, tmp_path, config, fields):
     torch.save({"model": WEIGHTS, "args": config}, tmp_path / "step_3.pt")
     report = store.import_from(tmp_path / "step_3.pt")
     assert difference(store.restore(3), {"model": WEIGHTS, "args": fields}) is None
@@ -65,7 +65,7 @@ def test_plain_fields_of_configs_are_taken_and_reported(store, tmp_path, config,
     assert not report.is_partial
 
 
-def test_whole_module_is_refused_with_its_path_and_can_be_left_out(store, tmp_path):
+def test_whole_module_is_refused_or_skipped(store, tmp_path):
     torch.save({"model": torch.nn.Linear(2, 2), "optimizer": WEIGHTS}, tmp_path / "step_3.pt")
     with pytest.raises(UnsupportedError, match=r"model: an object of torch\.nn\.modules.*--skip-leaf model"):
         store.import_from(tmp_path / "step_3.pt")
@@ -75,7 +75,7 @@ def test_whole_module_is_refused_with_its_path_and_can_be_left_out(store, tmp_pa
     assert report.is_partial
 
 
-def test_every_leaf_that_cannot_be_stored_is_listed_in_one_error(store, tmp_path):
+def test_all_unsupported_leaves_are_in_one_error(store, tmp_path):
     model, optimizer = torch.nn.Linear(2, 2), torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
     torch.save({"a": model, "b": [1, optimizer], "w": WEIGHTS, "s": torch.eye(2).to_sparse()}, tmp_path / "step_3.pt")
     with pytest.raises(UnsupportedError, match=r"a: .*b\.1: .*s: "):
@@ -84,7 +84,7 @@ def test_every_leaf_that_cannot_be_stored_is_listed_in_one_error(store, tmp_path
     assert difference(store.restore(3), {"b": [None, None], "w": WEIGHTS}) is None
 
 
-def test_skip_leaf_counts_paths_in_the_whole_state_of_a_folder(store, tmp_path):
+def test_skip_leaf_matches_paths_in_the_whole_state(store, tmp_path):
     from safetensors.torch import save_file
 
     folder = tmp_path / "checkpoint-3"
@@ -110,7 +110,7 @@ def test_file_with_only_an_object_is_refused(store, tmp_path, value):
         store.import_from(tmp_path / "step_1.pt")
 
 
-def test_plain_pickles_are_read_without_being_run(store, tmp_path):
+def test_plain_pickles_are_parsed_not_executed(store, tmp_path):
     state = {
         "numpy": np.arange(3.0), "args": argparse.Namespace(x=1), "n": 3, "bytes": b"\x00\xff",
         "ordered": collections.OrderedDict(a=1),
@@ -121,7 +121,7 @@ def test_plain_pickles_are_read_without_being_run(store, tmp_path):
     assert difference(store.restore(1), wanted) is None
 
 
-def test_containers_of_other_classes_are_taken_as_dicts_and_lists(store, tmp_path):
+def test_container_subclasses_become_dicts_and_lists(store, tmp_path):
     state = {"plain": AttributeDict(a=[1]), "tensors": AttributeDict(w=torch.ones(2)), "list": RowList([1, 2]), "n": 1}
     torch.save(state, tmp_path / "step_1.pt")
     report = store.import_from(tmp_path / "step_1.pt")
@@ -193,7 +193,7 @@ def _stepped(scheduler_of=None, optimizer_of=torch.optim.AdamW, **options):
     ("optimizer_of", "options"),
     [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.SGD, {}), (torch.optim.Adagrad, {})],
 )
-def test_moments_of_a_distributed_checkpoint_have_the_keys_that_optimizers_need(store, tmp_path, optimizer_of, options):
+def test_dcp_moments_get_optimizer_keys(store, tmp_path, optimizer_of, options):
     model, optimizer, _ = _stepped(None, optimizer_of, **options)
     state = {"nested": {"optim": optimizer.state_dict()}, "model": dict(model.state_dict())}
     dcp.save(state, checkpoint_id=str(tmp_path / "step_2"), no_dist=True)
@@ -206,20 +206,20 @@ def test_moments_of_a_distributed_checkpoint_have_the_keys_that_optimizers_need(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_milestones_of_a_distributed_checkpoint_count_steps_again(store, tmp_path):
+def test_dcp_milestones_get_integer_keys(store, tmp_path):
     _, _, scheduler = _stepped(lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 7]))
     state = {"sched": scheduler.state_dict(), "w": torch.ones(2), "mine": {"0": torch.ones(1)}}
     dcp.save(state, checkpoint_id=str(tmp_path / "step_2"), no_dist=True)
     report = store.import_from(tmp_path / "step_2")
     restored = store.restore(2)
     assert restored["sched"]["milestones"] == collections.Counter({5: 1, 7: 1})
-    # Nothing says what a key of the user was: it stays, and that is reported.
+    # Nothing identifies the keys of the user, so they stay, and that is reported.
     assert set(restored["mine"]) == {"0"}
     assert [warning for warning in report.entries[0].warnings if "keys of mine are numbers as text" in warning]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_files_next_to_a_distributed_checkpoint_are_part_of_it(store, tmp_path):
+def test_files_next_to_a_dcp_are_imported(store, tmp_path):
     folder = tmp_path / "epoch=0-step=4.ckpt"
     dcp.save({"state_dict": dict(WEIGHTS)}, checkpoint_id=str(folder), no_dist=True)
     torch.save({"global_step": 4, "loops": {}}, folder / "meta.pt")

@@ -21,29 +21,29 @@ PAIRS = [(1, "a"), (1, "b")]
 
 
 class Rows(list):
-    """A list with a class of its own."""
+    """A list subclass."""
 
 
 class ItemsAndAttributes(dict):
-    """A common way to write ``options.rate``."""
+    """A dict whose items are also attributes, such as ``options.rate``."""
 
     def __init__(self, **items):
         super().__init__(items)
         self.__dict__ = dict(items)
 
 
-class Made:
-    """Made with arguments, and given a state."""
+class WithArguments:
+    """An object that is created with arguments and then given a state."""
 
     def __init__(self, *arguments):
         self.arguments = arguments
 
     def __reduce__(self):
-        return Made, self.arguments, {"x": 3}
+        return WithArguments, self.arguments, {"x": 3}
 
 
 class Opaque:
-    """Its state is no dict of fields."""
+    """An object whose state is not a dict of fields."""
 
     def __reduce__(self):
         return Opaque, (), [1, 2]
@@ -56,7 +56,7 @@ class Kind(enum.Enum):
 
 @pytest.fixture(params=["pickle", "torch"])
 def imported(request, store, tmp_path):
-    """Import a state from a file; return what is restored, and the entry of the report."""
+    """Import a state from a file, and return the restored state and the entry of the report."""
 
     def do(state, protocol=pickle.DEFAULT_PROTOCOL):
         file = tmp_path / ("step_1.pkl" if request.param == "pickle" else "step_1.pt")
@@ -91,14 +91,14 @@ def test_appended_items_and_set_pairs_are_imported(imported, filled, wanted):
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_queues_of_every_protocol_keep_their_pairs_and_length(store, tmp_path, protocol):
+def test_queues_of_every_protocol_keep_content_and_maxlen(store, tmp_path, protocol):
     state = {"step": 1, "queue": collections.deque(PAIRS, maxlen=2), "none": collections.deque()}
     (tmp_path / "step_1.pkl").write_bytes(pickle.dumps(state, protocol))
     store.import_from(tmp_path / "step_1.pkl")
     assert difference(store.restore(1), state) is None
 
 
-def test_tensors_in_deques_and_defaultdicts_keep_length_and_factory(store, tmp_path):
+def test_deques_and_defaultdicts_keep_maxlen_and_factory(store, tmp_path):
     queue = collections.deque([torch.ones(1)], maxlen=3)
     state = {"queue": queue, "dict": collections.defaultdict(dict, w=torch.ones(2)), "rows": Rows([torch.ones(3)])}
     torch.save(state, tmp_path / "step_1.pt")
@@ -109,33 +109,33 @@ def test_tensors_in_deques_and_defaultdicts_keep_length_and_factory(store, tmp_p
 
 
 @pytest.mark.parametrize("item", [Opaque(), [Opaque()], {"in": (1, Opaque())}, {1, Opaque()}, {Opaque(): 1}])
-def test_object_that_only_code_can_create_is_refused_by_its_path(imported, item):
+def test_object_that_needs_code_is_refused_by_path(imported, item):
     with pytest.raises(UnsupportedError, match=r"cannot be stored.*here.*--skip-leaf here"):
         imported({"here": item})
 
 
-def test_object_within_a_queue_is_refused_by_the_path_of_the_queue(imported):
+def test_object_in_a_queue_is_refused_by_queue_path(imported):
     with pytest.raises(UnsupportedError, match=r"here: .*--skip-leaf here,"):
         imported({"here": collections.deque([1, Opaque()])})
 
 
 @pytest.mark.parametrize("arguments", [(42,), (None, "a"), ({"deep": [1]},)])
 @pytest.mark.parametrize("place", ["here", "in.0"])
-def test_arguments_next_to_a_state_are_listed_as_left_out(imported, arguments, place):
-    made = Made(*arguments)
+def test_arguments_besides_a_state_are_listed(imported, arguments, place):
+    made = WithArguments(*arguments)
     restored, entry = imported({"here": made} if place == "here" else {"in": [made]})
     assert restored == ({"here": {"x": 3}} if place == "here" else {"in": [{"x": 3}]})
     assert list(entry.left_out) == [place]
     assert "arguments with which" in entry.left_out[place]
-    assert "Made" in entry.left_out[place]
+    assert "WithArguments" in entry.left_out[place]
 
 
 @pytest.mark.parametrize(
     ("state", "lost"),
     [
-        ([Made(1), collections.deque([1])], ["k.0"]),
-        ((Rows([Rows()]), Made(2)), ["k.1"]),
-        (Rows([1, Made(3)]), ["k"]),
+        ([WithArguments(1), collections.deque([1])], ["k.0"]),
+        ((Rows([Rows()]), WithArguments(2)), ["k.1"]),
+        (Rows([1, WithArguments(3)]), ["k"]),
         (collections.deque([Rows()], maxlen=4), []),
     ],
 )
@@ -144,13 +144,13 @@ def test_only_lost_arguments_are_listed(imported, state, lost):
     assert list(entry.left_out) == lost
 
 
-def test_items_that_are_attributes_too_are_taken_once(store, tmp_path):
+def test_items_that_are_attributes_are_imported_once(store, tmp_path):
     torch.save({"k": ItemsAndAttributes(a=[1], b=2), "n": 1}, tmp_path / "step_1.pt")
     store.import_from(tmp_path / "step_1.pt")
     assert difference(store.restore(1), {"k": {"a": [1], "b": 2}, "n": 1}) is None
 
 
-def test_factory_that_is_lost_is_listed_as_left_out(imported):
+def test_lost_factory_is_listed(imported):
     restored, entry = imported({"d": collections.defaultdict(collections.Counter, a=1)})
     assert restored == {"d": {"a": 1}}
     assert list(entry.left_out) == ["d"]
@@ -171,7 +171,7 @@ def test_keys_of_any_kind_are_kept(imported, keyed, wanted):
     assert not entry.left_out
 
 
-def test_tensors_below_keys_that_are_members_of_an_enum_are_kept(store, tmp_path):
+def test_tensors_below_enum_keys_are_kept(store, tmp_path):
     torch.save({"k": {Kind.TRAIN: torch.ones(2), Kind.PAIR: {"w": torch.zeros(1)}}}, tmp_path / "step_1.pt")
     report = store.import_from(tmp_path / "step_1.pt")
     wanted = {"k": {"train": torch.ones(2), (1, 2): {"w": torch.zeros(1)}}}
@@ -179,7 +179,7 @@ def test_tensors_below_keys_that_are_members_of_an_enum_are_kept(store, tmp_path
     assert "k has objects for keys" in report.entries[0].warnings[0]
 
 
-def test_keys_that_would_become_one_are_refused(imported):
+def test_keys_that_would_collide_are_refused(imported):
     with pytest.raises(UnsupportedError, match="--skip-leaf k"):
         imported({"k": {Kind.TRAIN: 1, "train": 2}})
 
@@ -206,7 +206,7 @@ def test_keys_that_would_become_one_are_refused(imported):
         frozenset(),
     ],
 )  # fmt: skip
-def test_leaves_of_python_are_taken_as_they_are(store, tmp_path, leaf, protocol):
+def test_python_leaves_are_imported(store, tmp_path, leaf, protocol):
     (tmp_path / "step_1.pkl").write_bytes(pickle.dumps({"step": 1, "leaf": [leaf]}, protocol))
     report = store.import_from(tmp_path / "step_1.pkl")
     assert difference(store.restore(1), {"step": 1, "leaf": [leaf]}) is None
@@ -227,14 +227,14 @@ def test_leaves_of_python_are_taken_as_they_are(store, tmp_path, leaf, protocol)
         np.int64(3),
     ],
 )
-def test_arrays_of_every_protocol_are_taken(store, tmp_path, array, protocol):
+def test_arrays_of_every_protocol_are_imported(store, tmp_path, array, protocol):
     (tmp_path / "step_1.pkl").write_bytes(pickle.dumps({"step": 1, "array": array}, protocol))
     store.import_from(tmp_path / "step_1.pkl")
     assert difference(store.restore(1)["array"], array) is None
 
 
 @pytest.mark.parametrize("leaf", [datetime.date(2024, 1, 2), 1 + 2j, range(3), decimal.Decimal("0.1"), frozenset({1})])
-def test_leaves_of_python_in_files_of_torch_are_taken_as_they_are(store, tmp_path, leaf):
+def test_python_leaves_in_torch_files_are_imported(store, tmp_path, leaf):
     torch.save({"leaf": [leaf], "w": torch.ones(1)}, tmp_path / "step_1.pt")
     report = store.import_from(tmp_path / "step_1.pt")
     assert difference(store.restore(1), {"leaf": [leaf], "w": torch.ones(1)}) is None
@@ -250,6 +250,6 @@ def test_leaves_of_python_in_files_of_torch_are_taken_as_they_are(store, tmp_pat
         (pathlib.Path("a"), "type str"),
     ],
 )
-def test_notes_say_what_a_value_has_become(imported, item, form):
+def test_notes_name_the_stored_form(imported, item, form):
     _, entry = imported({"here": item})
     assert f"it is stored as a plain value of {form}." in entry.warnings[0]

@@ -1,4 +1,4 @@
-"""Protects against hostile files: they run no code, take bounded memory, and end no process but the child."""
+"""Protects against hostile files: they run no code, take bounded memory, and can crash only the child process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_code_in_dcp_metadata_is_refused_and_not_run(store, tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
-def test_every_flipped_byte_of_dcp_metadata_is_an_error_or_does_no_harm(tmp_path):
+def test_flipped_bytes_of_dcp_metadata_are_harmless(tmp_path):
     from ckstore.ops.interop.torch_files import load_dcp
 
     states = foreign_checkpoints.write_dcp(tmp_path / "dcp", steps=(1,))
@@ -68,7 +68,7 @@ def test_every_flipped_byte_of_dcp_metadata_is_an_error_or_does_no_harm(tmp_path
             state = load_dcp(str(folder), StandIns())
         except CkstoreError:
             continue
-        # A flipped letter of a name is a name: what it names has the right bytes still.
+        # A flipped letter in a name gives another name. Its tensor must still have the right bytes.
         for key, tensor in (state.get("model") or {}).items():
             found = states[1]["model"].get(key)
             wrong += found is not None and not torch.equal(found, tensor)
@@ -86,8 +86,8 @@ def test_truncated_torch_file_is_corrupt(store, tmp_path):
     assert store.log() == []
 
 
-def test_file_that_claims_more_than_it_holds_is_refused(store, tmp_path):
-    # A deflated archive: a thousand bytes become a million, and might become a million million.
+def test_file_that_claims_too_much_is_refused(store, tmp_path):
+    # A compressed archive: a thousand bytes become a million, and could become a million million.
     torch.save({"w": torch.zeros(16_000_000)}, tmp_path / "plain.pt")
     with (
         zipfile.ZipFile(tmp_path / "plain.pt") as plain,
@@ -101,7 +101,7 @@ def test_file_that_claims_more_than_it_holds_is_refused(store, tmp_path):
     assert store.log() == []
 
 
-def test_memory_bomb_ends_the_child_and_not_the_parent(tmp_path, monkeypatch):
+def test_memory_bomb_ends_only_the_child(tmp_path, monkeypatch):
     monkeypatch.setattr("ckstore.ops.interop.child.BASE_NBYTES", 0)
     file = tmp_path / "step_1.pt"
     torch.save({"w": torch.zeros(10)}, file)
@@ -118,7 +118,7 @@ def test_memory_bomb_ends_the_child_and_not_the_parent(tmp_path, monkeypatch):
 
 
 def _with_child(monkeypatch, code):
-    """Let the loader start this code in place of its child."""
+    """Make the loader start this code instead of its child."""
     start = subprocess.Popen
     monkeypatch.setattr(
         loader_module.subprocess,
@@ -127,7 +127,7 @@ def _with_child(monkeypatch, code):
     )
 
 
-def test_child_that_crashes_or_hangs_is_an_error_of_its_file(tmp_path, monkeypatch):
+def test_crashed_or_hanging_child_is_an_error(tmp_path, monkeypatch):
     with Loader() as loader:
         for code, words, timeout_seconds in (
             ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV", 200.0),
@@ -143,7 +143,7 @@ def test_child_that_crashes_or_hangs_is_an_error_of_its_file(tmp_path, monkeypat
         loader.timeout_seconds = 200.0
         torch.save({"w": torch.ones(3)}, tmp_path / "y.pt")
         loader.load("torch", tmp_path / "y.pt", 2000)
-        # A scheduler sends them to every process of a job that imports.
+        # A scheduler sends these signals to every process of a job.
         for number in JOB_SIGNALS:
             os.kill(loader.child_pid, number)
         captured = loader.load("torch", tmp_path / "y.pt", 2000).captured
@@ -153,7 +153,7 @@ def test_child_that_crashes_or_hangs_is_an_error_of_its_file(tmp_path, monkeypat
         os.kill(child, 0)
 
 
-def test_file_that_shrinks_while_it_is_read_is_an_error_and_no_signal(tmp_path):
+def test_file_that_shrinks_while_read_is_an_error(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(bytes(100))
     file = OpenFile(os.open(path, os.O_RDONLY), str(path))
@@ -163,14 +163,14 @@ def test_file_that_shrinks_while_it_is_read_is_an_error_and_no_signal(tmp_path):
 
 
 @pytest.mark.parametrize("place", [(0, 10), (1 << 40, 10), (0, 1 << 40)])
-def test_answer_that_points_outside_of_the_memory_file_is_refused(tmp_path, place):
+def test_answer_outside_the_memory_file_is_refused(tmp_path, place):
     path = tmp_path / "x"
     path.write_bytes(b"\x00" * 64)
     with pytest.raises(MalformedError):
         read_state(OpenFile(os.open(path, os.O_RDONLY), "x"), Answer(*place, None))
 
 
-def test_inert_pickle_keeps_names_and_calls_nothing(tmp_path):
+def test_pickle_parser_keeps_names_and_calls_nothing(tmp_path):
     found = read_inert(pickle.dumps({"a": [Evil(tmp_path / "x"), (1, 2.5, None, True)], "b": {3}}, protocol=4))
     assert isinstance(found["a"][0], Record)
     assert (found["a"][0].kind, found["a"][0].arguments) == (Symbol("posix", "mkdir"), (str(tmp_path / "x"),))
@@ -180,10 +180,10 @@ def test_inert_pickle_keeps_names_and_calls_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_inert_pickle_reads_plain_values_of_every_protocol(protocol):
+def test_pickle_parser_reads_every_protocol(protocol):
     plain = {"text": "é" * 300, "bytes": b"\x00\xff", "long": 1 << 200, "nested": [[], {}, (), ("x",) * 5], "f": -0.5}
     if protocol < 3:
-        # Before protocol 3 bytes are the call of a codec.
+        # Before protocol 3, bytes are stored as a codec call.
         del plain["bytes"]
     assert read_inert(pickle.dumps(plain, protocol=protocol)) == plain
 
@@ -197,7 +197,7 @@ def test_unsound_pickles_are_refused(content):
         read_inert(content)
 
 
-def test_pickle_that_needs_a_running_program_is_unsupported():
+def test_pickle_with_persistent_ids_is_unsupported():
     with pytest.raises(UnsupportedError, match="PERSID"):
         read_inert(b"Pname\n.")
 
@@ -245,7 +245,7 @@ def test_malformed_safetensors_are_refused(content):
         read_header(lambda offset, nbytes: content[offset : offset + nbytes], len(content), where="x")
 
 
-def test_every_flipped_bit_of_a_safetensors_header_is_refused_or_reads_within_the_file(tmp_path):
+def test_flipped_safetensors_header_reads_within_the_file(tmp_path):
     content = safetensors({"a": entry(), "bb": entry(offsets=(8, 16)), "__metadata__": {"format": "pt"}}, 16)
     begin = len(content) - 16
     for bit in range(8 * begin):
@@ -259,13 +259,13 @@ def test_every_flipped_bit_of_a_safetensors_header_is_refused_or_reads_within_th
         assert all(8 <= each.offset <= each.offset + each.nbytes <= len(content) for each in header.entries)
 
 
-def test_safetensors_of_a_dtype_that_cannot_be_stored_are_unsupported():
+def test_safetensors_of_unknown_dtype_are_unsupported():
     content = safetensors({"a": entry(dtype="F6_E2M3")}, 8)
     with pytest.raises(UnsupportedError, match="F6_E2M3"):
         read_header(lambda offset, nbytes: content[offset : offset + nbytes], len(content))
 
 
-def test_leaf_that_cannot_be_stored_names_its_file_and_path(store, tmp_path):
+def test_unsupported_leaf_names_its_file_and_path(store, tmp_path):
     torch.save({"model": {"w": torch.ones(2).to_sparse()}}, tmp_path / "step_1.pt")
     with pytest.raises(CkstoreError, match=r"step_1\.pt.*model\.w"):
         store.import_from(tmp_path / "step_1.pt")
@@ -278,7 +278,7 @@ def test_names_in_files_never_become_paths(store, tmp_path):
     assert not any("escape" in name for _, folders, files in os.walk(tmp_path) for name in (*folders, *files))
 
 
-def test_dcp_part_outside_of_its_folder_is_refused(tmp_path):
+def test_dcp_part_outside_its_folder_is_refused(tmp_path):
     from ckstore.ops.interop.torch_files import load_dcp
 
     foreign_checkpoints.write_dcp(tmp_path / "dcp", steps=(1,))
@@ -291,7 +291,7 @@ def test_dcp_part_outside_of_its_folder_is_refused(tmp_path):
         load_dcp(str(folder), StandIns())
 
 
-def test_legacy_file_of_torch_is_read_too(store, tmp_path):
+def test_legacy_torch_file_is_read(store, tmp_path):
     buffer = io.BytesIO()
     torch.save({"w": torch.arange(5)}, buffer, _use_new_zipfile_serialization=False)
     (tmp_path / "step_1.pt").write_bytes(buffer.getvalue())
@@ -299,14 +299,14 @@ def test_legacy_file_of_torch_is_read_too(store, tmp_path):
     assert torch.equal(store.restore(1)["w"], torch.arange(5))
 
 
-def test_import_without_torch_says_what_to_install(store, tmp_path, monkeypatch):
+def test_import_without_torch_has_advice(store, tmp_path, monkeypatch):
     torch.save({"w": torch.arange(5)}, tmp_path / "step_1.pt")
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     with pytest.raises(UnsupportedError, match=r"torch is not installed"):
         store.import_from(tmp_path / "step_1.pt")
 
 
-def test_store_is_undamaged_after_everything_that_was_refused(store, tmp_path):
+def test_refused_imports_leave_the_store_clean(store, tmp_path):
     store.commit({"a": np.arange(4)}, 1)
     for name, content in {"step_2.pt": b"x" * 100, "step_3.safetensors": b"y" * 100}.items():
         (tmp_path / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""Protects imports: the state is restored bit for bit, under the right step, in the right order."""
+"""Protects imports: each state is imported bit for bit, with the right step, in the right order."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def check_restored(store, states):
         assert difference(store.restore(step), state) is None, f"step {step}"
 
 
-def test_nanogpt_files_become_a_history_in_step_order(store, tmp_path):
-    # By name 1000 would come before 250, as ls sorts them.
+def test_nanogpt_files_are_imported_in_step_order(store, tmp_path):
+    # In the order of names, 1000 comes before 250.
     states = foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(0, 250, 1000))
     report = store.import_from(tmp_path / "out")
     assert [(entry.step, entry.seq, entry.action) for entry in report.entries] == [
@@ -36,7 +36,7 @@ def test_nanogpt_files_become_a_history_in_step_order(store, tmp_path):
     assert store.verify("decode").is_clean
 
 
-def test_import_says_how_much_smaller_the_history_became(store, tmp_path):
+def test_import_reports_the_saving(store, tmp_path):
     foreign_checkpoints.write_nanogpt(tmp_path / "out")
     report = store.import_from(tmp_path / "out")
     files = sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
@@ -45,7 +45,7 @@ def test_import_says_how_much_smaller_the_history_became(store, tmp_path):
     assert report.ratio == files / report.bytes_stored
 
 
-def test_step_and_metric_are_found_in_the_content_of_a_file(store, tmp_path):
+def test_step_and_metric_are_read_from_content(store, tmp_path):
     states = foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(750,), name="ckpt.pt")
     entry = store.import_from(tmp_path / "out").entries[0]
     assert (entry.step, entry.reason) == (750, "iter_num in its content")
@@ -53,7 +53,7 @@ def test_step_and_metric_are_found_in_the_content_of_a_file(store, tmp_path):
     assert store.info("best:best_val_loss").step == 750
 
 
-def test_lightning_checkpoints_are_taken_once_with_the_metric_in_their_name(store, tmp_path):
+def test_lightning_metric_is_read_from_the_name(store, tmp_path):
     states = foreign_checkpoints.write_lightning(tmp_path / "checkpoints")
     report = store.import_from(tmp_path / "checkpoints")
     assert [(entry.name, entry.action) for entry in report.entries] == [
@@ -66,9 +66,9 @@ def test_lightning_checkpoints_are_taken_once_with_the_metric_in_their_name(stor
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_trainer_folders_become_states_with_a_key_for_each_file(store, tmp_path, shards):
+def test_trainer_folders_have_a_key_per_file(store, tmp_path, shards):
     states = foreign_checkpoints.write_trainer(tmp_path / "out", shards=shards)
-    # The Trainer leaves the final model beside the folders of its checkpoints.
+    # The Trainer also leaves the final model next to the checkpoint folders.
     save_file({"w": torch.ones(2)}, tmp_path / "out" / "model.safetensors")
     (tmp_path / "out" / "trainer_state.json").write_text("{}")
     report = store.import_from(tmp_path / "out")
@@ -78,7 +78,7 @@ def test_trainer_folders_become_states_with_a_key_for_each_file(store, tmp_path,
     assert [list(entry.without_state) for entry in report.entries] == [
         ["checkpoint-500/training_args.bin"], ["checkpoint-1000/training_args.bin"]
     ]  # fmt: skip
-    # Neither name nor content says of which step the model next to them is.
+    # Neither the name nor the content gives the step of that model.
     assert set(report.left_out) == {"model.safetensors"}
     for step, state in states.items():
         restored = store.restore(step)
@@ -93,14 +93,14 @@ def test_trainer_folders_become_states_with_a_key_for_each_file(store, tmp_path,
     assert store.info(500).metrics.keys() == {"loss", "eval_loss"}
 
 
-def test_distributed_checkpoints_come_back_nested_as_they_were_saved(store, tmp_path):
+def test_dcp_keeps_its_nesting(store, tmp_path):
     states = foreign_checkpoints.write_dcp(tmp_path / "dcp")
     report = store.import_from(tmp_path / "dcp")
     assert [(entry.step, entry.kinds) for entry in report.entries] == [(10, ("dcp",)), (20, ("dcp",))]
     restored = store.restore(20)
     for key in ("model", "history", "step"):
         assert difference({key: restored[key]}, {key: _plain(states[20][key])}) is None, key
-    # torch.distributed.checkpoint makes text of the numbers that are keys of a dict; an optimizer needs numbers.
+    # torch.distributed.checkpoint turns integer keys of a dict into strings. An optimizer needs integers.
     assert difference(restored["optimizer"]["state"], states[20]["optimizer"]["state"]) is None
 
 
@@ -108,7 +108,7 @@ def _plain(state):
     return dict(state) if isinstance(state, dict) else state
 
 
-def test_distributed_checkpoint_of_several_ranks_is_assembled(store, tmp_path):
+def test_dcp_of_several_ranks_is_assembled(store, tmp_path):
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     whole = torch.arange(40.0).reshape(8, 5)
@@ -118,7 +118,7 @@ def test_distributed_checkpoint_of_several_ranks_is_assembled(store, tmp_path):
 
 
 def _write_split_dcp(folder, whole, chunk_type, *, cut=(0, 3, 8)):
-    """Write a tensor in two parts, as two ranks of which each has some of its rows."""
+    """Write a tensor in two parts, as two ranks do that each have some of its rows."""
     import pickle
 
     from torch.distributed.checkpoint import filesystem
@@ -144,7 +144,7 @@ def _write_split_dcp(folder, whole, chunk_type, *, cut=(0, 3, 8)):
 
 
 @pytest.mark.parametrize("cut", [(0, 3, 7), (0, 3)])
-def test_distributed_checkpoint_with_a_missing_part_is_refused(store, tmp_path, cut):
+def test_dcp_with_a_missing_part_is_refused(store, tmp_path, cut):
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     _write_split_dcp(tmp_path / "ranks", torch.ones(8, 5), ChunkStorageMetadata, cut=cut)
@@ -153,7 +153,7 @@ def test_distributed_checkpoint_with_a_missing_part_is_refused(store, tmp_path, 
     assert store.log() == []
 
 
-def test_safetensors_are_read_without_torch_for_their_library(store, tmp_path):
+def test_safetensors_are_read_without_torch(store, tmp_path):
     bf16 = torch.randn(7, 300).to(torch.bfloat16)
     save_file({"w": bf16, "b": torch.zeros(0, 3)}, tmp_path / "step_5.safetensors", metadata={"format": "pt"})
     array = np.arange(12, dtype=">i4").reshape(3, 4).astype("<i4")
@@ -166,7 +166,7 @@ def test_safetensors_are_read_without_torch_for_their_library(store, tmp_path):
     assert np.array_equal(store.restore(6)["a"], array)
 
 
-def test_exported_safetensors_come_back_with_their_tied_tensors(store, tmp_path):
+def test_exported_safetensors_keep_tied_tensors(store, tmp_path):
     from ckstore.ops.interop.export import export_safetensors
 
     embedding = torch.randn(50, 4)
@@ -186,7 +186,7 @@ def load_file_of_torch(path):
 @pytest.mark.parametrize(
     ("dtype", "shape"), [("F8_E4M3FNUZ", [8]), ("F8_E5M2FNUZ", [2, 4]), ("F8_E8M0", [8]), ("F4", [2, 8])]
 )
-def test_safetensors_of_small_floats_are_read_as_the_reader_does_and_exported_again(store, tmp_path, dtype, shape):
+def test_small_float_safetensors_round_trip(store, tmp_path, dtype, shape):
     from ckstore.ops.interop.export import export_safetensors
 
     header = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, 8], "note": "unknown"}}).encode()
@@ -213,14 +213,14 @@ def test_safetensors_with_null_metadata_are_read(store, tmp_path):
 
 
 @pytest.mark.parametrize("metadata", [{"note": "bias", "modelspec.predict_key": "weight"}, {"head.weight": "weight"}])
-def test_metadata_makes_no_tensor_and_is_reported(store, tmp_path, metadata):
+def test_safetensors_metadata_is_reported(store, tmp_path, metadata):
     save_file({"weight": torch.ones(2), "bias": torch.zeros(2)}, tmp_path / "step_1.safetensors", metadata=metadata)
     report = store.import_from(tmp_path / "step_1.safetensors")
     assert set(store.restore(1)) == {"weight", "bias"}
     assert next(iter(metadata)) in " ".join(report.entries[0].warnings)
 
 
-def test_content_and_not_name_decides_how_a_file_is_read(store, tmp_path):
+def test_file_format_follows_its_content(store, tmp_path):
     (tmp_path / "out").mkdir()
     save_file({"w": torch.ones(2)}, tmp_path / "out" / "step_1.bin")
     torch.save({"w": torch.zeros(2)}, tmp_path / "out" / "step_2.safetensors")
@@ -228,7 +228,7 @@ def test_content_and_not_name_decides_how_a_file_is_read(store, tmp_path):
     assert [store.restore(step)["w"].tolist() for step in (1, 2)] == [[1, 1], [0, 0]]
 
 
-def test_second_import_skips_existing_steps_and_continues(store, tmp_path):
+def test_second_import_skips_existing_steps(store, tmp_path):
     foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(1, 2))
     first = store.import_from(tmp_path / "out")
     foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(1, 2, 3))
@@ -238,7 +238,7 @@ def test_second_import_skips_existing_steps_and_continues(store, tmp_path):
     assert [info.step for info in store.log()] == [3, 2, 1]
 
 
-def test_dry_run_changes_nothing_and_returns_the_same_plan(store, tmp_path):
+def test_dry_run_returns_the_same_plan(store, tmp_path):
     foreign_checkpoints.write_nanogpt(tmp_path / "out", name="model{step}.pt")
     planned = store.import_from(tmp_path / "out", dry_run=True)
     assert store.log() == []
@@ -249,7 +249,7 @@ def test_dry_run_changes_nothing_and_returns_the_same_plan(store, tmp_path):
     assert plans[0] == plans[1]
 
 
-def test_older_steps_never_become_the_latest_of_a_run(store, tmp_path):
+def test_older_steps_never_become_latest(store, tmp_path):
     store.commit({"a": np.arange(3)}, 400)
     foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(300, 500))
     with pytest.raises(UsageError, match="step 300 would be committed after step 400"):
@@ -270,7 +270,7 @@ def test_interrupted_import_keeps_what_was_committed(store, tmp_path):
     check_restored(store, states)
 
 
-def test_next_commit_follows_the_last_imported_checkpoint(store, tmp_path):
+def test_commit_after_import_follows_the_last_one(store, tmp_path):
     states = foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(1, 2))
     store.import_from(tmp_path / "out")
     receipt = store.commit(states[2], 3)
@@ -286,7 +286,7 @@ def test_import_without_a_step_asks_for_one(store, tmp_path):
     assert store.steps() == [9]
 
 
-def test_numbered_import_gives_steps_in_the_natural_order_of_names(store, tmp_path):
+def test_numbered_import_uses_natural_name_order(store, tmp_path):
     for name in ("b10", "b9", "a"):
         torch.save({"name": name}, tmp_path / f"{name}.pt")
     store.import_from(tmp_path, numbered=True, exclude=["store"])
@@ -306,13 +306,13 @@ def test_sources_without_checkpoints_are_refused(store, tmp_path, make, kind, wo
         store.import_from(tmp_path / "source")
 
 
-def test_error_for_a_parent_folder_names_the_right_one(store, tmp_path):
+def test_error_for_parent_folder_names_the_right_one(store, tmp_path):
     foreign_checkpoints.write_lightning(tmp_path / "logs" / "version_0" / "checkpoints")
     with pytest.raises(NotFoundError, match=r"[Dd]id you mean .*logs/version_0/checkpoints\?"):
         store.import_from(tmp_path / "logs")
 
 
-def test_missing_shard_is_found_before_anything_is_committed(store, tmp_path):
+def test_missing_shard_is_found_before_any_commit(store, tmp_path):
     foreign_checkpoints.write_trainer(tmp_path / "out", shards=3)
     (tmp_path / "out" / "checkpoint-1000" / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CorruptError, match="shard 2 of 3"):
@@ -320,14 +320,14 @@ def test_missing_shard_is_found_before_anything_is_committed(store, tmp_path):
     assert store.log() == []
 
 
-def test_import_waits_for_nobody_and_refuses_a_run_with_another_live_writer(tmp_path, store):
+def test_import_into_run_with_live_writer_is_refused(tmp_path, store):
     store.commit({"a": 1}, 0)
     foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(1,))
     with ckstore.open(tmp_path / "store") as other, pytest.raises(ConflictError):
         other.import_from(tmp_path / "out")
 
 
-def test_unsupported_is_raised_for_a_torch_that_runs_code_of_files(monkeypatch):
+def test_torch_that_runs_code_of_files_is_unsupported(monkeypatch):
     from ckstore.ops.interop.torch_files import check_torch
 
     for version in ("2.5.1", "2.9.1+cu128", "1.13", "nightly"):

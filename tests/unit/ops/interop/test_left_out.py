@@ -1,4 +1,4 @@
-"""An import accounts for every file: what may hold a state is imported, or listed with the reason."""
+"""Protects that an import accounts for every file: a possible state is imported, or listed with a reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_checkpoint(folder, step, *, weights=WEIGHTS, parts=("optimizer", "trai
         if part == "trainer_state":
             (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
         else:
-            # Read by what it is; no process is needed to read this one.
+            # The format is detected by content. No child process is needed to read this file.
             save_file({"moments": torch.full((2,), float(step))}, folder / f"{part}.bin")
 
 
@@ -41,7 +41,7 @@ def test_whole_history_is_not_partial(store, out):
     assert (dict(report.left_out), report.is_partial) == ({}, False)
 
 
-def test_exclude_leaves_out_this_path_and_no_file_of_the_same_name_below(store, out):
+def test_exclude_matches_the_path_not_the_name(store, out):
     save_file({"w": torch.zeros(4)}, out / "model.safetensors")
     report = store.import_from(out, exclude=["model.safetensors"])
     assert dict(report.left_out) == {"model.safetensors": "as asked for with --exclude model.safetensors"}
@@ -49,7 +49,7 @@ def test_exclude_leaves_out_this_path_and_no_file_of_the_same_name_below(store, 
     assert all("model" in store.restore(step) for step in (2, 4))
 
 
-def test_exclude_at_every_depth_is_asked_for_and_every_file_is_listed(store, out):
+def test_exclude_at_every_depth_lists_every_file(store, out):
     report = store.import_from(out, exclude=["**/optimizer.bin"])
     assert set(report.left_out) == {"checkpoint-2/optimizer.bin", "checkpoint-4/optimizer.bin"}
     assert set(store.restore(4)) == {"model", "trainer_state"}
@@ -67,47 +67,47 @@ def test_exclude_that_matches_nothing_is_reported(store, out):
     assert not report.is_partial
 
 
-def test_model_saved_once_more_next_to_its_checkpoints_is_not_missed(store, out):
+def test_equal_model_next_to_checkpoints_is_ignored(store, out):
     save_file(WEIGHTS, out / "model.safetensors")
     assert not store.import_from(out).is_partial
 
 
-def test_other_model_next_to_checkpoints_is_listed_with_what_to_do(store, out):
+def test_other_model_next_to_checkpoints_is_listed(store, out):
     save_file({"w": torch.zeros(4)}, out / "model.safetensors")
     report = store.import_from(out)
     assert store.steps() == [2, 4]
     assert "import it by its own path, with --step" in report.left_out["model.safetensors"]
 
 
-def test_final_checkpoint_with_a_step_of_its_own_is_imported(store, out):
+def test_final_checkpoint_with_own_step_is_imported(store, out):
     write_checkpoint(out, 5, weights={"w": torch.zeros(4)})
     assert not store.import_from(out).is_partial
     assert torch.equal(store.restore(5)["model"]["w"], torch.zeros(4))
 
 
-def test_final_model_without_its_optimizer_does_not_become_the_latest(store, out):
+def test_final_model_without_optimizer_is_not_latest(store, out):
     write_checkpoint(out, 5, weights={"w": torch.zeros(4)}, parts=("trainer_state",))
     report = store.import_from(out)
     assert store.latest().step == 4
     assert "lacks optimizer, which checkpoint-4 has" in report.left_out["model.safetensors"]
 
 
-def test_adapter_next_to_a_whole_model_has_a_key_of_its_own(store, out):
+def test_adapter_next_to_a_model_has_its_own_key(store, out):
     save_file({"lora_A": torch.ones(2)}, out / "checkpoint-4" / "adapter_model.safetensors")
     store.import_from(out / "checkpoint-4")
     restored = store.restore(4)
     assert (set(restored["model"]), set(restored["adapter_model"])) == ({"w"}, {"lora_A"})
 
 
-def test_adapter_alone_is_the_model(store, tmp_path):
+def test_single_adapter_is_the_model(store, tmp_path):
     write_checkpoint(tmp_path / "checkpoint-4", 4)
     (tmp_path / "checkpoint-4" / "model.safetensors").rename(tmp_path / "checkpoint-4" / "adapter_model.safetensors")
     store.import_from(tmp_path / "checkpoint-4")
     assert set(store.restore(4)) == {"model", "optimizer", "trainer_state"}
 
 
-def test_files_of_one_stem_are_parts_of_their_own(store, out):
-    # The names say that these are one thing in two formats; nobody has compared them.
+def test_files_of_one_stem_are_separate_parts(store, out):
+    # The names suggest one state in two formats, but nothing has compared them.
     save_file({"w": torch.zeros(9)}, out / "checkpoint-4" / "model.bin")
     save_file({"w": torch.ones(9)}, out / "checkpoint-4" / "pytorch_model.bin")
     store.import_from(out)
@@ -122,7 +122,7 @@ def test_unfinished_folder_is_left_out_and_listed(store, out):
     assert "not finished" in report.left_out["tmp-checkpoint-8/"]
 
 
-def test_unfinished_folder_is_imported_by_its_own_path_with_a_warning(store, tmp_path):
+def test_unfinished_folder_is_imported_by_path_with_warning(store, tmp_path):
     write_checkpoint(tmp_path / "tmp-checkpoint-8", 8)
     report = store.import_from(tmp_path / "tmp-checkpoint-8")
     assert store.steps() == [8]
@@ -130,20 +130,20 @@ def test_unfinished_folder_is_imported_by_its_own_path_with_a_warning(store, tmp
 
 
 @pytest.mark.parametrize("parts", [(), ("optimizer",), ("trainer_state",)])
-def test_newest_that_lacks_what_the_one_before_has_is_left_out(store, out, parts):
+def test_incomplete_newest_checkpoint_is_left_out(store, out, parts):
     write_checkpoint(out / "checkpoint-6", 6, parts=parts)
     report = store.import_from(out)
     assert store.latest().step == 4
     assert "which checkpoint-4 has" in report.left_out["checkpoint-6"]
 
 
-def test_older_ones_without_an_optimizer_are_imported(store, out):
+def test_older_checkpoints_without_optimizer_are_imported(store, out):
     (out / "checkpoint-2" / "optimizer.bin").unlink()
     assert not store.import_from(out).is_partial
     assert store.steps() == [2, 4]
 
 
-def test_newest_that_the_pointer_file_does_not_name_yet_is_left_out(store, tmp_path):
+def test_newest_unnamed_by_pointer_file_is_left_out(store, tmp_path):
     for step in (100, 200, 300):
         write_checkpoint(tmp_path / "out" / f"global_step{step}", step, parts=())
     (tmp_path / "out" / "latest").write_text("global_step200\n")
@@ -152,14 +152,14 @@ def test_newest_that_the_pointer_file_does_not_name_yet_is_left_out(store, tmp_p
     assert "latest names step 200" in report.left_out["global_step300"]
 
 
-def test_distributed_checkpoint_without_metadata_is_listed_as_unfinished(store, out):
+def test_dcp_without_metadata_is_listed_as_unfinished(store, out):
     (out / "checkpoint-6").mkdir()
     (out / "checkpoint-6" / "__0_0.distcp").write_bytes(b"x")
     report = store.import_from(out)
     assert "the .metadata is missing" in report.left_out["checkpoint-6/__0_0.distcp"]
 
 
-def test_files_of_kinds_that_are_not_read_are_listed(store, out):
+def test_files_of_unsupported_formats_are_listed(store, out):
     for name in ("weights.npz", "state.h5", "run.zip"):
         (out / "checkpoint-4" / name).write_bytes(b"x")
     report = store.import_from(out)
@@ -175,7 +175,7 @@ def test_files_of_kinds_that_are_not_read_are_listed(store, out):
         "latest.npz", "done.h5", "complete.npy", "last_checkpoint.zip",
     ],
 )  # fmt: skip
-def test_file_in_a_checkpoint_that_may_hold_a_state_is_listed(store, out, name):
+def test_possible_state_in_a_checkpoint_is_listed(store, out, name):
     file = out / "checkpoint-4" / name
     file.parent.mkdir(exist_ok=True)
     file.write_text('{"position": 3}')
@@ -183,7 +183,7 @@ def test_file_in_a_checkpoint_that_may_hold_a_state_is_listed(store, out, name):
 
 
 @pytest.mark.parametrize("name", ["sampler.json", "replay.csv"])
-def test_folder_of_one_checkpoint_is_accounted_for_alike(store, out, name):
+def test_possible_state_in_a_single_folder_is_listed(store, out, name):
     (out / "checkpoint-4" / "inner").mkdir()
     for folder in (out / "checkpoint-4", out / "checkpoint-4" / "inner"):
         (folder / name).write_text("3")
@@ -205,14 +205,14 @@ def test_settings_tokenizers_and_logs_are_not_listed(store, out):
     assert dict(store.import_from(out).left_out) == {}
 
 
-def test_texts_and_tables_outside_of_checkpoints_are_not_listed(store, out):
+def test_text_files_outside_checkpoints_are_not_listed(store, out):
     (out / "data").mkdir()
     for name in ("samples.json", "data/train.csv", "data/notes.txt"):
         (out / name).write_text("x")
     assert dict(store.import_from(out).left_out) == {}
 
 
-def test_many_files_of_one_reason_are_one_line(store, out):
+def test_files_with_one_reason_are_one_line(store, out):
     (out / "data").mkdir()
     for number in range(20):
         (out / "data" / f"{number}.npy").write_bytes(b"x")
@@ -233,7 +233,7 @@ def test_files_far_below_are_imported(store, out):
     assert "a/b/c/d/e/f/x" in store.restore(4)
 
 
-def test_file_without_a_step_that_cannot_be_read_is_listed_and_stops_nothing(store, out):
+def test_unreadable_file_without_step_is_listed(store, out):
     (out / "vocabulary.pkl").write_bytes(b"no pickle")
     report = store.import_from(out)
     assert store.steps() == [2, 4]
@@ -247,7 +247,7 @@ def test_other_runs_below_are_listed(store, out):
     assert "import it by its own path" in report.left_out["second/"]
 
 
-def test_links_are_followed_once_and_broken_ones_are_listed(store, out):
+def test_links_are_followed_once_or_listed(store, out):
     (out / "latest-link").symlink_to("checkpoint-4")
     (out / "checkpoint-4" / "up").symlink_to("..")
     (out / "checkpoint-4" / "scaler.pt").symlink_to("/nonexistent/blob")
@@ -266,7 +266,7 @@ def test_links_into_a_cache_outside_are_read(store, tmp_path):
     assert torch.equal(store.restore(3)["model"]["w"], WEIGHTS["w"])
 
 
-def test_second_checkpoint_of_a_step_is_left_out_if_its_content_differs(store, tmp_path):
+def test_second_checkpoint_of_a_step_is_left_out(store, tmp_path):
     (tmp_path / "out").mkdir()
     save_file(WEIGHTS, tmp_path / "out" / "step_3.safetensors")
     save_file(WEIGHTS, tmp_path / "out" / "copy-step_3.safetensors", metadata={"other": "header"})
@@ -278,7 +278,7 @@ def test_second_checkpoint_of_a_step_is_left_out_if_its_content_differs(store, t
     assert report.is_partial
 
 
-def test_step_of_another_source_is_skipped_as_not_compared(store, out):
+def test_step_of_another_source_is_skipped(store, out):
     store.commit({"other": np.ones(3)}, 2)
     report = store.import_from(out)
     entry = report.entries[0]
@@ -293,7 +293,7 @@ def test_second_import_of_the_same_files_is_whole(store, out):
     assert not report.is_partial
 
 
-def test_modification_times_are_the_times_of_checkpoints(store, out):
+def test_checkpoint_time_is_the_modification_time(store, out):
     for number, step in enumerate((2, 4)):
         for file in (out / f"checkpoint-{step}").iterdir():
             os.utime(file, ns=(10**18, 10**18 + number))
@@ -338,7 +338,7 @@ def test_one_shard_is_not_a_state(store, tmp_path):
         store.import_from(tmp_path / "model-00001-of-00002.safetensors", step=1)
 
 
-def test_folder_named_for_its_step_is_imported_with_the_folders_in_it(store, tmp_path):
+def test_folder_named_by_step_includes_its_folders(store, tmp_path):
     folder = tmp_path / "checkpoint-5"
     write_checkpoint(folder, 5)
     write_checkpoint(folder / "global_step5", 5, parts=())
@@ -370,14 +370,14 @@ def test_error_names_what_a_wrong_file_is(store, tmp_path, suffix):
         assert "weights_only" not in str(raised.value)
 
 
-def test_safetensors_file_that_ends_early_is_named_so(store, tmp_path):
+def test_truncated_safetensors_file_is_named(store, tmp_path):
     save_file({"w" * 3000: torch.ones(3)}, tmp_path / "step_1.safetensors")
     os.truncate(tmp_path / "step_1.safetensors", 2000)
     with pytest.raises(CorruptError, match="ends early"):
         store.import_from(tmp_path / "step_1.safetensors")
 
 
-def test_archive_is_to_be_unpacked(store, tmp_path):
+def test_archive_error_advises_to_unpack(store, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.zip").write_bytes(b"PK")
     with pytest.raises(UsageError, match="unpack it"):
@@ -386,7 +386,7 @@ def test_archive_is_to_be_unpacked(store, tmp_path):
         store.import_from(tmp_path / "out")
 
 
-def test_names_with_invalid_unicode_are_imported_and_listed(store, out):
+def test_names_in_invalid_unicode_are_imported(store, out):
     name = os.fsdecode(b"caf\xe9")
     save_file(WEIGHTS, out / "x.safetensors")
     (out / "x.safetensors").rename(out / "checkpoint-4" / f"{name}.safetensors")

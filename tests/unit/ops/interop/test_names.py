@@ -32,7 +32,7 @@ from ckstore.ops.interop.scan import dates_in_name, is_unfinished, matches, numb
         ("checkpoint-1705312800", None),
     ],
 )
-def test_step_of_name_reads_words_that_count_steps(name, step):
+def test_step_of_name_reads_step_words(name, step):
     assert step_of_name(name) == step
 
 

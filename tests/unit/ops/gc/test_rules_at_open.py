@@ -1,4 +1,4 @@
-"""Protects the rules that a store is opened with: checked before anything is made, and applied to a store in memory."""
+"""Protects retention rules given to ``open``: checked first, and applied after commits to a store in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckstore.errors import UsageError
 from support.gc_histories import commit_all
 
 
-def test_store_in_memory_is_collected_before_the_commit_returns(backend):
+def test_memory_store_is_collected_within_the_commit(backend):
     with ckstore.open(backend, retention={"keep-last": 1}, gc_every=2) as store:
         commit_all(store, [1, 2])
         assert store.steps() == [2]
@@ -24,7 +24,7 @@ def test_without_rules_nothing_is_dropped(backend):
         assert store.steps() == [0, 1, 2]
 
 
-def test_number_of_commits_is_positive(folder):
+def test_gc_every_must_be_positive(folder):
     with pytest.raises(UsageError, match="gc_every must be a number of commits"):
         ckstore.open(folder, retention=ckstore.Retention(keep_last=2), gc_every=0)
 
@@ -37,7 +37,7 @@ def test_rules_may_be_a_mapping(store):
 
 
 @pytest.mark.parametrize("given", [3, "keep_last 3", ["keep_last"], ckstore.Retention, {}, {"keep_last": "3"}])
-def test_what_is_no_policy_is_refused_before_anything_is_made(tmp_path, given):
+def test_invalid_policy_is_refused_before_creation(tmp_path, given):
     with pytest.raises(UsageError):
         ckstore.open(tmp_path / "new", retention=given)
     assert not (tmp_path / "new").exists()
@@ -49,7 +49,7 @@ def test_what_is_no_policy_is_refused_before_anything_is_made(tmp_path, given):
         assert store.retention is None
 
 
-def test_rule_with_a_typo_names_the_nearest_wherever_it_is_given(folder):
+def test_misspelled_rule_names_the_nearest(folder):
     for make in (ckstore.Retention, lambda **rules: ckstore.open(folder, retention=rules)):
         with pytest.raises(UsageError, match="Did you mean 'keep_last'"):
             make(keep_lats=3)

@@ -1,4 +1,4 @@
-"""Protects that a demotion can be undone while the trash has the exact form, and that a dry run says what to expect."""
+"""Protects undoing a demotion while the exact form is in the trash, and the forecast of a dry run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def backend():
 
 @pytest.fixture
 def demoted(backend):
-    """A handle on four checkpoints of which three were demoted, and their states."""
+    """An open store of four checkpoints, three of them demoted, and their states."""
     store, held = filled(backend, 4)
     store.demote(policy=WANTED)
     return store, held
@@ -35,7 +35,7 @@ def exact_steps(store):
 
 @pytest.mark.parametrize("is_collected", [False, True])
 @pytest.mark.parametrize("kind", ["step", "seq", "id"])
-def test_undelete_makes_a_demoted_checkpoint_exact_again(demoted, kind, is_collected):
+def test_undelete_makes_a_demoted_checkpoint_exact(demoted, kind, is_collected):
     store, held = demoted
     exact_id = store.info(1).origin_id
     if is_collected:
@@ -64,7 +64,7 @@ def test_tags_and_later_checkpoints_stay_as_they_are(demoted):
     assert difference(store.restore(2), later[2]) is None
 
 
-def test_what_was_made_exact_can_be_demoted_again(demoted):
+def test_undone_checkpoint_can_be_demoted_again(demoted):
     store, held = demoted
     store.undelete(2)
     store.demote(policy=WANTED)
@@ -83,7 +83,7 @@ def test_exact_form_that_was_freed_is_not_found(demoted):
     assert exact_steps(store) == [3]
 
 
-def test_exact_form_of_one_that_was_dropped_since_comes_back_as_it_was_last(demoted):
+def test_dropped_demoted_checkpoint_returns_as_demoted(demoted):
     store, _ = demoted
     lossy = store.restore(1)
     store.delete(1)
@@ -92,7 +92,7 @@ def test_exact_form_of_one_that_was_dropped_since_comes_back_as_it_was_last(demo
     assert difference(store.restore("seq:4"), lossy) is None
 
 
-def test_one_that_another_process_replaces_meanwhile_is_left_to_it(demoted, backend, monkeypatch):
+def test_checkpoint_replaced_meanwhile_is_skipped(demoted, backend, monkeypatch):
     store, _ = demoted
     from ckstore.store.manifests import Manifests
 
@@ -111,7 +111,7 @@ def test_one_that_another_process_replaces_meanwhile_is_left_to_it(demoted, back
     assert store.verify("decode").is_clean
 
 
-def test_restoring_a_trash_folder_makes_exact_what_it_has(demoted):
+def test_restoring_a_trash_folder_undoes_its_demotions(demoted):
     store, held = demoted
     folder = next(entry for entry in store.trash() if any(name[1] == 1 for name in entry.manifests))
     assert set(folder.kinds) == {"demoted"}
@@ -126,14 +126,14 @@ def test_restoring_a_trash_folder_makes_exact_what_it_has(demoted):
     assert (again.is_empty, again.superseded) == (True, 1)
 
 
-def test_default_is_near():
+def test_default_fidelity_is_near():
     assert DemotePolicy().fidelity == Residual.near()
 
 
-# The dry run
+# Dry run
 
 
-def test_dry_run_says_what_the_act_comes_to(backend):
+def test_dry_run_matches_the_demotion(backend):
     store, _ = filled(backend, 6)
     files = backend.files()
     planned = store.demote(policy=WANTED, dry_run=True)
@@ -148,7 +148,7 @@ def test_dry_run_says_what_the_act_comes_to(backend):
     assert sum(entry.is_done for entry in done.entries) == 5
 
 
-def test_dry_run_tells_what_would_stay_exact_in_the_end(backend):
+def test_dry_run_names_what_stays_exact(backend):
     store, _ = filled(backend, 6)
     wanted = DemotePolicy(keep_newest=1, keep_every=0, fidelity=Residual.near(keyframe_every=3))
     planned = store.demote(policy=wanted, dry_run=True)
@@ -162,7 +162,7 @@ def test_dry_run_tells_what_would_stay_exact_in_the_end(backend):
         assert (vain.action, vain.reason) == ("keep", "none of its tensors can be stored with a loss")
 
 
-def test_long_dry_run_takes_the_sizes_of_what_it_coded(backend, monkeypatch):
+def test_long_dry_run_extrapolates_sizes(backend, monkeypatch):
     store, _ = filled(backend, 6)
     monkeypatch.setattr("ckstore.ops.demote._ESTIMATE_NBYTES", 1_500_000)
     planned = [entry for entry in store.demote(policy=WANTED, dry_run=True).entries if entry.action == "demote"]
@@ -173,7 +173,7 @@ def test_long_dry_run_takes_the_sizes_of_what_it_coded(backend, monkeypatch):
         assert entry.worst_rel_rms > 0
 
 
-def test_dry_run_needs_no_room(backend):
+def test_dry_run_needs_no_space(backend):
     store, _ = filled(backend, 3)
     backend.nbytes_max = sum(len(content) for content in backend.files().values())
     assert store.demote(policy=WANTED, dry_run=True).entries[-1].stored_after > 0

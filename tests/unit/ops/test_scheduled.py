@@ -1,4 +1,4 @@
-"""Protects work that follows commits: it runs elsewhere, costs a commit nothing, and its failures are logged."""
+"""Protects scheduled work after commits: it does not delay a commit, and its failures are logged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLEEP = "import time; time.sleep(600)"
 
 
 class Counting(AfterCommits):
-    """Work that notes that it was done: in this process for a store in memory, in a child for one on disk."""
+    """Record each run of the work: in this process for a store in memory, in a child for one on disk."""
 
     work = "counting"
     option = "count_every"
@@ -30,7 +30,7 @@ class Counting(AfterCommits):
 
     def __init__(self, store, *, every=1, program="pass"):
         super().__init__(repository_of(store), every)
-        self.program, self.done, self.told = program, 0, []
+        self.program, self.done, self.outputs = program, 0, []
 
     def command(self, root):
         return self.program, (), b""
@@ -39,12 +39,12 @@ class Counting(AfterCommits):
         self.done += 1
 
     def read_output(self, stdout):
-        self.told.append(stdout.read().decode())
+        self.outputs.append(stdout.read().decode())
 
 
 @pytest.fixture
 def make(disk_store):
-    """Return what makes work of a program on the store on disk; children that are left over are killed."""
+    """Return a function that schedules a program on the disk store. Leftover children are killed."""
     made = []
 
     def counting(program, **options):
@@ -57,14 +57,14 @@ def make(disk_store):
 
 
 def kill(work):
-    """End the child, if there is one."""
+    """Kill the child, if there is one."""
     if work.child_pid is not None:
         os.kill(work.child_pid, signal.SIGKILL)
         work.wait(SECONDS_MAX)
     work.close()
 
 
-def test_work_begins_after_every_so_many_commits(store):
+def test_work_starts_every_n_commits(store):
     work = Counting(store, every=3)
     counts = []
     for seq in range(9):
@@ -74,7 +74,7 @@ def test_work_begins_after_every_so_many_commits(store):
     assert counts == [0, 0, 1, 1, 1, 2, 2, 2, 3]
 
 
-def test_work_on_a_store_in_memory_has_no_child(store):
+def test_work_on_memory_store_has_no_child(store):
     work = Counting(store)
     work.after_commit(0)
     assert (work.is_running, work.child_pid, work.done) == (False, None, 1)
@@ -89,12 +89,12 @@ def test_commit_does_not_wait_for_work(disk_store, make):
     assert work.is_running
     commit_all(disk_store, [3])
     work.after_commit(3)
-    # Had anybody waited for it, it would not be at work any more.
+    # If the commit had waited, the work would have ended.
     assert work.is_running
     assert work.done == 0, "it is not done here"
 
 
-def test_one_child_works_at_a_time_and_the_next_commit_after_it_starts_another(make):
+def test_one_child_runs_at_a_time(make):
     work = make(SLEEP, every=2)
     work.after_commit(1)
     first = work.child_pid
@@ -108,36 +108,36 @@ def test_one_child_works_at_a_time_and_the_next_commit_after_it_starts_another(m
     assert work.child_pid not in (None, first), "what was not begun while one was busy begins with the next commit"
 
 
-@pytest.mark.parametrize(("code", "is_told"), [(0, False), (11, False), (12, True), (2, True)])
-def test_child_that_fails_is_told_with_its_last_words(make, caplog, code, is_told):
+@pytest.mark.parametrize(("code", "is_logged"), [(0, False), (11, False), (12, True), (2, True)])
+def test_failed_child_is_logged_with_its_output(make, caplog, code, is_logged):
     work = make(f"import sys; sys.stderr.write('what was wrong'); sys.exit({code})")
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         work.after_commit(0)
         work.wait(SECONDS_MAX)
-    expected = f"the counting after a commit failed with exit code {code}: what was wrong" if is_told else ""
-    assert [record.getMessage() for record in caplog.records] == [expected] * is_told
+    expected = f"the counting after a commit failed with exit code {code}: what was wrong" if is_logged else ""
+    assert [record.getMessage() for record in caplog.records] == [expected] * is_logged
 
 
-def test_child_is_as_nice_as_its_kind_says_and_what_it_writes_is_noted(make, monkeypatch):
+def test_child_has_niceness_and_output_is_read(make, monkeypatch):
     monkeypatch.setattr(Counting, "nice", 3)
     work = make("print(os.getpriority(os.PRIO_PROCESS, 0), end='')")
     work.after_commit(0)
     work.wait(SECONDS_MAX)
-    assert work.told == [str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3))]
+    assert work.outputs == [str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3))]
 
 
-def test_child_that_cannot_begin_is_told_and_raises_nothing(make, monkeypatch, caplog):
-    def refused(*args, **options):
+def test_failed_child_start_is_logged(make, monkeypatch, caplog):
+    def raise_oserror(*args, **options):
         raise OSError("no more processes")
 
-    monkeypatch.setattr("subprocess.Popen", refused)
+    monkeypatch.setattr("subprocess.Popen", raise_oserror)
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         make(SLEEP).after_commit(0)
     assert "could not be started: OSError: no more processes" in caplog.text
 
 
 @pytest.mark.parametrize("broken", ["command", "read_output"])
-def test_whatever_goes_wrong_is_told_and_raises_nothing(make, monkeypatch, caplog, broken):
+def test_any_failure_is_logged_not_raised(make, monkeypatch, caplog, broken):
     def confused(*args):
         raise AttributeError("no such thing")
 
@@ -146,7 +146,7 @@ def test_whatever_goes_wrong_is_told_and_raises_nothing(make, monkeypatch, caplo
     deadline = time.monotonic() + SECONDS_MAX
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         for seq in itertools.count():
-            # The next commit takes note of the child's end.
+            # The next commit reads the child's exit code.
             work.after_commit(seq)
             if caplog.records or time.monotonic() > deadline:
                 break
@@ -156,8 +156,8 @@ def test_whatever_goes_wrong_is_told_and_raises_nothing(make, monkeypatch, caplo
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_sessions_that_end_early_are_counted_together(store, length):
-    """No session makes as many commits as there are from one time to the next."""
+def test_short_sessions_are_counted_together(store, length):
+    """No session makes as many commits as the schedule's interval."""
     started = []
     for first in range(0, 24, length):
         work = Counting(store, every=4)
@@ -171,7 +171,7 @@ def test_sessions_that_end_early_are_counted_together(store, length):
     assert {3, 7, 11, 15, 19, 23} <= set(started)
 
 
-def test_work_that_a_killed_session_owed_is_begun_by_the_next_one(store):
+def test_work_of_killed_session_is_done_by_the_next(store):
     commit_all(store, range(4))
     work = Counting(store, every=4)
     commit_all(store, [4])
@@ -179,9 +179,9 @@ def test_work_that_a_killed_session_owed_is_begun_by_the_next_one(store):
     assert work.done == 1
 
 
-def test_seqs_that_were_never_published_hide_no_work(store):
+def test_unpublished_seqs_skip_no_work(store):
     commit_all(store, range(3))
-    # A writer took the seq after which there is work, and died.
+    # A writer claimed the seq of the next scheduled work, and died.
     repository_of(store).manifests.claim(3)
     work = Counting(store, every=4)
     work.after_commit(4)
@@ -189,12 +189,12 @@ def test_seqs_that_were_never_published_hide_no_work(store):
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "3"])
-def test_number_of_commits_is_checked(store, every):
+def test_interval_is_checked(store, every):
     with pytest.raises(UsageError, match="count_every"):
         Counting(store, every=every)
 
 
-def test_child_that_is_let_go_of_ends_by_itself(make, tmp_path):
+def test_detached_child_ends_by_itself(make, tmp_path):
     may_end, has_ended = tmp_path / "may end", tmp_path / "has ended"
     work = make(
         f"import pathlib, time\nwhile not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.01)\n"
@@ -210,18 +210,18 @@ def test_child_that_is_let_go_of_ends_by_itself(make, tmp_path):
     assert has_ended.exists()
 
 
-def test_signals_to_all_processes_of_a_job_do_not_end_a_child(make, tmp_path):
+def test_job_signals_do_not_end_a_child(make, tmp_path):
     has_begun, may_end = tmp_path / "has begun", tmp_path / "may end"
     work = make(
         f"import pathlib, time\npathlib.Path({str(has_begun)!r}).touch()\n"
         f"while not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.01)\nprint('done', end='')"
     )
     work.after_commit(0)
-    # Before Python has started in it, and when it is at work.
+    # Both before Python has started in it, and while it works.
     for _ in range(2):
         for number in JOB_SIGNALS:
             os.kill(work.child_pid, number)
         until(has_begun.exists, "a child at work")
     may_end.touch()
     work.wait(SECONDS_MAX)
-    assert work.told == ["done"]
+    assert work.outputs == ["done"]

@@ -1,4 +1,4 @@
-"""Protects retention against its own cleverness: random histories and rules, compared with a brute-force oracle."""
+"""Protects retention plans: random histories and rules, compared with a brute-force oracle."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check(seed):
 
 
 @pytest.mark.deep
-def test_plan_for_random_history_and_rules_keeps_what_the_oracle_keeps(sample, note):
+def test_random_plans_match_the_oracle(sample, note):
     seeds = sample.part(range(SETS), parts=10)
     dropped = [check(seed) for seed in seeds]
     count = len(dropped)

@@ -1,4 +1,4 @@
-"""Protects packs that are rewritten because little of them is needed: checkpoints stay, bytes go, damage is left."""
+"""Protects the rewriting of half-empty packs: checkpoints stay equal, bytes are freed, and damage is not copied."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def restores(store, expected):
         assert found is None, found
 
 
-def test_half_empty_pack_is_rewritten_and_checkpoints_stay_what_they_are(history, backend):
+def test_half_empty_pack_is_rewritten_losslessly(history, backend):
     ids = {info.step: info.checkpoint_id for info in history.log()}
     before = sum(filter(None, files_of(backend).values()))
     dry = other_handle(history).gc(Retention(keep_last=2), dry_run=True, now=True)
@@ -69,7 +69,7 @@ def test_half_empty_pack_is_rewritten_and_checkpoints_stay_what_they_are(history
     assert other_handle(history).gc(Retention(keep_last=2), now=True).plan.is_empty
 
 
-def test_budget_of_nothing_frees_whole_packs_only(history, backend):
+def test_zero_budget_frees_whole_packs_only(history, backend):
     report = other_handle(history).gc(Retention(keep_last=2), now=True, repack_nbytes_max=0)
     assert report.plan.rewrites == ()
     assert history.info(1).generation == 0
@@ -81,7 +81,7 @@ def test_budget_and_threshold_bound_what_is_rewritten(history):
     assert len(other_handle(history).gc(Retention(keep_last=2), dry_run=True, waste_max=0.7).plan.rewrites) == 1
 
 
-def test_several_manifests_that_name_a_pack_are_all_replaced(history, clock, backend):
+def test_all_manifests_of_a_pack_are_replaced(history, clock, backend):
     for step in (3, 4):
         history.commit(parts_state(step, {1, 2, 3}), step)
     with ckstore.open(backend, run="other", clock=clock, policy=PLAIN) as other:
@@ -114,7 +114,7 @@ def test_pack_of_a_blocked_run_is_not_rewritten(history, backend, clock):
     assert [bool(plan.blocked) for plan in report.runs] == [False, True]
 
 
-def test_damaged_frame_is_told_and_its_pack_left_as_it_is(history, backend):
+def test_damaged_frame_is_reported_and_its_pack_kept(history, backend):
     (rewrite,) = other_handle(history).gc(Retention(keep_last=2), dry_run=True).plan.rewrites
     path = paths.pack_name(rewrite.pack_id)
     manifest = repository_of(history).manifests.load(resolve(repository_of(history), 1))
@@ -127,7 +127,7 @@ def test_damaged_frame_is_told_and_its_pack_left_as_it_is(history, backend):
     assert history.info(1).generation == 0
 
 
-def test_full_disk_leaves_packs_as_they_are(history, backend, monkeypatch):
+def test_full_disk_keeps_the_packs(history, backend, monkeypatch):
     def full(*args, **options):
         raise CapacityError("the disk is full")
 
@@ -140,7 +140,7 @@ def test_full_disk_leaves_packs_as_they_are(history, backend, monkeypatch):
     restores(history, {1: parts_state(1, {1, 2, 3})})
 
 
-def test_manifest_that_another_replaces_meanwhile_is_left_to_it(history, backend, monkeypatch):
+def test_manifest_replaced_by_another_is_not_replaced(history, backend, monkeypatch):
     with_new_locations = rewrite_packs.with_new_locations
 
     def another_first(manifest, moved):
@@ -156,7 +156,7 @@ def test_manifest_that_another_replaces_meanwhile_is_left_to_it(history, backend
     assert history.verify("decode").is_clean
 
 
-def test_checkpoint_that_is_dropped_while_it_is_replaced_stays_dropped(history, monkeypatch):
+def test_checkpoint_dropped_meanwhile_stays_dropped(history, monkeypatch):
     with_new_locations = rewrite_packs.with_new_locations
 
     def dropped_first(manifest, moved):
@@ -170,8 +170,8 @@ def test_checkpoint_that_is_dropped_while_it_is_replaced_stays_dropped(history, 
     assert history.verify("decode").is_clean
 
 
-def test_writer_that_knows_the_old_pack_commits_all_the_same(store, clock):
-    """A handle remembers where chunks lie; what it remembers may be freed between two of its commits."""
+def test_commit_succeeds_after_an_indexed_pack_is_freed(store, clock):
+    """A handle remembers where chunks are. These places may be freed between two of its commits."""
     store.commit(parts_state(0, {0, 1, 2, 3}), 0)
     store.commit(parts_state(1, {1, 2, 3}), 1)
     clock.now += 2 * HOUR
@@ -181,7 +181,7 @@ def test_writer_that_knows_the_old_pack_commits_all_the_same(store, clock):
     assert store.verify("decode").is_clean
 
 
-def test_writer_whose_bases_are_freed_commits_all_the_same(backend, clock):
+def test_commit_succeeds_after_its_bases_are_freed(backend, clock):
     rng = np.random.default_rng(0)
     weights = rng.standard_normal(100_000).astype(np.float32)
     with ckstore.open(backend, clock=clock) as store:
@@ -196,7 +196,7 @@ def test_writer_whose_bases_are_freed_commits_all_the_same(backend, clock):
         assert store.verify("decode").is_clean
 
 
-def test_differences_keep_their_bases(backend, clock):
+def test_deltas_keep_their_bases(backend, clock):
     rng = np.random.default_rng(0)
     weights = rng.standard_normal(100_000).astype(np.float32)
     with ckstore.open(backend, clock=clock) as store:
@@ -213,7 +213,7 @@ def test_differences_keep_their_bases(backend, clock):
         assert store.verify("decode").is_clean
 
 
-def test_reader_that_has_read_the_old_manifest_finds_the_new_one(history, monkeypatch):
+def test_reader_of_old_manifest_finds_the_new_one(history, monkeypatch):
     name = resolve(repository_of(history), 1)
     require_packs = type(repository_of(history)).require_packs
 
@@ -226,7 +226,7 @@ def test_reader_that_has_read_the_old_manifest_finds_the_new_one(history, monkey
     assert load_whole(repository_of(history), name).header.generation == 1
 
 
-def test_generations_run_out_and_the_pack_stays(history, monkeypatch):
+def test_pack_stays_when_generations_run_out(history, monkeypatch):
     monkeypatch.setattr(rewrite_packs, "GENERATION_MAX", 0)
     report = other_handle(history).gc(Retention(keep_last=2), now=True)
     assert report.done.repacked.manifests == 0
