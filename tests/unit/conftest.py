@@ -1,4 +1,4 @@
-"""Folders in memory: the disk is the subject of no unit test but those of ``io``."""
+"""Put temporary folders in memory: only the tests of ``io`` need a disk."""
 
 from __future__ import annotations
 

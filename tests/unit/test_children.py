@@ -1,4 +1,4 @@
-"""Children of this process get what they are given, however this process itself was started."""
+"""Protects child processes: they get their descriptors, however this process itself was started."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 
-def test_descriptors_reach_a_child_of_a_process_without_standard_streams(tmp_path):
-    # Then new descriptors have the numbers 0 to 2, in whose place the child gets streams of its own.
-    told = tmp_path / "told"
+def test_descriptors_reach_a_child_without_std_streams(tmp_path):
+    # New descriptors then have the numbers 0 to 2, which the child uses for its own standard streams.
+    output = tmp_path / "output"
     code = f"""
 import os, subprocess
 from ckstore.processes import start_python
@@ -22,9 +22,9 @@ child = start_python(
 )
 assert child.wait() == 0
 assert [os.read(read, 9) for read, _ in ends] == [b"here"] * 2
-open({str(told)!r}, "w").close()
+open({str(output)!r}, "w").close()
 """
     subprocess.run(
         ["bash", "-c", 'exec 0<&- 1>&- 2>&-; exec "$0" -c "$1"', sys.executable, code], check=True, timeout=60
     )
-    assert told.exists()
+    assert output.exists()

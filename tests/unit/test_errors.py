@@ -1,6 +1,6 @@
-"""The error tree: who is whose kind, codes and exit codes that programs rely on, and the trip through pickle.
+"""Protects the errors: class tree, codes and exit codes that programs rely on, and pickling.
 
-Codes are append-only: a line in here changes never, lines are added.
+Codes are append-only: lines here are added, never changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TREE = {
 KINDS = [getattr(errors, name) for name in TREE]
 
 
-def test_tree_codes_and_exit_codes_are_these():
+def test_tree_codes_and_exit_codes():
     found = {
         name: (kind.__bases__[0].__name__, kind.code, kind.exit_code)
         for name, kind in vars(errors).items()
@@ -53,14 +53,14 @@ def test_codes_are_unique():
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_message_says_what_where_and_what_to_do(kind):
+def test_message_has_what_where_and_advice(kind):
     error = kind("it broke", where="/store/packs/ab", todo="mend it", offset=64)
     assert str(error) == "it broke: /store/packs/ab. Mend it"
     assert (error.what, error.where, error.todo, error.offset) == ("it broke", "/store/packs/ab", "mend it", 64)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_message_without_place_and_advice_is_the_clause_alone(kind):
+def test_message_without_place_and_advice_is_short(kind):
     assert str(kind("it broke")) == "it broke"
 
 
@@ -79,7 +79,7 @@ def test_unknown_fact_is_an_attribute_error():
         NotFoundError("it is gone").offset  # noqa: B018
 
 
-def test_transience_is_a_fact_of_the_medium():
+def test_is_transient_survives_pickling():
     assert BackendError("it failed").is_transient is False
     error = pickle.loads(pickle.dumps(BackendError("it failed", is_transient=True)))
     assert error.is_transient is True
@@ -90,7 +90,7 @@ def test_leaf_type_error_carries_the_path():
     assert MissingChunkError("no", pack_id="ab").pack_id == "ab"
 
 
-def test_an_error_that_is_made_anew_says_the_same_and_holds_no_frame():
+def test_copied_error_is_equal_and_has_no_traceback():
     try:
         try:
             raise OSError(28, "no room", "/a")
@@ -104,17 +104,17 @@ def test_an_error_that_is_made_anew_says_the_same_and_holds_no_frame():
     assert (new.__traceback__, new.__cause__.__traceback__) == (None, None)
     assert (type(new.__cause__), new.__cause__.filename) == (OSError, "/a")
     assert new.__suppress_context__
-    assert old.__traceback__ is not None, "whoever raised it still knows where"
+    assert old.__traceback__ is not None, "the raised error still has its traceback"
 
 
-def test_an_error_that_cannot_be_copied_is_kept_as_it_is():
-    class Told(Exception):
+def test_error_that_cannot_be_copied_is_kept():
+    class WithoutMessage(Exception):
         def __init__(self, name):
-            super().__init__(f"told by {name}")
+            super().__init__(f"reported by {name}")
 
     class Picky(Exception):
         def __init__(self, one, two):
             super().__init__(one)
 
-    for error in (Told("a"), Picky(1, 2)):
+    for error in (WithoutMessage("a"), Picky(1, 2)):
         assert errors.copy_error(error) is error

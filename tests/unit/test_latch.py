@@ -1,4 +1,4 @@
-"""Protects waiting from Ctrl-C: it may come at any moment, and nobody waits for ever because of it."""
+"""Protects waits from Ctrl-C: it may come at any moment, and no thread waits forever because of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckstore.concurrency import Latch
 SECONDS_MAX = 30.0
 
 
-def test_it_wakes_everybody_who_waits_and_lets_pass_who_comes_later():
+def test_set_wakes_all_waiting_and_later_threads():
     latch, woken = Latch(), []
     threads = [threading.Thread(target=lambda: woken.append(latch.wait(SECONDS_MAX))) for _ in range(20)]
     for thread in threads:
@@ -34,7 +34,7 @@ def test_it_wakes_everybody_who_waits_and_lets_pass_who_comes_later():
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, 0.02])
-def test_a_wait_with_a_limit_ends_by_it_and_leaves_nothing(seconds):
+def test_wait_with_timeout_ends_and_leaves_nothing(seconds):
     latch = Latch()
     begun = time.monotonic()
     assert latch.wait(seconds) is False
@@ -44,7 +44,7 @@ def test_a_wait_with_a_limit_ends_by_it_and_leaves_nothing(seconds):
     assert latch.wait(seconds) is True
 
 
-def test_nobody_is_missed_who_comes_while_it_is_set():
+def test_wait_during_set_is_woken():
     for _ in range(300):
         latch = Latch()
         threads = [threading.Thread(target=latch.wait, args=(SECONDS_MAX,)) for _ in range(3)]
@@ -58,10 +58,10 @@ def test_nobody_is_missed_who_comes_while_it_is_set():
 
 
 def interrupted_before(number, call):
-    """Raise KeyboardInterrupt before the ``number``-th line of a call; return whether it has so many lines.
+    """Raise KeyboardInterrupt before the ``number``-th line of a call, and return whether it has so many lines.
 
-    The call is made on a thread of its own: what is raised for a line where an exception is being handled leaves that
-    one behind as the thread's handled exception (CPython 3.11).
+    The call runs on its own thread. An exception that is raised while another one is handled stays behind as the
+    thread's handled exception (CPython 3.11).
     """
     code, left, was_interrupted = call.__func__.__code__, number, []
 
@@ -87,7 +87,7 @@ def interrupted_before(number, call):
     return bool(was_interrupted)
 
 
-def test_whoever_sets_it_and_is_interrupted_delays_the_others_a_little(monkeypatch):
+def test_interrupted_set_delays_others_only_briefly(monkeypatch):
     monkeypatch.setattr("ckstore.concurrency.WAKE_SECONDS", 0.05)
     for number in itertools.count():
         latch = Latch()
@@ -107,7 +107,7 @@ def test_whoever_sets_it_and_is_interrupted_delays_the_others_a_little(monkeypat
     assert number > 4, "each line was interrupted, with threads that were woken already and without"
 
 
-# A process of its own: pytest's limit of time for each test has the only timer of this kind.
+# In its own process, because pytest's timeout uses the only timer of this kind.
 INTERRUPTED_WAITS = """
 import random, signal, sys, threading
 from ckstore.concurrency import Latch
@@ -135,28 +135,28 @@ def is_left_locked(event):
         pass
     return event._cond._lock.locked()
 
-def set_and_tell(latch):
+def set_and_record(latch):
     latch.set()
-    told.append(latch)
+    set_latches.append(latch)
 
 signal.signal(signal.SIGALRM, hear)
 count, seed = map(int, sys.argv[1:])
 choice = random.Random(seed)
 print(sum(is_left_locked(threading.Event()) for _ in range(count)))
-told = []
+set_latches = []
 for _ in range(count):
     latch = interrupt(Latch())
-    setter = threading.Thread(target=set_and_tell, args=(latch,), daemon=True)
+    setter = threading.Thread(target=set_and_record, args=(latch,), daemon=True)
     setter.start()
     setter.join(30)
-    assert told.pop() is latch, "whoever sets it waits, or fails"
-    assert latch.wait(30), "whoever waits next is not woken"
+    assert set_latches.pop() is latch, "the setting thread waits, or fails"
+    assert latch.wait(30), "the next waiting thread is not woken"
 """
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(120)
-def test_a_signal_that_raises_at_any_moment_of_a_wait_keeps_nobody_waiting(note, sample):
+def test_signal_at_any_moment_of_a_wait_blocks_no_thread(note, sample):
     count = sample.count(5000, parts=8)
     command = [sys.executable, "-c", INTERRUPTED_WAITS, str(count), str(sample.seed(0))]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -165,8 +165,8 @@ def test_a_signal_that_raises_at_any_moment_of_a_wait_keeps_nobody_waiting(note,
     note(f"of {count} interrupted waits for a threading.Event {locked} have left its lock locked; of a Latch, none")
 
 
-def test_nobody_waits_for_what_ctrl_c_can_leave_locked():
-    # Conditions are for threads of ours, which no signal interrupts; who else enters them: docs/ARCHITECTURE.md.
+def test_waits_use_no_lock_that_ctrl_c_can_leave_held():
+    # Conditions are for our own threads, which no signal interrupts. docs/ARCHITECTURE.md explains other uses.
     breaches = [
         f"{path.name}:{number}"
         for path in sorted(Path(ckstore.__file__).parent.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Protects those who wait from whoever logs: no handler, filter or lock of theirs keeps a commit from its end."""
+"""Protects commits from logging: no handler, filter or lock of a user can block a commit."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ SECONDS_MAX = 30.0
 
 @pytest.fixture(autouse=True)
 def silence():
-    """Begin when nobody says anything any more."""
-    wait_for_the_end_of_the_speaker()
+    """Wait until the logging thread has ended."""
+    wait_for_logging_thread()
 
 
 @pytest.fixture
 def log():
-    """A logger whose handler keeps its records; nothing of it comes to handlers of others."""
+    """A logger whose handler records everything. Nothing propagates to other handlers."""
 
-    class Keeping(logging.Handler):
+    class RecordingHandler(logging.Handler):
         def emit(self, record):
             records.append(record)
 
     records = []
     made = logging.Logger("ckstore-test", logging.INFO)
-    made.records, made.handler = records, Keeping()
+    made.records, made.handler = records, RecordingHandler()
     made.addHandler(made.handler)
     return made
 
 
 def on_a_thread(call, name="somebody"):
-    """Call it on a thread; return the seconds it took."""
+    """Call the function on a thread, and return the seconds it took."""
     thread = threading.Thread(target=call, name=name)
     begun = time.monotonic()
     thread.start()
@@ -49,19 +49,19 @@ def on_a_thread(call, name="somebody"):
     return time.monotonic() - begun
 
 
-def wait_for_the_end_of_the_speaker():
-    """Wait until the thread that says what others tell has ended: it has nothing to say any more."""
+def wait_for_logging_thread():
+    """Wait until the logging thread has ended because it has no records left."""
     end = time.monotonic() + SECONDS_MAX
-    while is_speaking() and time.monotonic() < end:
+    while is_logging_thread_alive() and time.monotonic() < end:
         time.sleep(0.001)
-    assert not is_speaking()
+    assert not is_logging_thread_alive()
 
 
-def is_speaking():
+def is_logging_thread_alive():
     return any(thread.name == "ckstore-logs" for thread in threading.enumerate())
 
 
-def test_what_a_thread_tells_is_said_when_it_goes_on_and_in_its_name(log):
+def test_record_keeps_its_thread_name(log):
     def work():
         say(log, logging.INFO, "step %d", 3)
         assert [record.getMessage() for record in log.records] == ["step 3"]
@@ -73,13 +73,13 @@ def test_what_a_thread_tells_is_said_when_it_goes_on_and_in_its_name(log):
     assert record.levelno == logging.INFO
 
 
-def test_its_thread_ends_when_there_is_nothing_to_say(log):
+def test_logging_thread_ends_when_idle(log):
     on_a_thread(lambda: [say(log, logging.INFO, "%d", number) for number in range(50)])
-    wait_for_the_end_of_the_speaker()
+    wait_for_logging_thread()
     assert [record.getMessage() for record in log.records] == [str(number) for number in range(50)]
 
 
-def test_many_threads_have_all_said_that_they_tell(log):
+def test_records_of_many_threads_are_logged(log):
     def work(name):
         for number in range(50):
             say(log, logging.INFO, "%s %d", name, number)
@@ -95,19 +95,19 @@ def test_many_threads_have_all_said_that_they_tell(log):
         assert [number for each, number in said if each == name] == [str(number) for number in range(50)]
 
 
-def test_the_main_thread_says_it_by_itself(log):
+def test_main_thread_logs_directly(log):
     say(log, logging.WARNING, "here")
     assert [(record.getMessage(), record.threadName) for record in log.records] == [("here", "MainThread")]
-    assert not is_speaking()
+    assert not is_logging_thread_alive()
 
 
-def test_what_is_below_the_logger_s_level_is_not_said(log):
+def test_record_below_the_level_is_dropped(log):
     on_a_thread(lambda: say(log, logging.DEBUG, "quiet"))
     say(log, logging.DEBUG, "quiet")
     assert not log.records
 
 
-def test_an_exception_is_told_with_its_traceback_and_kept_by_nobody(log):
+def test_exception_is_logged_and_not_kept(log):
     class Held:
         pass
 
@@ -133,7 +133,7 @@ def test_an_exception_is_told_with_its_traceback_and_kept_by_nobody(log):
 
 @pytest.mark.parametrize("is_main", [True, False], ids=["on the main thread", "on another"])
 @pytest.mark.parametrize("place", ["filter", "handler"])
-def test_what_a_filter_or_handler_raises_reaches_nobody_and_ends_nothing(log, place, is_main):
+def test_filter_and_handler_errors_are_contained(log, place, is_main):
     def refuse(record):
         raise RuntimeError("no room")
 
@@ -152,13 +152,13 @@ def test_what_a_filter_or_handler_raises_reaches_nobody_and_ends_nothing(log, pl
     assert [record.getMessage() for record in log.records] == ["said"]
 
 
-def test_a_handler_s_lock_that_is_never_released_delays_a_thread_once(log, monkeypatch):
+def test_held_handler_lock_delays_a_thread_once(log, monkeypatch):
     monkeypatch.setattr("ckstore.concurrency.LOG_WAIT_SECONDS", 0.3)
     seen = []
-    log.handler.acquire()  # As Ctrl-C leaves it: with the main thread, for ever.
+    log.handler.acquire()  # As an interrupted main thread may leave it, forever.
     first = on_a_thread(lambda: say(log, logging.ERROR, "one"))
     assert 0.3 <= first < 5
-    # Whoever comes after it does not wait again: a hundred such waits would take half a minute.
+    # Later calls do not wait again. A hundred such waits would take half a minute.
     others = on_a_thread(lambda: [say(log, logging.ERROR, "two, or more") for _ in range(100)])
     assert others < 5
     say(log, logging.ERROR, "main")
@@ -168,24 +168,24 @@ def test_a_handler_s_lock_that_is_never_released_delays_a_thread_once(log, monke
     while len(log.records) < 102 and time.monotonic() < end:
         time.sleep(0.01)
     assert [record.getMessage() for record in log.records] == ["main", "one"] + ["two, or more"] * 100
-    # From now on who says something waits again until it is said.
+    # From now on, a logging thread waits again until its record is handled.
     on_a_thread(lambda: [say(log, logging.ERROR, "after"), seen.append(log.records[-1].getMessage())])
     assert seen == ["after"]
 
 
-def test_what_waits_to_be_said_is_bounded(log, monkeypatch):
+def test_queued_records_are_bounded(log, monkeypatch):
     monkeypatch.setattr("ckstore.concurrency.LOG_WAIT_SECONDS", 0.05)
     log.handler.acquire()
     on_a_thread(lambda: [say(log, logging.ERROR, "%d", number) for number in range(QUEUED_LOG_RECORDS_MAX + 500)])
     log.handler.release()
-    wait_for_the_end_of_the_speaker()
-    # One more was being said.
+    wait_for_logging_thread()
+    # One more record was being handled.
     assert [int(record.getMessage()) for record in log.records] == list(range(QUEUED_LOG_RECORDS_MAX + 1))
     on_a_thread(lambda: say(log, logging.ERROR, "last"))
     assert log.records[-1].getMessage() == "last"
 
 
-def test_where_no_thread_can_be_started_it_is_said_at_once(log, monkeypatch):
+def test_record_is_logged_directly_without_threads(log, monkeypatch):
     class Threads:
         def start(self):
             raise RuntimeError("can't start new thread")
@@ -196,13 +196,13 @@ def test_where_no_thread_can_be_started_it_is_said_at_once(log, monkeypatch):
             say(log, logging.ERROR, "said here")
 
     on_a_thread(work)
-    assert not is_speaking()
+    assert not is_logging_thread_alive()
     on_a_thread(lambda: say(log, logging.ERROR, "said there"))
     assert [record.getMessage() for record in log.records] == ["said here", "said there"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_forked_child_has_a_thread_of_its_own_say_it():
+def test_forked_child_has_its_own_logging_thread():
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=SECONDS_MAX
     )

@@ -1,4 +1,4 @@
-"""Protects that the direction of a metric is taken from its name only where that is beyond doubt, and is said."""
+"""Protects the order of metrics: a name decides it only if it is unambiguous, and the order is reported."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ DOUBTFUL = (
 @pytest.mark.parametrize(
     ("order", "names"), [("min", LOWER), ("max", HIGHER), (None, DOUBTFUL)], ids=["min", "max", "doubt"]
 )
-def test_order_is_that_of_the_word_that_names_the_metric(order, names):
+def test_order_follows_the_metric_word(order, names):
     assert [name for name in names if order_of(name) != order] == []
 
 
 @pytest.mark.parametrize("metric", ["score", "neg_log_loss", "speed"])
-def test_best_of_a_doubtful_metric_must_say_which_end(store, metric):
+def test_best_of_ambiguous_metric_needs_an_order(store, metric):
     for step, value in enumerate([2.0, 1.0, 3.0]):
         store.commit({"n": step}, step, metrics={metric: value})
     with pytest.raises(UsageError, match="whether low or high values are better") as caught:
@@ -57,7 +57,7 @@ def test_best_of_a_doubtful_metric_must_say_which_end(store, metric):
 
 
 @pytest.mark.parametrize(("metric", "step"), [("acc", 2), ("eval/f1", 2), ("val_loss", 1), ("ppl", 1)])
-def test_best_of_a_metric_beyond_doubt_is_the_better_end(store, metric, step):
+def test_best_of_clear_metric_is_the_better_value(store, metric, step):
     for number, value in enumerate([2.0, 1.0, 3.0]):
         store.commit({"n": number}, number, metrics={metric: value})
     assert store.info(f"best:{metric}").step == step
@@ -72,11 +72,11 @@ def test_best_of_a_metric_beyond_doubt_is_the_better_end(store, metric, step):
         ("best:score", ""), ("best", ""),
     ],
 )  # fmt: skip
-def test_references_say_which_end_they_mean(reference, words):
+def test_references_show_their_order(reference, words):
     assert describe_best(reference) == words
 
 
-def test_rules_say_which_end_they_mean():
+def test_rules_show_their_order():
     assert str(Best.of("acc:3")) == "acc:3:max (highest)"
     assert (
         str(Retention(keep_best=("loss", "acc:min"))) == "keep_best loss:1:min (lowest), keep_best acc:1:min (lowest)"
@@ -84,8 +84,8 @@ def test_rules_say_which_end_they_mean():
     assert Retention(keep_best="acc").to_config() == {"keep_best": ["acc:1:max"]}
 
 
-def test_rule_that_contradicts_the_name_is_carried_out_and_told(store):
-    """As an older version stored it, which took every metric for a loss."""
+def test_rule_against_the_name_is_applied_with_warning(store):
+    """Older versions stored such rules: they treated every metric as a loss."""
     for step, value in enumerate([2.0, 1.0, 3.0]):
         store.commit({"n": step}, step, metrics={"acc": value})
     plan = store.gc({"keep_best": ["acc:1:min"]}, dry_run=True).runs[0]

@@ -1,4 +1,4 @@
-"""Protects those who have many things asked at once from Ctrl-C, from failures, and from threads that stay."""
+"""Protects thread pools and concurrent calls from Ctrl-C, from failures, and from leaked threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def asked(ask, items, count_max=3, **more):
 # A pool
 
 
-def test_what_is_sent_runs_and_threads_are_as_many_as_are_needed():
+def test_pool_starts_only_needed_threads():
     pool, seen = Pool(3, NAME), []
     pool.send(lambda: seen.append(1))
     assert len(threads_left()) == 1
@@ -48,7 +48,7 @@ def test_what_is_sent_runs_and_threads_are_as_many_as_are_needed():
     assert sorted(seen) == list(range(1, 9))
 
 
-def test_closing_waits_for_what_has_begun_and_drops_the_rest():
+def test_close_waits_for_running_work_only():
     pool, seen, begun = Pool(1, NAME), [], threading.Event()
 
     def slow():
@@ -63,16 +63,16 @@ def test_closing_waits_for_what_has_begun_and_drops_the_rest():
     assert seen == ["slow"]
 
 
-def test_a_pool_that_nobody_used_is_closed_at_once():
+def test_unused_pool_closes_immediately():
     Pool(3, NAME).close()
 
 
 def refuse(monkeypatch, error, count):
-    """Let all threads of a pool after so many fail to start; return what is set when one has failed."""
+    """Make threads after the first ``count`` fail to start. Return an event that is set when one has failed."""
     start, started, refused = threading.Thread.start, [], threading.Event()
 
     def begin(thread):
-        # What other tests have left behind may start threads, too.
+        # Leftovers of other tests may start threads too.
         if not thread.name.startswith(NAME):
             return start(thread)
         if len(started) == count:
@@ -90,13 +90,13 @@ def no_thread():
 
 
 def from_ctrl_c():
-    """What Python makes of Ctrl-C in the middle of its own wait for a thread to begin."""
+    """The error that Python raises when Ctrl-C interrupts its own wait for a thread to start."""
     error = RuntimeError("release unlocked lock")
     error.__context__ = KeyboardInterrupt()
     return error
 
 
-def test_fewer_threads_than_wanted_do_it_too(monkeypatch):
+def test_fewer_threads_are_enough(monkeypatch):
     refuse(monkeypatch, no_thread, 1)
     assert list(asked(str, range(20))) == list(map(str, range(20)))
 
@@ -107,17 +107,17 @@ def test_no_thread_at_all_is_an_error(monkeypatch):
         list(asked(str, range(20)))
 
 
-def test_ctrl_c_while_a_thread_starts_is_not_taken_for_a_lack_of_threads(monkeypatch):
+def test_ctrl_c_in_thread_start_is_raised(monkeypatch):
     refused = refuse(monkeypatch, from_ctrl_c, 1)
     with pytest.raises(KeyboardInterrupt):
-        # One thread alone answers nothing before a second was to start.
+        # A single thread gives no answer before the second one tried to start.
         list(asked(lambda item: refused.wait(SECONDS_MAX), range(20)))
 
 
-# Many questions
+# Concurrent calls
 
 
-def test_answers_come_in_the_order_of_what_was_asked():
+def test_results_keep_the_input_order():
     def ask(item):
         time.sleep(0.002 * (3 - item % 4))
         return item if item % 5 else None
@@ -125,63 +125,63 @@ def test_answers_come_in_the_order_of_what_was_asked():
     assert list(asked(ask, range(40))) == [item if item % 5 else None for item in range(40)]
 
 
-def test_nothing_is_asked_and_no_thread_starts_before_an_answer_is_wanted():
+def test_nothing_runs_before_the_first_result():
     answers = asked(str, range(9))
     assert threads_left() == []
     assert next(answers) == "0"
     answers.close()
 
 
-def test_nothing_to_ask_is_no_answer():
+def test_no_items_give_no_results():
     assert list(asked(str, [])) == []
 
 
-def test_failure_ends_it_and_is_told_before_others_are_waited_for():
-    told, end = [], threading.Event()
+def test_failure_is_reported_before_waiting():
+    stops, end = [], threading.Event()
 
     def ask(item):
         if item == 1:
             raise OSError("broken")
         if item > 1:
-            # Nobody would end this but who is told.
+            # Only stop() ends this.
             assert end.wait(SECONDS_MAX)
         return item
 
     def stop():
-        told.append("stop")
+        stops.append("stop")
         end.set()
 
     answers = asked(ask, range(100), on_stop=stop)
     assert next(answers) == 0
     with pytest.raises(OSError, match="broken"):
         next(answers)
-    assert told == ["stop"]
+    assert stops == ["stop"]
 
 
-def test_whoever_takes_no_more_answers_stops_it():
-    told = []
-    answers = asked(str, range(100), on_stop=lambda: told.append("stop"))
+def test_abandoned_iteration_stops_the_calls():
+    stops = []
+    answers = asked(str, range(100), on_stop=lambda: stops.append("stop"))
     next(answers)
     answers.close()
-    assert told == ["stop"]
+    assert stops == ["stop"]
 
 
-def test_all_answered_is_no_stop():
-    told = []
-    assert len(list(asked(str, range(100), on_stop=lambda: told.append("stop")))) == 100
-    assert told == []
+def test_complete_iteration_does_not_call_stop():
+    stops = []
+    assert len(list(asked(str, range(100), on_stop=lambda: stops.append("stop")))) == 100
+    assert stops == []
 
 
-def test_items_that_fail_to_come_end_it():
+def test_failing_item_iterator_ends_the_calls():
     def items():
         yield from range(3)
-        raise ValueError("no more")
+        raise ValueError("no item")
 
-    with pytest.raises(ValueError, match="no more"):
+    with pytest.raises(ValueError, match="no item"):
         list(asked(str, items()))
 
 
-def test_a_failure_is_kept_by_nobody_but_who_catches_it():
+def test_failure_is_not_kept_alive():
     class Held(Exception):
         pass
 
@@ -200,7 +200,7 @@ def test_a_failure_is_kept_by_nobody_but_who_catches_it():
     assert kept() is None
 
 
-# A process of its own: pytest's limit of time for each test has the only timer of this kind.
+# In its own process, because pytest's timeout uses the only timer of this kind.
 INTERRUPTED = """
 import random, signal, sys, threading, time
 from ckstore.concurrency import map_in_threads
@@ -243,10 +243,10 @@ print(cut)
 
 @pytest.mark.deep
 @pytest.mark.timeout(120)
-def test_ctrl_c_at_any_moment_keeps_nobody_waiting_and_leaves_no_thread(note, sample):
+def test_ctrl_c_at_any_moment_leaves_no_thread(note, sample):
     count = sample.count(3000, parts=8)
     command = [sys.executable, "-c", INTERRUPTED, str(count), str(sample.seed(0))]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) > count / 10, "too few were interrupted to show anything"
-    note(f"of {count} askings many at once {int(ran.stdout)} were interrupted, and none kept anybody waiting")
+    note(f"of {count} concurrent calls {int(ran.stdout)} were interrupted, and none blocked")

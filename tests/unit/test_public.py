@@ -1,6 +1,6 @@
-"""The public face: exported names, and what importing, committing and listing load.
+"""Protects the public interface: exported names, and what importing, committing and listing load.
 
-``import ckstore`` must be instant, a state of arrays must not need torch, and nothing may load pickle's users.
+``import ckstore`` must be fast, a state of arrays must not need torch, and nothing may load pickle.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NAMES = [
     "register_converter",
     "repair_store",
 ]
-"""Public names, fixed by the design; a name is added on purpose and never taken away."""
+"""Public names, fixed by the design. Names are added deliberately and never removed."""
 
 VERBS = {
     "commit": ["state", "step", "metrics", "tags", "policy"],
@@ -126,7 +126,7 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Blocker
 
 
 def run_python(code, *arguments):
-    """Run code in a fresh interpreter and return what it printed."""
+    """Run code in a new interpreter, and return what it printed."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {SRC!r})\n{code}", *map(str, arguments)],
         capture_output=True,
@@ -137,13 +137,13 @@ def run_python(code, *arguments):
     return done.stdout.strip()
 
 
-def test_exported_names_are_exactly_these():
+def test_exported_names():
     assert ckstore.__all__ == NAMES
     assert sorted(ckstore.__all__, key=str) == ckstore.__all__
     assert set(NAMES) <= set(dir(ckstore))
 
 
-def test_every_exported_name_resolves_and_is_documented():
+def test_exported_names_resolve_and_are_documented():
     for name in ckstore.__all__:
         assert inspect.getdoc(getattr(ckstore, name)), name
 
@@ -153,7 +153,7 @@ def test_unknown_name_is_an_attribute_error():
         ckstore.snapshot  # noqa: B018
 
 
-def test_verbs_take_exactly_these_arguments():
+def test_arguments_of_verbs():
     for verb, arguments in VERBS.items():
         found = list(inspect.signature(getattr(ckstore.Store, verb)).parameters)
         assert found == ["self", *arguments], verb
@@ -198,7 +198,7 @@ with ckstore.open(sys.argv[1], create=False) as store:
     assert run_python(code, tmp_path / "store") == "[5] 5 [5] False"
 
 
-def test_arrays_are_committed_and_restored_without_torch_installed(tmp_path):
+def test_arrays_work_without_torch_installed(tmp_path):
     code = f"""
 {BLOCK_TORCH}
 import numpy, ckstore
@@ -212,7 +212,7 @@ with ckstore.open(sys.argv[1]) as store:
     assert run_python(code, tmp_path / "store").splitlines() == ["True float32 [(1, None)]", "True False"]
 
 
-def test_arrays_do_not_load_torch_where_it_is_installed(tmp_path):
+def test_arrays_do_not_load_installed_torch(tmp_path):
     code = """
 import numpy, ckstore
 with ckstore.open(sys.argv[1]) as store:
@@ -240,13 +240,13 @@ import ckstore.background.saver.server
 
 
 def test_fresh_process_restores_quantized_weights(tmp_path):
-    """The decoder is loaded by its name with the first quantized chunk: nothing else imports it."""
+    """The decoder is imported by name with the first quantized chunk, and nowhere else."""
     with ckstore.open(tmp_path / "store", policy=lossy_policy()) as store:
         run = AdamRun()
         for step in range(2):
             store.commit(run.train().state(), step)
-        told, expected = losses(store), leaf(store.restore(), W)
-    assert W in told
+        recorded, expected = losses(store), leaf(store.restore(), W)
+    assert W in recorded
     code = f"""
 import ckstore
 from ckstore.hashing import chunk_id_of
@@ -260,7 +260,7 @@ with ckstore.open(sys.argv[1]) as store:
     assert shown == ["[]", chunk_id_of(expected.tobytes()).hex(), "True False"]
 
 
-def test_tensors_without_torch_installed_say_what_to_install(tmp_path):
+def test_tensors_without_torch_have_install_advice(tmp_path):
     torch = pytest.importorskip("torch")
     with ckstore.open(tmp_path / "store") as store:
         store.commit({"w": torch.arange(4.0), "n": 7}, 3)

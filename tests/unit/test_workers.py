@@ -1,4 +1,4 @@
-"""Threads that run one step on many chunks: how many may begin, and that those who may not hold up nobody."""
+"""Protects threads that run one step on many chunks: the thread limit holds, and waiting threads block no other."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def admitting(most):
 
 
 @pytest.mark.parametrize(("most", "admitted"), [(None, [0, 1, 2]), (2, [0, 1]), (1, [0]), (0, [0]), (-3, [0])])
-def test_threads_beyond_the_headcount_may_not_begin_and_the_first_always_may(most, admitted):
+def test_only_threads_within_the_limit_may_begin(most, admitted):
     assert [index for index in range(3) if admitting(most).allows(index)] == admitted
 
 
-def test_no_thread_beyond_the_headcount_takes_a_step():
+def test_thread_over_the_limit_takes_no_step():
     seen = []
     run_in_turns(
         40,
@@ -39,7 +39,7 @@ def test_no_thread_beyond_the_headcount_takes_a_step():
     assert seen == [(index, 0) for index in range(40)]
 
 
-def test_threads_join_in_as_soon_as_they_may():
+def test_threads_join_when_the_limit_rises():
     thread_limit, both = admitting(1), threading.Barrier(2)
     threads = set()
 
@@ -55,24 +55,24 @@ def test_threads_join_in_as_soon_as_they_may():
     assert threads == {0, 1}
 
 
-def test_threads_that_may_not_begin_do_not_outlast_a_failure():
+def test_waiting_threads_end_after_a_failure():
     failures = []
 
     def step(index, thread):
         raise OSError("no space")
 
     def fail():
-        failures.append("told")
+        failures.append("reported")
 
     before = threading.active_count()
     with pytest.raises(OSError, match="no space"):
         run_in_turns(5, 3, step, Turns(), on_failure=fail, may_begin=admitting(1).allows)
-    assert failures == ["told"]
+    assert failures == ["reported"]
     assert threading.active_count() == before
 
 
-def test_a_thread_that_must_stop_halfway_through_the_work_lets_those_end_who_wait_for_its_turn():
-    # Who has begun goes on to its end, whatever the thread limit says meanwhile: its turn is waited for.
+def test_lowered_limit_does_not_block_waiting_turns():
+    # A thread that has begun finishes, whatever the limit becomes, because others wait for its turn.
     thread_limit, turns, order = admitting(None), Turns(), []
     begun = threading.Barrier(2)
 
@@ -87,7 +87,7 @@ def test_a_thread_that_must_stop_halfway_through_the_work_lets_those_end_who_wai
     assert order == list(range(10))
 
 
-def aside(step):
+def uninterrupted(step):
     run_uninterrupted(step, on_interrupt=lambda error: None)
 
 
@@ -95,10 +95,10 @@ def in_turns(step):
     run_in_turns(3, 2, lambda index, thread: step(), Turns(), on_failure=lambda: None)
 
 
-@pytest.mark.parametrize("run", [aside, in_turns])
-def test_a_failure_that_is_dealt_with_keeps_nothing_of_its_callers(run):
+@pytest.mark.parametrize("run", [uninterrupted, in_turns])
+def test_handled_failure_keeps_no_caller_objects(run):
     class Held:
-        """What a caller has."""
+        """An object that a caller holds."""
 
     def fail():
         raise ValueError("this one")
@@ -119,15 +119,15 @@ def test_a_failure_that_is_dealt_with_keeps_nothing_of_its_callers(run):
         gc.enable()
 
 
-def test_a_step_aside_runs_on_the_thread_that_start_thread_gives_it(monkeypatch):
+def test_step_uses_the_thread_of_start_thread(monkeypatch):
     assert run_uninterrupted(threading.get_ident, on_interrupt=lambda error: None) != threading.get_ident()
     monkeypatch.setattr(concurrency, "call_on_new_thread", lambda work: work())
     assert run_uninterrupted(threading.get_ident, on_interrupt=lambda error: None) == threading.get_ident()
 
 
-def test_ctrl_c_is_raised_as_what_it_is_whatever_python_makes_of_it_while_a_thread_begins(monkeypatch):
+def test_ctrl_c_in_thread_start_is_keyboard_interrupt(monkeypatch):
     def start(_):
-        # As the lock of Python's own event does when it was interrupted before it had been taken.
+        # The error of the lock in Python's own event, when it is interrupted before it was acquired.
         try:
             raise KeyboardInterrupt
         finally:
@@ -148,7 +148,7 @@ def test_ctrl_c_is_raised_as_what_it_is_whatever_python_makes_of_it_while_a_thre
     crew.close()
 
 
-def test_no_room_for_a_thread_is_an_error_of_its_own(monkeypatch):
+def test_failed_thread_start_has_its_own_error(monkeypatch):
     def start(_):
         raise RuntimeError("can't start new thread")
 
@@ -157,9 +157,9 @@ def test_no_room_for_a_thread_is_an_error_of_its_own(monkeypatch):
         start_thread(threading.Thread())
     called = []
     try:
-        raise OSError("dealt with by whoever sends")
+        raise OSError("handled by the sender")
     except OSError:
-        # Python makes what is being handled the context of whatever is raised: that is no Ctrl-C.
+        # Python sets the handled exception as context of a new one. That does not make it a Ctrl-C.
         with pytest.raises(RuntimeError, match="start new thread"):
             start_thread(threading.Thread())
         CopyPool(1).send(lambda: called.append("here"))

@@ -1,4 +1,4 @@
-"""A store that tests may read but not change."""
+"""Provide a store that tests may read, a copy that they may change, and a function that runs commands."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def shelf(tmp_path_factory):
+def readonly_store(tmp_path_factory):
     """A store that no test changes."""
     from support.cli_stores import make_store
 
-    return make_store(tmp_path_factory.mktemp("shelf") / "store")
+    return make_store(tmp_path_factory.mktemp("readonly_store") / "store")
 
 
 @pytest.fixture
-def store(shelf, tmp_path):
-    """A copy of it that a test may change."""
+def store(readonly_store, tmp_path):
+    """A copy of the read-only store that a test may change."""
     import shutil
 
-    return Path(shutil.copytree(shelf, tmp_path / "store"))
+    return Path(shutil.copytree(readonly_store, tmp_path / "store"))
 
 
 @pytest.fixture
 def call(capsys):
-    """Run a command in this process; return exit code, stdout and stderr."""
+    """Return a function that runs a command in this process and returns exit code, stdout and stderr."""
     from ckstore.cli.main import run
 
     def call_it(*arguments):

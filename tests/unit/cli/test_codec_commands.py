@@ -15,7 +15,7 @@ SIZE = 100_000
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A store with a keyframe and a difference, of large tensors; no test changes it."""
+    """A store with a keyframe and a delta of large tensors. No test changes it."""
     path = tmp_path_factory.mktemp("trained") / "store"
     fill(path, ckstore.Policy())
     return path
@@ -23,7 +23,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def plain(tmp_path):
-    """A store of the same states whose bytes are not coded."""
+    """A store of the same states, stored without compression."""
     fill(tmp_path / "plain", ckstore.Policy(compression="none"))
     return tmp_path / "plain"
 
@@ -108,7 +108,7 @@ def test_tables_fit_a_narrow_terminal(trained, command):
     assert max(map(len, rows)) <= 60
 
 
-def test_repack_dry_run_prints_the_plan_and_changes_nothing(call, plain):
+def test_repack_dry_run_prints_the_plan(call, plain):
     files = sorted(plain.rglob("*"))
     code, out, err = call("repack", plain, "--dry-run")
     assert (code, err) == (0, "")
@@ -149,7 +149,7 @@ def test_repack_takes_its_policy_from_options(call, plain):
     assert call("repack", plain, "--saving", 200)[0] == 2
 
 
-def test_repack_of_a_run_with_a_live_writer_is_a_conflict(call, plain):
+def test_repack_with_a_live_writer_is_a_conflict(call, plain):
     with ckstore.open(plain) as store:
         store.commit({"a": 1}, 30)
         code, _, err = call("repack", plain)

@@ -1,4 +1,4 @@
-"""Protects every command of the command line: what it does, prints, and returns, and that its JSON keeps its shape."""
+"""Protects every command: what it does, prints and returns, and that its JSON keeps its keys."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_init_refuses_a_folder_with_foreign_files(call, tmp_path):
     assert "thesis.tex" in err
 
 
-def test_ls_lists_all_runs_newest_first(call, shelf):
-    code, out, _ = call("ls", shelf)
+def test_ls_lists_all_runs_newest_first(call, readonly_store):
+    code, out, _ = call("ls", readonly_store)
     assert code == 0
     lines = out.splitlines()
     assert lines[0] == "run main: 3 checkpoints"
@@ -52,8 +52,8 @@ def test_ls_lists_all_runs_newest_first(call, shelf):
     assert "run other: 1 checkpoint" in lines
 
 
-def test_ls_as_json_has_every_field(call, shelf):
-    code, out, _ = call("ls", shelf, "--run", "main", "--json", "--limit", 2)
+def test_ls_as_json_has_every_field(call, readonly_store):
+    code, out, _ = call("ls", readonly_store, "--run", "main", "--json", "--limit", 2)
     assert code == 0
     (log,) = json.loads(out)["runs"]
     assert (log["run"], log["count"], log["damaged_tags"]) == ("main", 3, [])
@@ -63,8 +63,8 @@ def test_ls_as_json_has_every_field(call, shelf):
 
 
 @pytest.mark.parametrize("arguments", [["--limit=1", "--run=main"], ["-n", "1", "--run", "main"]])
-def test_ls_options_mean_the_same_with_and_without_the_parser(call, shelf, arguments):
-    code, out, _ = call("ls", shelf, *arguments, "--json")
+def test_ls_options_are_equal_without_argparse(call, readonly_store, arguments):
+    code, out, _ = call("ls", readonly_store, *arguments, "--json")
     (log,) = json.loads(out)["runs"]
     assert (code, [entry["step"] for entry in log["entries"]]) == (0, [300])
 
@@ -88,12 +88,12 @@ def test_ls_lists_undamaged_entries_next_to_damaged_ones(call, store):
     assert [bool(entry["damage"]) for entry in json.loads(out)["runs"][0]["entries"]] == [False, True, False]
 
 
-def test_show_lists_tensors_groups_and_packs(call, shelf):
-    code, out, _ = call("show", shelf, 200)
+def test_show_lists_tensors_groups_and_packs(call, readonly_store):
+    code, out, _ = call("show", readonly_store, 200)
     assert code == 0
     assert "model.weights" in out
     assert "good" in out
-    code, out, _ = call("show", shelf, "good", "--json")
+    code, out, _ = call("show", readonly_store, "good", "--json")
     shown = json.loads(out)
     assert code == 0
     assert set(shown) == INFO_KEYS | {"groups", "tensors", "packs", "base_nbytes", "losses"}
@@ -105,15 +105,15 @@ def test_show_lists_tensors_groups_and_packs(call, shelf):
         ("optimizer", 1, 1),
         ("note", 0, 1),
     ]
-    # Every stored byte is some group's or a base's; headers of frames come on top of payload.
+    # Every stored byte belongs to a group or to bases. Frame headers add to the payload.
     stored_nbytes = sum(row["stored_nbytes"] for row in shown["groups"]) + shown["base_nbytes"]
     assert stored_nbytes >= shown["bytes_stored"]
     assert sum(row["used_nbytes"] for row in shown["packs"]) == stored_nbytes
 
 
 @pytest.mark.parametrize("level", ["quick", "read", "decode"])
-def test_verify_of_an_undamaged_store_finds_no_damage(call, shelf, level):
-    code, out, err = call("verify", shelf, "--level", level)
+def test_verify_of_an_undamaged_store_finds_no_damage(call, readonly_store, level):
+    code, out, err = call("verify", readonly_store, "--level", level)
     assert (code, err) == (0, "")
     assert out.startswith(f"No damage. Level {level}: 4 checkpoints")
 
@@ -138,26 +138,26 @@ def test_verify_names_pack_offset_and_checkpoints(call, store):
 
 
 @pytest.mark.parametrize("options", [["--decode"], ["--decode", "--level", "decode"], ["--level", "decode"]])
-def test_verify_decode_option_means_level_decode(call, shelf, options):
-    code, out, _ = call("verify", shelf, *options, "--json")
+def test_verify_decode_option_means_level_decode(call, readonly_store, options):
+    code, out, _ = call("verify", readonly_store, *options, "--json")
     assert (code, json.loads(out)["level"]) == (0, "decode")
     assert "--decode" in call("verify", "--help")[1]
 
 
 @pytest.mark.parametrize("level", ["quick", "read"])
-def test_verify_refuses_two_different_levels(call, shelf, level):
-    code, out, err = call("verify", shelf, "--decode", "--level", level)
+def test_verify_refuses_two_different_levels(call, readonly_store, level):
+    code, out, err = call("verify", readonly_store, "--decode", "--level", level)
     assert (code, out) == (2, "")
     assert f"--level {level}" in err
 
 
-def test_verify_refuses_an_unknown_level(call, shelf):
-    assert call("verify", shelf, "--level", "thorough")[0] == 2
+def test_verify_refuses_an_unknown_level(call, readonly_store):
+    assert call("verify", readonly_store, "--level", "thorough")[0] == 2
 
 
-def test_restore_writes_npz(call, shelf, tmp_path):
+def test_restore_writes_npz(call, readonly_store, tmp_path):
     target = tmp_path / "state.npz"
-    code, out, _ = call("restore", shelf, 100, "-o", target, "--json")
+    code, out, _ = call("restore", readonly_store, 100, "-o", target, "--json")
     assert code == 0
     assert json.loads(out)["step"] == 100
     with np.load(target, allow_pickle=False) as found:
@@ -169,12 +169,12 @@ def test_restore_writes_npz(call, shelf, tmp_path):
             "optimizer.0.moment",
             "note",
         }
-        with ckstore.open(shelf, create=False) as store:
+        with ckstore.open(readonly_store, create=False) as store:
             assert np.array_equal(found["model.head"], store.restore(100)["model"]["head"])
         assert str(found["note"]) == "hello"
 
 
-def test_restore_without_ref_takes_the_newest_complete_checkpoint(call, store, tmp_path):
+def test_restore_without_ref_takes_newest_complete(call, store, tmp_path):
     sorted(store.glob("manifests/main/*.ckm"))[-1].write_bytes(b"torn")
     code, out, _ = call("restore", store, "-o", tmp_path / "x.npz", "--only", "model.head")
     assert code == 0
@@ -183,23 +183,23 @@ def test_restore_without_ref_takes_the_newest_complete_checkpoint(call, store, t
         assert list(found) == ["model.head"]
 
 
-def test_restore_overwrites_only_with_force(call, shelf, tmp_path):
+def test_restore_overwrites_only_with_force(call, readonly_store, tmp_path):
     target = tmp_path / "x.npz"
     target.write_text("precious")
-    code, _, err = call("restore", shelf, "-o", target)
+    code, _, err = call("restore", readonly_store, "-o", target)
     assert code == 2
     assert "--force" in err
     assert target.read_text() == "precious"
-    assert call("restore", shelf, "-o", target, "--force")[0] == 0
+    assert call("restore", readonly_store, "-o", target, "--force")[0] == 0
     with np.load(target) as found:
         assert "note" in found
 
 
-def test_restore_replaces_a_link_and_not_what_it_points_to(call, shelf, tmp_path):
+def test_restore_replaces_a_link_not_its_target(call, readonly_store, tmp_path):
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "x.npz").symlink_to(tmp_path / "precious")
-    assert call("restore", shelf, "-o", tmp_path / "x.npz")[0] == 2
-    assert call("restore", shelf, "-o", tmp_path / "x.npz", "--force")[0] == 0
+    assert call("restore", readonly_store, "-o", tmp_path / "x.npz")[0] == 2
+    assert call("restore", readonly_store, "-o", tmp_path / "x.npz", "--force")[0] == 0
     assert (tmp_path / "precious").read_text() == "precious"
     assert not (tmp_path / "x.npz").is_symlink()
 
@@ -215,11 +215,11 @@ def test_restore_of_damage_leaves_no_file(call, store, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["state", "state.zip", "missing/state.npz"])
-def test_restore_refuses_targets_before_it_reads(call, shelf, tmp_path, name):
-    assert call("restore", shelf, "-o", tmp_path / name)[0] in (2, 10)
+def test_restore_refuses_targets_before_it_reads(call, readonly_store, tmp_path, name):
+    assert call("restore", readonly_store, "-o", tmp_path / name)[0] in (2, 10)
 
 
-def test_restore_writes_what_torch_loads_with_weights_only(call, tmp_path):
+def test_restored_file_loads_with_weights_only(call, tmp_path):
     torch = pytest.importorskip("torch")
     tied = torch.randn(4, 3)
     state = {"a": tied, "b": tied, "half": torch.ones(2, dtype=torch.bfloat16), "seed": np.arange(3), "n": np.int8(3)}
@@ -237,7 +237,7 @@ def test_restore_writes_what_torch_loads_with_weights_only(call, tmp_path):
     assert call("restore", tmp_path / "s", "-o", tmp_path / "x.npz")[0] == 2
 
 
-def test_restore_replaces_what_torch_would_not_load_and_names_what_it_cannot(call, tmp_path):
+def test_restore_replaces_or_names_unloadable_leaves(call, tmp_path):
     torch = pytest.importorskip("torch")
     from ckstore.ops.interop.export import write_state
 
@@ -259,26 +259,26 @@ def test_restore_replaces_what_torch_would_not_load_and_names_what_it_cannot(cal
     assert "trust" not in str(caught.value)
 
 
-def test_export_lists_shared_and_left_out_leaves(call, shelf, tmp_path):
+def test_export_lists_shared_and_left_out_leaves(call, readonly_store, tmp_path):
     reader = pytest.importorskip("safetensors.numpy")
     target = tmp_path / "x.safetensors"
-    code, out, _ = call("export", shelf, "good", "-o", target, "--json")
-    told = json.loads(out)
+    code, out, _ = call("export", readonly_store, "good", "-o", target, "--json")
+    document = json.loads(out)
     assert code == 0
-    assert told["shared"] == {"model.tied": "model.weights"}
-    assert set(told["left_out"]) == {"optimizer.0.lr", "note"}
+    assert document["shared"] == {"model.tied": "model.weights"}
+    assert set(document["left_out"]) == {"optimizer.0.lr", "note"}
     found = reader.load_file(target)
     assert set(found) == {"model.weights", "model.head", "optimizer.0.moment"}
-    with ckstore.open(shelf, create=False) as store:
+    with ckstore.open(readonly_store, create=False) as store:
         assert np.array_equal(found["model.weights"], store.restore("good")["model"]["weights"])
-    code, out, _ = call("export", shelf, "good", "-o", target)
+    code, out, _ = call("export", readonly_store, "good", "-o", target)
     assert code == 2
-    code, out, _ = call("export", shelf, "good", "-o", target, "--force", "--only", "model.head")
+    code, out, _ = call("export", readonly_store, "good", "-o", target, "--force", "--only", "model.head")
     assert (code, set(reader.load_file(target))) == (0, {"model.head"})
 
 
-def test_export_without_a_tensor_makes_no_file(call, shelf, tmp_path):
-    assert call("export", shelf, "good", "-o", tmp_path / "x.safetensors", "--only", "note")[0] == 10
+def test_export_without_a_tensor_makes_no_file(call, readonly_store, tmp_path):
+    assert call("export", readonly_store, "good", "-o", tmp_path / "x.safetensors", "--only", "note")[0] == 10
     assert list(tmp_path.iterdir()) == []
 
 
@@ -306,7 +306,7 @@ def test_delete_removes_only_the_named_checkpoints(call, store):
         assert opened.steps() == [200]
 
 
-def test_delete_refuses_all_if_one_is_tagged_or_missing(call, store):
+def test_delete_is_all_or_nothing(call, store):
     code, _, err = call("delete", store, 100, 200, "--yes")
     assert code == 11
     assert "good" in err
@@ -351,7 +351,7 @@ def test_doctor_reports_trash_and_running_collections(call, store):
         opened.gc(min_age=0)
         assert "MiB; list them with `ckstore trash ls`" in found()["trash"]
         opened.gc(now=True, min_age=0)
-    # Its file stays, and so do the folders of the trash for a while.
+    # The lock file stays, and so do trash folders for a while.
     assert (store / "gc.lock").exists()
     assert list((store / "trash").iterdir())
     assert found()["trash"] == "empty"

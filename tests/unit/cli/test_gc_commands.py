@@ -16,7 +16,7 @@ from support.gc_histories import replace_by_itself
 
 @pytest.fixture
 def store(store):
-    """Two checkpoints more, of which the older shares nothing."""
+    """Add two checkpoints. The older of them shares nothing."""
     with ckstore.open(store) as opened:
         for step in (400, 500):
             opened.commit({"own": np.random.default_rng(step).standard_normal(9000)}, step, metrics={"loss": 0.5})
@@ -34,7 +34,7 @@ def steps_of(path):
         return store.steps()
 
 
-def test_dry_run_prints_the_plan_that_is_carried_out(call, store):
+def test_dry_run_prints_the_plan(call, store):
     rules = ("gc", store, "--run", "main", "--keep-last", "1")
     dry = documents(call, *rules, "--dry-run")
     assert steps_of(store) == [100, 200, 300, 400, 500]
@@ -61,7 +61,7 @@ def test_gc_table_shows_reasons_to_keep_and_drop(call, store):
     assert "would move to the trash" in out
 
 
-def test_gc_prints_moved_and_freed_bytes_and_when_the_rest_is_freed(call, store):
+def test_gc_prints_moved_and_freed_bytes(call, store):
     code, out, _ = call("gc", store, "--keep-last", "1")
     assert code == 0
     assert "3 checkpoints dropped" in out
@@ -85,7 +85,7 @@ def test_rules_are_applied_to_every_run_or_to_one(call, store):
     assert steps_of(store) == [200, 500]
 
 
-def test_policy_is_saved_used_and_forgotten(call, store):
+def test_policy_is_saved_used_and_removed(call, store):
     code, _, err = call("gc", store, "--save-policy")
     assert (code, "needs rules" in err) == (2, True)
     call("gc", store, "--keep-last", "1", "--save-policy", "--dry-run")
@@ -98,7 +98,7 @@ def test_policy_is_saved_used_and_forgotten(call, store):
     assert call("verify", store)[0] == 0
 
 
-def test_trash_for_is_used_saved_and_forgotten(call, store):
+def test_trash_for_is_saved_used_and_removed(call, store):
     call("gc", store, "--keep-last", "4")
     assert documents(call, "gc", store, "--dry-run")["plan"]["waiting_nbytes"] > 0
     assert documents(call, "gc", store, "--trash-for", "0", "--dry-run")["plan"]["waiting_nbytes"] == 0
@@ -121,7 +121,7 @@ def test_trash_for_is_used_saved_and_forgotten(call, store):
     [
         (["--keep-lst", "3"], "--keep-last"),
         (["--keep-best", "loss:2:mn"], "Did you mean 'min'"),
-        (["--keep-within", "soon"], "not a duration"),
+        (["--keep-within", "later"], "not a duration"),
         (["--time-zone", "CET", "--keep-daily", "3"], "fixed offset"),
         (["--keep-last", "0"], "keep-last"),
         (["--repack-max", "much"], "not a size"),
@@ -154,18 +154,18 @@ def test_gc_of_a_damaged_store_exits_with_12(call, store):
     assert "no checkpoint of run main was dropped" in err
 
 
-def test_gc_that_meets_damage_while_collecting_exits_with_12(call, store, monkeypatch):
+def test_gc_with_damage_while_collecting_exits_with_12(call, store, monkeypatch):
     with ckstore.open(store) as opened:
         manifest = store / replace_by_itself(opened, 500)
     looks, look = [], Marker.mark
 
-    def damaging_look(marker):
+    def damaging_read(marker):
         looks.append(1)
         if len(looks) == 2:
             manifest.write_bytes(manifest.read_bytes()[:-1])
         return look(marker)
 
-    monkeypatch.setattr(Marker, "mark", damaging_look)
+    monkeypatch.setattr(Marker, "mark", damaging_read)
     code, _, err = call("gc", store, "--keep-last", "1")
     assert code == 12
     assert "packs were not collected" in err
@@ -257,13 +257,13 @@ def test_tier_is_collected_by_name(call, store, tmp_path):
     assert set(steps_of(attic)) < set(steps_of(store))
 
 
-def test_packs_of_a_tier_are_rewritten_within_the_budget(call, tmp_path):
+def test_packs_of_a_tier_are_rewritten_within_budget(call, tmp_path):
     store, attic, shared = tmp_path / "store", str(tmp_path / "attic"), np.arange(9000)
     with ckstore.open(store) as opened:
         for step in (100, 200, 300):
             opened.commit({"own": np.random.default_rng(step).standard_normal(9000), "shared": shared}, step)
     documents(call, "push", store, attic, "--keep-local", "1", "--tier", "attic")
-    # What all share lies in the pack of the first.
+    # The shared chunks are in the first pack.
     documents(call, "delete", store, "100", "--yes")
     documents(call, "gc", store, "--now")
     asked = ("gc", store, "--tier", "attic", "--min-age", "0")
@@ -280,7 +280,7 @@ def test_packs_of_a_tier_are_rewritten_within_the_budget(call, tmp_path):
     assert [pack["pack_id"] for pack in last["packs"]] == [rewrite["pack_id"]]
 
 
-def test_options_that_do_not_apply_to_a_tier_are_refused(call, store):
+def test_unsuitable_options_for_a_tier_are_refused(call, store):
     for wrong in (("--keep-last", "3"), ("--now",), ("--run", "main")):
         code, _, err = call("gc", store, "--tier", "attic", *wrong)
         assert code == 2

@@ -23,7 +23,7 @@ def test_whole_import_exits_with_0(call, tmp_path, source):
     assert out.splitlines()[0] == "run main: 2 of 2 checkpoints were imported"
 
 
-def test_partial_import_exits_with_3_and_prints_what_is_missing(call, tmp_path, source):
+def test_partial_import_exits_with_3(call, tmp_path, source):
     (source / "step_3.safetensors.tmp").write_bytes(b"x")
     code, out, _ = call("import", tmp_path / "store", source, "--exclude", "step_2.safetensors")
     assert code == 3
@@ -38,14 +38,14 @@ def test_skipped_leaf_is_printed(call, tmp_path, source):
     assert "left out of step 1: w: as asked for with --skip-leaf w" in out.splitlines()
 
 
-def test_dry_run_says_the_same(call, tmp_path, source):
+def test_dry_run_prints_the_same(call, tmp_path, source):
     code, out, _ = call("import", tmp_path / "store", source, "--exclude", "step_2.safetensors", "--dry-run")
     assert code == 3
     assert "left out: step_2.safetensors" in out
     assert not (tmp_path / "store").exists()
 
 
-def test_json_says_what_was_left_out(call, tmp_path, source):
+def test_json_lists_what_was_left_out(call, tmp_path, source):
     code, out, _ = call("import", tmp_path / "store", source, "--exclude", "step_2.safetensors", "--json")
     printed = json.loads(out)
     assert code == 3

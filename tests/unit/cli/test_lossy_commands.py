@@ -14,7 +14,7 @@ SHAPE = (260, 300)
 
 @pytest.fixture
 def aged(tmp_path):
-    """A store with six exact checkpoints and one that was committed with a loss."""
+    """A store with six exact checkpoints and a lossy one."""
     place = tmp_path / "aged"
     rng = np.random.default_rng(2)
     weights = rng.standard_normal(SHAPE)
@@ -34,7 +34,7 @@ def aged(tmp_path):
     return place
 
 
-def test_ls_and_show_say_what_was_lost(call, aged):
+def test_ls_and_show_print_the_loss(call, aged):
     out = call("ls", aged)[1]
     line = next(line for line in out.splitlines() if line.split()[:2] == ["3", "3"])
     assert "near" in line
@@ -82,7 +82,7 @@ def test_diff_of_nothing_is_not_found(call, aged):
     assert call("diff", aged, 3, 4, "--only", "nothing")[0] == 10
 
 
-def test_demote_does_what_its_dry_run_says(call, aged):
+def test_demote_matches_its_dry_run(call, aged):
     options = ("--keep-newest", 2, "--keep-every", 5)
     planned = json.loads(call("demote", aged, *options, "--dry-run", "--json")[1])
     code, out, _ = call("demote", aged, *options, "--json")
@@ -125,7 +125,7 @@ def test_demote_prints_what_it_did(call, aged):
     assert "made from" in out
 
 
-def test_demote_refuses_what_it_must(call, aged):
+def test_demote_refuses_wrong_calls(call, aged):
     assert call("demote", aged, "--fidelity", "exact")[0] == 2
     assert call("demote", aged, 77)[0] == 10
     call("tag", aged, 2, "good")
@@ -167,7 +167,7 @@ def test_demote_of_an_empty_run_says_so(call, tmp_path):
 
 
 class _Terminal:
-    """What stands for a person at a terminal, who says the same to every question."""
+    """A fake terminal user who gives the same answer to every question."""
 
     def __init__(self, monkeypatch, answer):
         self.questions = []
@@ -181,7 +181,7 @@ def fidelities(path):
         return [info.fidelity for info in store.log()]
 
 
-def test_demote_asks_on_a_terminal_and_shows_what_it_would_do(call, aged, monkeypatch):
+def test_demote_asks_on_a_terminal(call, aged, monkeypatch):
     before = fidelities(aged)
     person = _Terminal(monkeypatch, False)
     code, out, _ = call("demote", aged, "--keep-newest", 2)
@@ -208,7 +208,7 @@ def test_demote_asks_on_a_terminal_and_shows_what_it_would_do(call, aged, monkey
         (("--forget-policy", "--fidelity", "small", "--save-policy"), "Store these 2 checkpoints with a loss (small)?"),
     ],
 )
-def test_demote_that_is_declined_keeps_stored_rules_and_checkpoints(call, aged, monkeypatch, options, question):
+def test_declined_demote_changes_nothing(call, aged, monkeypatch, options, question):
     stored, before = ckstore.DemotePolicy(keep_newest=1), fidelities(aged)
     with ckstore.open(aged) as store:
         store.set_demotion(stored)
@@ -221,7 +221,7 @@ def test_demote_that_is_declined_keeps_stored_rules_and_checkpoints(call, aged, 
 
 
 @pytest.mark.parametrize("answer", [True, None], ids=["yes", "nobody"])
-def test_demote_with_forget_policy_uses_the_default_rules(call, aged, monkeypatch, answer):
+def test_demote_forget_policy_uses_default_rules(call, aged, monkeypatch, answer):
     with ckstore.open(aged) as store:
         store.set_demotion(ckstore.DemotePolicy(keep_newest=1))
     planned = json.loads(call("demote", aged, "--forget-policy", "--dry-run", "--json")[1])
@@ -235,7 +235,7 @@ def test_demote_with_forget_policy_uses_the_default_rules(call, aged, monkeypatc
     assert [seq for seq, name in enumerate(reversed(fidelities(aged))) if name != "exact"] == [*chosen, 3]
 
 
-def test_dry_run_of_demote_shows_sizes_errors_and_the_fidelity(call, aged):
+def test_demote_dry_run_prints_sizes_and_errors(call, aged):
     out = call("demote", aged, "--keep-newest", 2, "--dry-run")[1]
     assert "checkpoints would be demoted to fidelity near" in out
     row = next(line.split() for line in out.splitlines() if line.split()[:3] == ["2", "2", "demote"])
@@ -244,7 +244,7 @@ def test_dry_run_of_demote_shows_sizes_errors_and_the_fidelity(call, aged):
     assert "the largest RMS error of a tensor is" in out
 
 
-def test_demotion_is_undone_by_undelete_and_by_the_trash(call, aged):
+def test_demotion_is_undone_by_undelete_and_trash(call, aged):
     call("demote", aged, 1)
     call("demote", aged, 2)
     code, out, _ = call("trash", "ls", aged)
@@ -261,7 +261,7 @@ def test_demotion_is_undone_by_undelete_and_by_the_trash(call, aged):
     assert fidelities(aged) == ["exact"] * 3 + ["near"] + ["exact"] * 3
 
 
-def test_trash_restore_that_restores_nothing_fails(call, aged):
+def test_trash_restore_of_nothing_fails(call, aged):
     call("demote", aged, 1)
     call("undelete", aged, 1)
     listed = json.loads(call("trash", "ls", aged, "--json")[1])["trash"]

@@ -1,4 +1,4 @@
-"""Protects how the command line starts, ends and complains: imports, exit codes, hostile names, terminals."""
+"""Protects how the command line starts, ends and reports errors: imports, exit codes, hostile names, terminals."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def loaded_by(*commands):
-    """Run commands in one new process; return which libraries are loaded after each."""
+    """Run commands in one new process, and return the libraries that are loaded after each."""
     texts = json.dumps([[str(argument) for argument in command] for command in commands])
     done = subprocess.run(
         [sys.executable, "-c", PROBE, texts],
         capture_output=True, text=True, env=environment(), stdin=subprocess.DEVNULL, check=True,
     )  # fmt: skip
-    told = [line.split()[1:] for line in done.stderr.splitlines() if line.startswith("LOADED ")]
-    assert [code for code, *_ in told] == ["0"] * len(commands), done.stderr
-    return [set(names) for _, *names in told]
+    loaded = [line.split()[1:] for line in done.stderr.splitlines() if line.startswith("LOADED ")]
+    assert [code for code, *_ in loaded] == ["0"] * len(commands), done.stderr
+    return [set(names) for _, *names in loaded]
 
 
-def test_ls_loads_no_heavy_library(shelf):
+def test_ls_loads_no_heavy_library(readonly_store):
     plain, as_json, parsed = loaded_by(
-        ["ls", shelf], ["ls", shelf, "--json", "-n", 1, "--run", "main"], ["ls", "--run=main", shelf]
+        ["ls", readonly_store],
+        ["ls", readonly_store, "--json", "-n", 1, "--run", "main"],
+        ["ls", "--run=main", readonly_store],
     )
     assert plain == as_json == set()
     assert parsed == {"typer"}
@@ -81,13 +83,13 @@ def test_no_command_loads_torch(store, tmp_path):
     }
     assert set(calls) == set(COMMANDS) - {"ls"}
     loaded = loaded_by(*([name, *arguments] for name, arguments in calls.items()))
-    # One after the other in one process: the first that has loaded something is the one that does.
+    # All run in one process, in sequence: the first one that loads something is the one to fix.
     for name, found in zip(calls, loaded, strict=True):
         assert found & {"torch", "rich", "safetensors"} == set(), name
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_every_help_fits_eighty_columns_and_cuts_no_sentence(call, name):
+def test_help_fits_eighty_columns(call, name):
     code, out, err = call(*[name] if name else [], "--help")
     assert (code, err) == (0, "")
     assert out.startswith(f"Usage: ckstore{' ' if name else ''}{name}")
@@ -142,9 +144,10 @@ def test_debug_shows_where_an_error_came_from(call, tmp_path):
     assert "Traceback" in err
 
 
-def test_closed_pipe_prints_no_error(shelf):
+def test_closed_pipe_prints_no_error(readonly_store):
+    list_first = f"'{sys.executable}' -m ckstore ls '{readonly_store}' --json | head -c 1"
     done = subprocess.run(
-        ["bash", "-c", f"'{sys.executable}' -m ckstore ls '{shelf}' --json | head -c 1; exit ${{PIPESTATUS[0]}}"],
+        ["bash", "-c", list_first + "; exit ${PIPESTATUS[0]}"],
         capture_output=True, text=True, env=environment(),
     )  # fmt: skip
     assert done.stderr == ""
@@ -190,8 +193,8 @@ def test_foreign_files_in_a_store_are_ignored(store):
 
 @pytest.mark.parametrize("columns", [60, 80, 140, 200])
 @pytest.mark.parametrize("command", ["ls", "show", "doctor"])
-def test_tables_fit_the_terminal(shelf, columns, command):
-    code, out = on_terminal(columns, command, shelf)
+def test_tables_fit_the_terminal(readonly_store, columns, command):
+    code, out = on_terminal(columns, command, readonly_store)
     assert code == 0
     drawn = [line for line in out.splitlines() if "│" in line or "─" in line]
     assert all(len(line) <= columns + len("\x1b[1m\x1b[0m") * line.count("\x1b") for line in drawn)
@@ -200,7 +203,7 @@ def test_tables_fit_the_terminal(shelf, columns, command):
         assert "good" in out
 
 
-def test_terminal_gets_a_short_list_and_pipe_the_full_list(tmp_path):
+def test_terminal_gets_a_short_list_pipe_the_full_one(tmp_path):
     path = make_store(tmp_path / "store", steps=range(35))
     code, out = on_terminal(120, "ls", path, "--run", "main")
     assert code == 0
@@ -225,7 +228,7 @@ def test_delete_asks_on_a_terminal(store, monkeypatch):
         assert opened.steps() == [200, 300]
 
 
-def test_sizes_rates_and_times_are_for_people():
+def test_sizes_rates_and_times_are_readable():
     assert [render.size(n) for n in (0, 999, 1024, 10 << 20, 1023 << 20, 5 << 40)] == [
         "0 B", "999 B", "1.00 KiB", "10.0 MiB", "1.00 GiB", "5.00 TiB",
     ]  # fmt: skip
@@ -237,7 +240,7 @@ def test_sizes_rates_and_times_are_for_people():
     assert render.iso_time(0) == "1970-01-01T00:00:00.000+00:00"
 
 
-def test_ls_of_a_thousand_checkpoints_reads_each_header_once(tmp_path, monkeypatch):
+def test_ls_reads_each_header_once(tmp_path, monkeypatch):
     path = make_store(tmp_path / "store")
     from ckstore.io.local import LocalBackend
     from ckstore.store.listing import log_of_store
@@ -252,7 +255,7 @@ def test_ls_of_a_thousand_checkpoints_reads_each_header_once(tmp_path, monkeypat
     assert (log.count, len(log.entries), len(heads)) == (3, 1, 1)
 
 
-def test_fit_drops_columns_of_least_worth_and_cuts_elastic_ones():
+def test_fit_drops_and_shortens_columns():
     columns = [
         render.Column("a"),
         render.Column("b", worth=1),

@@ -1,6 +1,6 @@
 """Protects what programs read: the keys of every command's JSON, in order, and the headings of its tables.
 
-A key or a heading that is added, renamed or removed shows here, whatever the records behind it are called.
+An added, renamed or removed key or heading fails a test, whatever the records in the code are called.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def nested(value):
 
 
 def make_lossy_store(path):
-    """Make a store of three exact checkpoints, and one before the newest with a loss."""
+    """Make a store of four checkpoints. The third is lossy, the others are exact."""
     rng = np.random.default_rng(2)
     weights = rng.standard_normal((260, 300))
     with ckstore.open(path) as store:
@@ -248,7 +248,7 @@ def make_lossy_store(path):
 
 
 def make_tiered_store(folder):
-    """Make a store whose tier holds a dropped checkpoint, and half of its pack is needed by another."""
+    """Make a store whose tier holds a dropped checkpoint, half of whose pack another checkpoint needs."""
     with ckstore.open(folder / "tiered") as store:
         for step in range(4):
             own = np.random.default_rng(step).standard_normal(9000)
@@ -262,7 +262,7 @@ def make_tiered_store(folder):
 
 
 def damage(store):
-    """Flip a byte in the pack of the first commit, tear the manifest of the second, and spoil its tag."""
+    """Flip a byte in the first commit's pack, tear the second one's manifest, and damage its tag."""
     with ckstore.open(store) as opened:
         pack_id = opened.contents("seq:0").packs[0].pack_id
     flip_byte(next(store.glob(f"packs/*/{pack_id}.pack")), 6000)
@@ -273,7 +273,7 @@ def damage(store):
 
 
 def scenes(folder):
-    """Yield names and arguments of commands, to be run in this order; ``!`` ends those that change what others see."""
+    """Yield names and arguments of commands in order. ``!`` marks those that change what later ones see."""
     plain, broken, lossy = (
         make_store(folder / "plain"),
         make_store(folder / "broken"),
@@ -329,7 +329,7 @@ def scenes(folder):
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """What each scene printed, as JSON and for people; what changes its store is run as JSON only."""
+    """The output of each scene, as JSON and for people. Scenes that change their store run as JSON only."""
 
     def printed(arguments):
         out, err = io.StringIO(), io.StringIO()

@@ -1,4 +1,4 @@
-"""What ``import``, ``quarantine``, ``repair`` and ``report`` print, write and exit with."""
+"""Protects ``import``, ``quarantine``, ``repair`` and ``report``: what they print and write, and their exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckstore.ops.interop.export import export_safetensors
 
 @pytest.fixture
 def source(tmp_path):
-    """A folder of safetensors files, of which numpy alone is needed."""
+    """A folder of safetensors files, which need only numpy."""
     folder = tmp_path / "source"
     folder.mkdir()
     weights = np.random.default_rng(0).standard_normal(60_000).astype(np.float32)
@@ -23,7 +23,7 @@ def source(tmp_path):
     return folder
 
 
-def test_import_prints_how_much_smaller_the_history_became(call, source, tmp_path):
+def test_import_prints_the_saving(call, source, tmp_path):
     code, out, err = call("import", tmp_path / "new", source)
     assert (code, err) == (0, "")
     assert out.startswith("run main: 3 of 3 checkpoints were imported")
@@ -34,7 +34,7 @@ def test_import_prints_how_much_smaller_the_history_became(call, source, tmp_pat
         assert store.restore(200)["step"][0] == 200
 
 
-def test_import_in_a_dry_run_makes_no_store(call, source, tmp_path):
+def test_import_dry_run_makes_no_store(call, source, tmp_path):
     code, out, _ = call("import", tmp_path / "new", source, "--dry-run")
     assert code == 0
     assert "would be imported" in out
@@ -66,14 +66,14 @@ def test_import_as_json_has_every_entry(call, source, tmp_path):
         (["source", "--exclude", "*"], 10, "no checkpoint found in the folder"),
     ],
 )
-def test_import_says_what_is_wrong(call, source, tmp_path, arguments, code, words):
+def test_import_errors_name_the_mistake(call, source, tmp_path, arguments, code, words):
     found, _, err = call("import", tmp_path / "new", tmp_path / arguments[0], *arguments[1:])
     assert found == code
     assert words in err
 
 
 def damage(store):
-    """Flip a byte in the pack of the first commit, and tear the manifest of the second."""
+    """Flip a byte in the first commit's pack, and tear the second one's manifest."""
     with ckstore.open(store) as opened:
         pack_id = opened.contents("seq:0").packs[0].pack_id
     (first,) = store.glob(f"packs/*/{pack_id}.pack")
@@ -86,7 +86,7 @@ def damage(store):
     torn.write_bytes(torn.read_bytes()[:-3])
 
 
-def test_repair_prints_the_plan_and_acts_only_with_apply(call, store):
+def test_repair_acts_only_with_apply(call, store):
     damage(store)
     code, out, err = call("repair", store)
     assert code == 12
@@ -105,10 +105,10 @@ def test_repair_prints_the_plan_and_acts_only_with_apply(call, store):
     assert (again["checkpoints"], again["packs"]) == ([], {})
 
 
-def test_repair_recovers_data_from_a_copy(call, store, shelf):
+def test_repair_recovers_data_from_a_copy(call, store, readonly_store):
     damage(store)
-    code, out, _ = call("repair", store, "--apply", "--from", shelf)
-    # The torn manifest is told of, although the copy gives it back.
+    code, out, _ = call("repair", store, "--apply", "--from", readonly_store)
+    # The torn manifest is reported, although the copy restores it.
     assert code == 12
     assert "has its manifest from a copy" in out
     assert call("verify", store, "--level", "decode")[0] == 0
@@ -120,7 +120,7 @@ def test_repair_of_an_undamaged_store_says_so(call, store):
     assert out.startswith("No damage;")
 
 
-def test_quarantine_prints_the_plan_and_moves_only_with_apply(call, store):
+def test_quarantine_moves_only_with_apply(call, store):
     damage(store)
     code, out, _ = call("quarantine", store)
     assert code == 0
@@ -132,7 +132,7 @@ def test_quarantine_prints_the_plan_and_moves_only_with_apply(call, store):
     assert call("ls", store)[0] == 0
 
 
-def test_partial_checkpoint_restores_by_only_and_names_what_is_lost(call, store, tmp_path):
+def test_partial_checkpoint_restores_with_only(call, store, tmp_path):
     damage(store)
     call("repair", store, "--apply")
     code, _, err = call("restore", store, "100", "-o", tmp_path / "all.npz")
@@ -141,7 +141,7 @@ def test_partial_checkpoint_restores_by_only_and_names_what_is_lost(call, store,
     assert call("restore", store, "100", "-o", tmp_path / "some.npz", "--only", "note")[0] == 0
 
 
-def test_report_writes_a_page_and_replaces_only_with_force(call, store, tmp_path):
+def test_report_replaces_a_file_only_with_force(call, store, tmp_path):
     page = tmp_path / "report.html"
     code, out, err = call("report", store, "-o", page)
     assert (code, err) == (0, "")
@@ -152,7 +152,7 @@ def test_report_writes_a_page_and_replaces_only_with_force(call, store, tmp_path
     assert call("report", store, "-o", tmp_path / "report.txt")[0] == 2
 
 
-def test_repair_says_that_packs_in_tiers_were_not_read(call, tmp_path):
+def test_repair_reports_unread_packs_in_tiers(call, tmp_path):
     with ckstore.open(tmp_path / "store") as store:
         for step in range(3):
             store.commit({"w": np.arange(1000) * step}, step)

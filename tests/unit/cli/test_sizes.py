@@ -1,4 +1,4 @@
-"""Protects that the sizes that commands print mean what they say."""
+"""Protects the meaning of the sizes that commands print."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_entropy_is_not_called_a_bound(call, history):
     assert "bound" not in out
 
 
-def test_exact_entropy_of_few_elements_is_that_of_all_of_them(tmp_path):
+def test_exact_entropy_of_few_elements_uses_all(tmp_path):
     values = np.arange(200, dtype=np.uint8)
     with ckstore.open(tmp_path / "store") as store:
         store.commit({"a": values}, 1)
@@ -62,7 +62,7 @@ def test_exact_entropy_of_few_elements_is_that_of_all_of_them(tmp_path):
     assert row.share.bound_bits == pytest.approx(np.log2(200), abs=1e-9)
 
 
-def test_repack_says_that_the_store_grows_until_it_is_collected(call, history):
+def test_repack_warns_that_the_store_grows_until_gc(call, history):
     def used():
         return sum(path.stat().st_size for path in (history / "packs").rglob("*.pack"))
 
@@ -77,7 +77,7 @@ def test_repack_says_that_the_store_grows_until_it_is_collected(call, history):
     assert ("not smaller" in after) == (used() >= before)
 
 
-def test_trash_does_not_call_dropped_what_was_pushed_or_rewritten(call, history, tmp_path):
+def test_trash_distinguishes_dropped_from_pushed(call, history, tmp_path):
     call("repack", history)
     out = call("trash", "ls", history)[1]
     assert "form before its packs were rewritten: main step 0 (seq:0)" in out

@@ -1,7 +1,7 @@
-"""Protects the bytes: whatever is encoded decodes to itself, and nothing stored can do harm when decoded.
+"""Protects the codecs: encoded chunks decode to the same bytes, and no stored payload can harm a decoder.
 
-Round trips over every width and kind of content, the sizes promised for weights and for noise, and hostile
-payloads: every byte changed, every length cut.
+Round trips of every width and kind of content, sizes promised for weights and noise, and hostile payloads: every
+byte changed, and every length.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ def decoded(payload: bytes, encoded: chain.Encoded, nbytes: int, scratch: chain.
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("name", CONTENTS)
-def test_what_is_encoded_decodes_to_itself_and_is_never_larger(
-    name: str, compression: Compression, scratch: chain.Scratch
-) -> None:
+def test_round_trip_is_never_larger(name: str, compression: Compression, scratch: chain.Scratch) -> None:
     width, is_float, plain = content(name)
     encoded = chain.encode(plain, width=width, is_float=is_float, compression=compression, scratch=scratch)
     payload = joined(encoded)
@@ -113,13 +111,13 @@ def test_none_stores_even_zeros_plain(scratch: chain.Scratch) -> None:
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("zeros", 4), ("ones", 2), ("pairs alike", 8)])
-def test_one_element_over_and_over_is_stored_once(name: str, nbytes: int, scratch: chain.Scratch) -> None:
+def test_repeated_element_is_stored_once(name: str, nbytes: int, scratch: chain.Scratch) -> None:
     width, is_float, plain = content(name)
     encoded = chain.encode(plain, width=width, is_float=is_float, compression="fast", scratch=scratch)
     assert encoded.nbytes == nbytes
 
 
-def test_weights_come_within_half_a_percent_of_their_planes_entropy(scratch: chain.Scratch) -> None:
+def test_weights_are_within_half_a_percent_of_entropy(scratch: chain.Scratch) -> None:
     words = (random(20).standard_normal(MIB // 4) * 0.02).astype(np.float32).view(np.uint32)
     rotated = (words << 1) | (words >> 31)
     bits = 0.0
@@ -131,7 +129,7 @@ def test_weights_come_within_half_a_percent_of_their_planes_entropy(scratch: cha
     assert encoded.nbytes / plain.nbytes < 1.005 * bits / 32
 
 
-def test_best_is_not_larger_than_fast_where_repetitions_count(scratch: chain.Scratch) -> None:
+def test_best_is_not_larger_than_fast(scratch: chain.Scratch) -> None:
     for name in ("flags", "token ids", "text", "sparse moments"):
         width, is_float, plain = content(name)
         fast, best = (
@@ -141,7 +139,7 @@ def test_best_is_not_larger_than_fast_where_repetitions_count(scratch: chain.Scr
         assert best <= fast, name
 
 
-def test_the_same_bytes_are_always_coded_in_the_same_way() -> None:
+def test_coding_is_deterministic() -> None:
     width, is_float, plain = content("fp32 weights")
     payloads = {
         joined(chain.encode(plain, width=width, is_float=is_float, compression="fast", scratch=chain.Scratch(MIB)))
@@ -201,7 +199,7 @@ def small_payloads(scratch: chain.Scratch) -> list[tuple[str, bytes, chain.Encod
 
 
 def decodes_or_is_refused(payload: bytes, encoded: chain.Encoded, nbytes: int, scratch: chain.Scratch) -> bool:
-    # A guard on both sides shows writes beyond the destination.
+    # Guard bytes on both sides show writes outside the destination.
     room = bytearray(b"\x5a" * (nbytes + 32))
     try:
         chain.decode(
@@ -223,18 +221,18 @@ def test_hostile_payloads_cover_every_codec(scratch: chain.Scratch) -> None:
     assert made == set(CODECS)
 
 
-def test_every_changed_byte_is_refused_or_decodes_within_bounds(scratch: chain.Scratch) -> None:
+def test_changed_byte_is_refused_or_decodes_within_bounds(scratch: chain.Scratch) -> None:
     for name, payload, encoded, plain in small_payloads(scratch):
         for place in range(len(payload)):
             for change in (0x01, 0x80, 0xFF):
                 hostile = bytearray(payload)
                 hostile[place] ^= change
                 decodes_or_is_refused(bytes(hostile), encoded, len(plain), scratch)
-        # The contexts survived all of that.
+        # The zstd contexts still work after all of that.
         assert decoded(payload, encoded, len(plain), scratch) == plain, name
 
 
-def test_every_cut_and_every_added_byte_is_refused(scratch: chain.Scratch) -> None:
+def test_every_wrong_length_is_refused(scratch: chain.Scratch) -> None:
     for name, payload, encoded, plain in small_payloads(scratch):
         for nbytes in range(len(payload)):
             assert not decodes_or_is_refused(payload[:nbytes], encoded, len(plain), scratch), (name, nbytes)
@@ -245,19 +243,19 @@ def test_every_cut_and_every_added_byte_is_refused(scratch: chain.Scratch) -> No
 def test_a_destination_of_another_length_is_refused(scratch: chain.Scratch) -> None:
     for name, payload, encoded, plain in small_payloads(scratch):
         if name == "zeros":
-            # The one payload that fits any number of elements.
+            # The one payload that is valid for any number of elements.
             continue
         for nbytes in (0, encoded.width, len(plain) - encoded.width, len(plain) + encoded.width, 3 * len(plain)):
             assert not decodes_or_is_refused(payload, encoded, nbytes, scratch), (name, nbytes)
 
 
-def test_plain_payloads_must_have_the_length_asked_for(scratch: chain.Scratch) -> None:
+def test_plain_payload_must_have_the_requested_length(scratch: chain.Scratch) -> None:
     with pytest.raises(MalformedError):
         chain.decode(memoryview(b"abc"), (), width=1, destination=memoryview(bytearray(4)), scratch=scratch)
 
 
 @pytest.mark.parametrize("claim", [1 << 20, 1 << 31, 1 << 40, (1 << 64) - 3])
-def test_a_zstd_frame_that_claims_much_takes_no_memory(claim: int, scratch: chain.Scratch) -> None:
+def test_zstd_frame_with_large_claim_takes_no_memory(claim: int, scratch: chain.Scratch) -> None:
     bomb = b"\x28\xb5\x2f\xfd\xe0" + claim.to_bytes(8, "little") + b"\x03\0\0a"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for step in ((3, b""), (2, b"\x00")):
@@ -284,9 +282,7 @@ def test_a_zstd_frame_that_claims_much_takes_no_memory(claim: int, scratch: chai
         ((1, b""), (4, b"")),
     ],
 )
-def test_what_a_newer_writer_made_is_unsupported_not_corrupt(
-    steps: tuple[tuple[int, bytes], ...], scratch: chain.Scratch
-) -> None:
+def test_payload_of_newer_writer_is_unsupported(steps: tuple[tuple[int, bytes], ...], scratch: chain.Scratch) -> None:
     with pytest.raises(UnsupportedError):
         chain.decode(memoryview(bytes(64)), steps, width=4, destination=memoryview(bytearray(16)), scratch=scratch)
 
@@ -310,7 +306,7 @@ def test_chunks_beyond_the_scratch_are_refused() -> None:
         chain.decode(memoryview(b"a"), ((1, b""),), width=1, destination=memoryview(bytearray(4097)), scratch=scratch)
 
 
-def test_coding_a_chunk_keeps_within_the_bound_of_its_scratch() -> None:
+def test_coding_obeys_the_scratch_bound() -> None:
     width, is_float, part = content("sparse moments")
     plain = memoryview(bytes(part) * 12)
     destination = memoryview(bytearray(plain.nbytes))
@@ -325,9 +321,9 @@ def test_coding_a_chunk_keeps_within_the_bound_of_its_scratch() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # A worker holds four more chunks. What zstd takes for its contexts is not traced.
+    # A worker holds four more chunks. Memory of zstd's contexts is not traced.
     most = ENCODE.nbytes(Limits(plain.nbytes)) - 4 * plain.nbytes - 8 * MIB
-    # The last payload joined here is not the scratch's.
+    # The last payload joined here does not belong to the scratch.
     assert peak <= most + plain.nbytes
 
 

@@ -1,4 +1,4 @@
-"""Protects what a delta's config says, and what of it a reader refuses."""
+"""Protects the config bytes of a delta: what they mean, and which of them a reader refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def planes_of(source: np.ndarray, base: np.ndarray, width: int, config: bytes) -
     return planes.reshape(width, -1)
 
 
-def test_floats_and_integers_are_subtracted_differently_and_both_come_back() -> None:
+def test_float_and_integer_deltas_come_back() -> None:
     source, base = np.array([1.0, -1.0, 0.0], "<f4"), np.array([1.0, 1.0, -0.0], "<f4")
     as_floats = planes_of(source, base, 4, chunk_codec.delta_config(is_float=True))
     as_integers = planes_of(source, base, 4, chunk_codec.delta_config(is_float=False))
@@ -27,7 +27,7 @@ def test_floats_and_integers_are_subtracted_differently_and_both_come_back() -> 
         assert place.tobytes() == source.tobytes()
 
 
-def test_estimates_of_residuals_are_those_of_their_planes() -> None:
+def test_delta_estimate_equals_that_of_its_planes() -> None:
     base = np.random.default_rng(1).integers(0, 1 << 31, 5000, np.uint32)
     bits = chunk_codec.delta_bits((base + 5).data.cast("B"), base.data.cast("B"), width=4, config=chunk_codec.INTEGERS)
     assert bits == [0.0, 0.0, 0.0, 0.0]
@@ -41,6 +41,6 @@ def test_configs_of_newer_writers_are_unsupported(config: bytes) -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "width"), [(0, 4), (6, 4), (8, 3), (8, 0), (16, 16)])
-def test_what_is_no_elements_is_malformed(nbytes: int, width: int) -> None:
+def test_wrong_element_width_or_length_is_malformed(nbytes: int, width: int) -> None:
     with pytest.raises(MalformedError):
         require_elements(nbytes, width)

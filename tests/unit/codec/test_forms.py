@@ -1,7 +1,7 @@
-"""Protects the forms a chunk is stored in: residuals and roundings come back bit by bit, are small, and refuse harm.
+"""Protects the stored forms of a chunk: deltas and roundings round-trip, are small, and refuse hostile input.
 
-Round trips over every width and kind of content, sizes promised for what training leaves, bases that are missing or
-wrong, and what stays whole when decoding onto the base fails.
+Round trips of every width and kind of content, sizes promised for training data, missing or wrong bases, and bases
+that stay unchanged when decoding onto them fails.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def delta_of(
 
 @pytest.mark.parametrize("compression", ["fast", "best"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_residuals_come_back_and_are_smaller_than_the_chunk(
-    name: str, compression: Compression, scratch: chunk_codec.Scratch
-) -> None:
+def test_delta_round_trips_and_is_smaller(name: str, compression: Compression, scratch: chunk_codec.Scratch) -> None:
     width, is_float, plain, base = pair(name)
     encoded = chunk_codec.encode_delta(
         plain, base, width=width, is_float=is_float, compression=compression, scratch=scratch
@@ -86,7 +84,7 @@ def test_any_chunk_comes_back_from_any_base(
         assert decoded(payload, encoded, len(plain), memoryview(base), scratch) == plain
 
 
-def test_weights_that_a_step_of_rl_hardly_changed_take_a_fiftieth(scratch: chunk_codec.Scratch) -> None:
+def test_tiny_rl_update_takes_a_fiftieth(scratch: chunk_codec.Scratch) -> None:
     width, is_float, plain, base = pair("bf16 hardly changed")
     encoded = delta_of(plain, base, scratch, width, is_float)
     assert encoded is not None
@@ -94,7 +92,7 @@ def test_weights_that_a_step_of_rl_hardly_changed_take_a_fiftieth(scratch: chunk
     assert encoded.nbytes < plain.nbytes / (120 if kernels.IMPLEMENTATION["encode_plane"] == "native" else 60)
 
 
-def test_planes_that_are_nearly_constant_cost_nearly_nothing(scratch: chunk_codec.Scratch) -> None:
+def test_nearly_constant_planes_cost_nearly_nothing(scratch: chunk_codec.Scratch) -> None:
     base = weights(MIB // 4)
     chunk = base.copy()
     chunk[1000] += 1
@@ -106,7 +104,7 @@ def test_planes_that_are_nearly_constant_cost_nearly_nothing(scratch: chunk_code
     assert same.nbytes == 24
 
 
-def test_residuals_come_close_to_the_entropy_of_their_planes() -> None:
+def test_deltas_are_close_to_their_plane_entropy() -> None:
     scratch = chunk_codec.Scratch(4 * MIB)
     for by in (1e-5, 1e-3):
         base = weights(MIB)
@@ -124,7 +122,7 @@ def test_residuals_come_close_to_the_entropy_of_their_planes() -> None:
         assert encoded.nbytes / plain.nbytes < loss * bits / 32
 
 
-def test_residuals_that_do_not_pay_are_none(scratch: chunk_codec.Scratch) -> None:
+def test_useless_delta_is_none(scratch: chunk_codec.Scratch) -> None:
     noise, other = (memoryview(random(seed).bytes(MIB // 2)) for seed in (1, 2))
     for width in (1, 2, 4, 8):
         assert delta_of(noise, other, scratch, width) is None
@@ -163,14 +161,14 @@ def test_a_rounding_costs_one_byte_and_comes_back(scratch: chunk_codec.Scratch) 
         chunk_codec.encode_rounded(memoryview(bytes(MIB + 2)), memoryview(bytes(2 * MIB + 4)), scratch=scratch)
 
 
-def test_a_chunk_without_elements_or_with_another_base_is_no_rounding(scratch: chunk_codec.Scratch) -> None:
+def test_other_chunks_are_not_roundings(scratch: chunk_codec.Scratch) -> None:
     zeros = memoryview(bytes(64))
     assert chunk_codec.encode_rounded(zeros[:0], zeros[:0], scratch=scratch) is None
     assert chunk_codec.encode_rounded(zeros, zeros, scratch=scratch) is None
     assert chunk_codec.encode_rounded(zeros[:3], zeros[:6], scratch=scratch) is None
 
 
-def test_a_base_that_is_missing_superfluous_or_of_another_length_is_malformed(scratch: chunk_codec.Scratch) -> None:
+def test_missing_or_wrong_base_is_malformed(scratch: chunk_codec.Scratch) -> None:
     _, _, plain, base = pair("fp32")
     delta = delta_of(plain, base, scratch)
     assert delta is not None
@@ -220,12 +218,12 @@ def test_chains_of_newer_writers_are_unsupported(
 
 
 @pytest.mark.parametrize("config", [b"", b"\x02", b"\x01\x00"])
-def test_an_unknown_config_of_the_second_step_is_unsupported(config: bytes, scratch: chunk_codec.Scratch) -> None:
+def test_unknown_config_of_second_step_is_unsupported(config: bytes, scratch: chunk_codec.Scratch) -> None:
     with pytest.raises(UnsupportedError):
         decoded(b"\0" * 64, chunk_codec.Encoded(((5, b"\x00"), (2, config)), [], 4), 64, memoryview(bytes(64)), scratch)
 
 
-def test_decoding_says_what_it_refuses(scratch: chunk_codec.Scratch) -> None:
+def test_decoding_errors_name_the_reason(scratch: chunk_codec.Scratch) -> None:
     _, _, plain, base = pair("fp32")
     whole = chunk_codec.encode(plain, width=4, is_float=True, compression="fast", scratch=scratch)
     payload = b"".join(whole.parts)
@@ -243,7 +241,7 @@ def test_chains_without_a_base_need_none() -> None:
     assert chunk_codec.base_nbytes(PLANES, 4096) == 4096
 
 
-def test_residuals_may_be_coded_as_any_chunk_is(scratch: chunk_codec.Scratch) -> None:
+def test_deltas_can_use_any_codec(scratch: chunk_codec.Scratch) -> None:
     base = random(9).integers(0, 1 << 32, 3000, np.uint32)
     plain = base + np.resize(np.array([0, 3, 8, 1], np.uint32), base.size)
     residuals = memoryview((2 * (plain - base)).astype(np.uint32)).cast("B")
@@ -255,7 +253,7 @@ def test_residuals_may_be_coded_as_any_chunk_is(scratch: chunk_codec.Scratch) ->
         assert decoded(payload, chained, plain.nbytes, other, scratch) == plain.tobytes(), coded.steps
 
 
-def test_a_base_stays_whole_when_what_is_decoded_onto_it_is_damaged(scratch: chunk_codec.Scratch) -> None:
+def test_base_is_unchanged_after_failed_decode(scratch: chunk_codec.Scratch) -> None:
     for name in ("fp32", "bf16 hardly changed", "flags", "nothing changed"):
         width, is_float, plain, base = pair(name)
         encoded = delta_of(plain, base, scratch, width, is_float)
@@ -287,7 +285,7 @@ def test_numpy_reads_what_native_writes(monkeypatch: pytest.MonkeyPatch, scratch
             assert decoded(payload, encoded, plain.nbytes, base, scratch) == bytes(plain)
 
 
-def test_forms_keep_within_the_bound_of_their_scratch() -> None:
+def test_coding_obeys_the_scratch_bound() -> None:
     base = weights(4 * MIB // 4)
     plain, other = memoryview(trained(base)).cast("B"), memoryview(base).cast("B")
     onto = memoryview(bytearray(other))
@@ -302,12 +300,12 @@ def test_forms_keep_within_the_bound_of_their_scratch() -> None:
     finally:
         tracemalloc.stop()
     assert onto == plain
-    # A worker holds four more chunks. What zstd takes for its contexts is not traced.
+    # A worker holds four more chunks. Memory of zstd's contexts is not traced.
     most = ENCODE.nbytes(Limits(plain.nbytes)) - 4 * plain.nbytes - 8 * MIB
     assert peak <= most + payload.nbytes
 
 
-def test_the_same_chunk_and_base_are_always_coded_in_the_same_way() -> None:
+def test_coding_is_deterministic() -> None:
     _, _, plain, base = pair("fp32")
     found = set()
     for _ in range(3):

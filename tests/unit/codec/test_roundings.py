@@ -1,4 +1,4 @@
-"""Protects chunks that are a rounding of their base: only an exact one is found, and nothing else is read."""
+"""Protects roundings of a base: only exact ones are recognized, and wrong payloads are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def flat(elements: np.ndarray) -> memoryview:
     return memoryview(elements.tobytes())
 
 
-def test_both_roundings_are_found_and_made_again() -> None:
+def test_both_roundings_are_found_and_decoded() -> None:
     for chunk, config in ((BF16, chunk_codec.BF16), (HALVES, chunk_codec.FP16)):
         assert chunk_codec.rounding_config(flat(chunk), flat(MASTERS)) == config
         destination = memoryview(bytearray(chunk.nbytes))
@@ -27,7 +27,7 @@ def test_both_roundings_are_found_and_made_again() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 2500, 4999])
-def test_one_element_that_was_rounded_otherwise_is_none(place: int) -> None:
+def test_one_differently_rounded_element_is_none(place: int) -> None:
     chunk = BF16.copy()
     chunk[place] += 1
     assert chunk_codec.rounding_config(flat(chunk), flat(MASTERS)) is None
@@ -38,7 +38,7 @@ def test_stochastic_rounding_and_truncation_are_none() -> None:
 
 
 @pytest.mark.parametrize(("chunk_nbytes", "base_nbytes"), [(0, 0), (3, 6), (4, 4), (4, 16), (2, 0)])
-def test_lengths_that_cannot_be_are_none(chunk_nbytes: int, base_nbytes: int) -> None:
+def test_impossible_lengths_are_none(chunk_nbytes: int, base_nbytes: int) -> None:
     assert chunk_codec.rounding_config(memoryview(bytes(chunk_nbytes)), memoryview(bytes(base_nbytes))) is None
 
 

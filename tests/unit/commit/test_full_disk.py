@@ -79,7 +79,7 @@ def test_full_disk_frees_the_oldest_trash(store, disk, clock):
     receipt = store.commit(noise(8), 8)
     assert len([line for line in receipt.warnings if line.startswith("the disk was full: ")]) == 1
     assert np.array_equal(store.restore()["w"], noise(8)["w"])
-    assert [store.undelete(step).step for step in (4, 5)] == [4, 5], "no more is freed than is likely to be needed"
+    assert [store.undelete(step).step for step in (4, 5)] == [4, 5], "only as much is freed as is likely to be needed"
     with pytest.raises(ckstore.CkstoreError):
         store.undelete(0)
     assert store.verify("decode").is_clean
@@ -255,7 +255,7 @@ def test_setting_trash_duration_keeps_other_rules(store):
     assert store.trash_for == "2h"
 
 
-@pytest.mark.parametrize("span", ["soon", -1, float("nan"), "7days"])
+@pytest.mark.parametrize("span", ["later", -1, float("nan"), "7days"])
 def test_invalid_duration_is_refused_at_open(disk, clock, span):
     with pytest.raises(ckstore.UsageError, match=r"span of time|duration"):
         ckstore.open(disk, clock=clock, trash_for=span)

@@ -1,4 +1,4 @@
-"""Protects the frame header: it round-trips, all bytes are covered, impossible frames are not written or read."""
+"""Protects the frame header: it round-trips, all bytes are covered, and invalid frames are not written or read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def headers(draw):
 
 
 @given(headers())
-def test_headers_come_back(header):
+def test_header_round_trips(header):
     encoded = encode_frame_header(header)
     assert len(encoded) == FRAME_HEADER_NBYTES
     assert decode_frame_header(encoded) == header
@@ -92,7 +92,7 @@ def test_impossible_frames_are_not_written(header):
 
 
 def forge(header, at, content):
-    """Return an encoded header with some bytes replaced and a right seal."""
+    """Return an encoded header with some bytes replaced and a correct seal."""
     body = bytearray(encode_frame_header(header)[:-8])
     body[at : at + len(content)] = content
     return sealed(bytes(body), FRAME_HEADER_NBYTES)
@@ -118,7 +118,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("encoded", FORGED.values(), ids=FORGED.keys())
-def test_a_right_seal_does_not_make_a_wrong_header_right(encoded):
+def test_wrong_header_with_correct_seal_is_refused(encoded):
     with pytest.raises(MalformedError):
         decode_frame_header(encoded)
 
@@ -129,7 +129,7 @@ def test_newer_frames_are_unsupported(at, content):
         decode_frame_header(forge(CODED, at, content))
 
 
-def test_the_chunk_limit_is_that_of_the_store():
+def test_chunk_limit_comes_from_the_store():
     encoded = encode_frame_header(PLAIN)
     with pytest.raises(MalformedError):
         decode_frame_header(encoded, limits=Limits(chunk_nbytes_max=128))
@@ -148,7 +148,7 @@ def test_payloads_are_checked():
 
 
 @given(st.binary(min_size=FRAME_HEADER_NBYTES, max_size=FRAME_HEADER_NBYTES))
-def test_arbitrary_fields_behind_a_right_seal_raise_only_our_errors(content):
+def test_arbitrary_sealed_fields_raise_only_our_errors(content):
     encoded = sealed(b"CKFRAME\x01\x01\0\0\0" + content[12:-8], FRAME_HEADER_NBYTES)
     try:
         header = decode_frame_header(encoded)
@@ -157,7 +157,7 @@ def test_arbitrary_fields_behind_a_right_seal_raise_only_our_errors(content):
     assert encode_frame_header(header) == encoded
 
 
-def test_extents_leave_room_for_the_next_frame():
+def test_extents_do_not_overlap_the_next_frame():
     assert frame_extent(1) == 256
     assert frame_extent(64) == 256
     assert frame_extent(65) == 320

@@ -18,13 +18,13 @@ SAMPLE = sample_manifest()
 LOSS = sample_loss()
 
 
-def test_losses_come_back_as_they_were_written():
+def test_losses_round_trip():
     losses = (LOSS, replace(LOSS, storage=7, role="first", method="ternary", spike=1.5, numbers={}))
     assert decode_losses(memoryview(encode_losses(losses))) == losses
     assert decode_manifest(encode_manifest(SAMPLE)).losses == (LOSS,)
 
 
-def test_what_is_exact_has_no_table_and_the_identity_of_earlier_versions():
+def test_exact_manifest_has_no_losses_and_its_old_id():
     exact = replace(SAMPLE.logical, losses=())
     section = encode_logical(b"", exact)
     assert encode_logical(b"", SAMPLE.logical) == section + encode_losses([LOSS])
@@ -33,7 +33,7 @@ def test_what_is_exact_has_no_table_and_the_identity_of_earlier_versions():
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_versions_that_cannot_lose_anything_refuse_a_table(version):
+def test_old_versions_refuse_losses(version):
     section = memoryview(encode_logical(b"", SAMPLE.logical))
     with pytest.raises(MalformedError, match="trailing"):
         decode_logical(section, limits=Limits(), version=version)
@@ -53,13 +53,13 @@ WRONG = {
     "no hop": {"hops": 0},
     "a negative spike": {"spike": -0.5},
     "too many numbers": {"numbers": {f"n{number}": 0.0 for number in range(17)}},
-    "a number that is none": {"numbers": {"step": float("nan")}},
+    "a number that is not finite": {"numbers": {"step": float("nan")}},
     "a nameless number": {"numbers": {"": 1.0}},
 }
 
 
 @pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
-def test_losses_that_cannot_be_are_refused_by_writers_and_readers(changes):
+def test_invalid_losses_are_refused(changes):
     wrong = replace(LOSS, **changes)
     with pytest.raises(MalformedError):
         check_losses([wrong], SAMPLE.storages, None)
@@ -67,22 +67,22 @@ def test_losses_that_cannot_be_are_refused_by_writers_and_readers(changes):
         encode_manifest(replace(SAMPLE, losses=(wrong,)))
 
 
-def test_a_storage_loses_once():
+def test_storage_has_one_loss_row():
     with pytest.raises(MalformedError, match="twice"):
         check_losses([LOSS, LOSS], SAMPLE.storages, None)
 
 
-def test_a_table_without_rows_and_rows_of_other_shapes_are_refused():
+def test_empty_table_and_wrong_rows_are_refused():
     for rows in ([], [[1, 2]], {"storage": 0}, [[0, "weight", "grid", 1, 1.0, 1.0, 1.0, 1.0, 1, None]]):
         with pytest.raises(MalformedError):
             decode_losses(memoryview(encode_inner(rows)))
 
 
 @pytest.mark.parametrize(("fidelity", "losses"), [("exact", (LOSS,)), ("near", ()), ("", (LOSS,)), ("Near!", (LOSS,))])
-def test_a_header_that_denies_a_loss_or_invents_one_is_refused(fidelity, losses):
+def test_header_that_contradicts_the_losses_is_refused(fidelity, losses):
     manifest = replace(SAMPLE, header=replace(SAMPLE.header, fidelity=fidelity), losses=losses)
     with pytest.raises(MalformedError):
-        # The id is made to fit, so that nothing else can be what is refused.
+        # The id is made to fit, so that only the contradiction can be refused.
         encode_manifest(with_right_id(manifest))
     assert decode_manifest(encode_manifest(with_right_id(SAMPLE))).losses == (LOSS,)
 
@@ -94,7 +94,7 @@ def with_right_id(manifest):
     return replace(manifest, header=replace(manifest.header, checkpoint_id=digest_of(section)))
 
 
-def test_errors_are_told_in_the_size_of_the_values():
+def test_errors_are_relative_to_the_values():
     assert LOSS.rel_rms == 0.0625 / 1.5
     assert replace(LOSS, rms_error=0.0, rms_value=0.0).rel_rms == 0
     assert replace(LOSS, rms_value=0.0).rel_rms == float("inf")

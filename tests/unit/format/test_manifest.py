@@ -50,7 +50,7 @@ def forged(
     preamble: dict | None = None,
     trailer: dict | None = None,
 ) -> bytes:
-    """Return a manifest whose checksums and digests are right, whatever nonsense is in it."""
+    """Return a manifest with correct checksums and digests around any content."""
     facts = {name: getattr(manifest.header, name) for name in HeaderRecord.__struct_fields__}
     scalars = {name: facts[name] for name in LogicalRecord.__struct_fields__}
     if logical is None:
@@ -67,11 +67,11 @@ def forged(
     return body + digest_of(body)
 
 
-def test_the_forger_of_these_tests_makes_what_the_encoder_makes():
+def test_forged_manifest_equals_the_encoded_one():
     assert forged() == ENCODED
 
 
-def test_a_manifest_comes_back():
+def test_manifest_round_trips():
     found = decode_manifest(ENCODED, expect=NAME)
     assert same(found, SAMPLE)
     assert (found.tree, found.tensors, found.storages) == (SAMPLE.tree, SAMPLE.tensors, SAMPLE.storages)
@@ -80,7 +80,7 @@ def test_a_manifest_comes_back():
     assert found.store_id == STORE_ID
 
 
-def test_equal_manifests_become_equal_bytes():
+def test_equal_manifests_have_equal_bytes():
     assert encode_manifest(sample_manifest()) == ENCODED
 
 
@@ -94,7 +94,7 @@ def test_every_flipped_bit_is_found():
             flipped[at] ^= 1 << bit
 
 
-def test_every_flipped_bit_of_the_head_is_found_by_a_listing():
+def test_listing_finds_every_flipped_bit_of_the_head():
     flipped = bytearray(ENCODED[:HEAD_NBYTES])
     for at in range(len(flipped)):
         for bit in range(8):
@@ -112,7 +112,7 @@ def test_every_truncation_and_extension_is_found():
         decode_manifest(ENCODED + b"\0")
 
 
-def test_a_listing_reads_the_head_alone():
+def test_listing_reads_only_the_head():
     header = decode_header(ENCODED[:HEAD_NBYTES], expect=NAME)
     assert repr(header) == repr(SAMPLE.header)
     for nbytes in range(HEAD_NBYTES):
@@ -134,20 +134,20 @@ def test_a_manifest_under_another_name_is_refused(changes):
             decode(ENCODED, expect=expected)
 
 
-def test_the_checkpoint_id_survives_a_repack_but_not_a_change_of_the_state():
+def test_checkpoint_id_depends_on_state_not_on_packs():
     moved = replace(SAMPLE, packs=(replace(SAMPLE.packs[0], nbytes=32_768), SAMPLE.packs[1]))
     assert decode_manifest(encode_manifest(moved)).checkpoint_id == SAMPLE.checkpoint_id
     with pytest.raises(MalformedError, match="checkpoint id"):
         encode_manifest(replace(SAMPLE, tree=ListNode(())))
 
 
-def test_a_chunk_at_several_places_is_listed_once():
+def test_repeated_chunk_is_listed_once():
     assert len(SAMPLE.chunks) == 2
     assert SAMPLE.storages[2].pieces == (Piece(0, 64, 128),)
     assert (SAMPLE.header.chunk_count, SAMPLE.header.chunks_new, SAMPLE.header.chunks_reused) == (2, 1, 2)
 
 
-def test_a_rewound_entry_keeps_frames_and_says_where_it_comes_from():
+def test_rewound_entry_keeps_frames_and_its_source():
     again = decode_manifest(encode_manifest(republished(SAMPLE, seq=9, time_ns=1, is_archival=False)))
     assert (again.frames, again.packs, again.tensors) == (SAMPLE.frames, SAMPLE.packs, SAMPLE.tensors)
     assert again.header.name == ManifestName("main", 9, SAMPLE.header.step, 0)
@@ -177,25 +177,25 @@ WRONG_HEADERS = {
 
 
 @pytest.mark.parametrize("changes", WRONG_HEADERS.values(), ids=WRONG_HEADERS.keys())
-def test_headers_that_lie_are_refused(changes):
+def test_wrong_headers_are_refused(changes):
     with pytest.raises(MalformedError):
         decode_manifest(forged(header=changes))
 
 
-def test_a_logical_record_unlike_the_header_is_refused():
+def test_logical_record_must_match_the_header():
     with pytest.raises(MalformedError, match="contradicts"):
         decode_manifest(forged(record={"step": 7}))
 
 
 @pytest.mark.parametrize("field", ["header_nbytes", "logical_nbytes", "location_nbytes", "file_nbytes"])
 @pytest.mark.parametrize("value", [0, 1, 1 << 20, (1 << 64) - 1])
-def test_lengths_that_lie_are_refused(field, value):
+def test_wrong_lengths_are_refused(field, value):
     for place in ("preamble", "trailer"):
         with pytest.raises(CorruptError):
             decode_manifest(forged(**{place: {field: value}}))
 
 
-def test_lengths_that_lie_consistently_are_refused():
+def test_consistently_wrong_lengths_are_refused():
     shifted = {
         "header_nbytes": HEAD_NBYTES - PREAMBLE_NBYTES + 8,
         "logical_nbytes": decode_preamble(ENCODED).logical_nbytes - 8,
@@ -204,7 +204,7 @@ def test_lengths_that_lie_consistently_are_refused():
         decode_manifest(forged(preamble=shifted, trailer=shifted))
 
 
-def test_a_header_larger_than_any_is_refused_before_it_is_read():
+def test_too_large_header_is_refused_before_reading():
     large = forged(header={"more": "x" * 70_000})
     with pytest.raises(MalformedError, match="preamble"):
         decode_header(large[:4096])
@@ -228,7 +228,7 @@ def test_reserved_bytes_of_a_preamble_are_refused():
             decode_header(sealed(bytes(body), PREAMBLE_NBYTES) + ENCODED[PREAMBLE_NBYTES:])
 
 
-def test_a_digest_that_does_not_match_is_a_checksum_error():
+def test_wrong_digest_is_a_checksum_error():
     with pytest.raises(ChecksumError):
         decode_manifest(ENCODED[:-32] + bytes(32))
 

@@ -1,4 +1,4 @@
-"""Protects readers of manifests: one whose parts contradict each other is neither written nor accepted."""
+"""Protects readers of manifests: one with contradicting parts is neither written nor accepted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def forged(
     preamble: dict | None = None,
     trailer: dict | None = None,
 ) -> bytes:
-    """Return a manifest whose checksums and digests are right, whatever nonsense is in it."""
+    """Return a manifest with correct checksums and digests around any content."""
     facts = {name: getattr(manifest.header, name) for name in HeaderRecord.__struct_fields__}
     scalars = {name: facts[name] for name in LogicalRecord.__struct_fields__}
     if logical is None:
@@ -136,13 +136,13 @@ def test_parts_that_contradict_each_other_are_refused(changes):
 
 
 @pytest.mark.parametrize("changes", WRONG_PARTS.values(), ids=WRONG_PARTS.keys())
-def test_what_a_reader_refuses_is_not_written(changes):
+def test_refused_manifests_are_not_written(changes):
     with pytest.raises(MalformedError):
         encode_manifest(replace(SAMPLE, **changes))
 
 
 def test_refusals_say_what_is_wrong():
-    """Several checks catch some of these; the first must name the cause."""
+    """Several checks catch some of these. The first one must name the cause."""
     causes = {
         "a base that is not listed": "does not precede it",
         "a cycle": "does not precede it",
@@ -158,7 +158,7 @@ def test_refusals_say_what_is_wrong():
 
 
 def _consistent(manifest: Manifest) -> Manifest:
-    """Give a manifest the header that belongs to its parts."""
+    """Give a manifest the header that matches its parts."""
     record = encode_inner({name: getattr(manifest.header, name) for name in LogicalRecord.__struct_fields__})
     header = replace(
         manifest.header,
@@ -169,7 +169,7 @@ def _consistent(manifest: Manifest) -> Manifest:
     return replace(manifest, header=header)
 
 
-def test_other_magics_are_refused_behind_right_checksums():
+def test_wrong_magic_with_right_checksums_is_refused():
     first = sealed(b"CKMANI\0\2" + ENCODED[8 : PREAMBLE_NBYTES - 8], PREAMBLE_NBYTES)
     with pytest.raises(MalformedError, match="no manifest starts here"):
         decode_header(first + ENCODED[PREAMBLE_NBYTES:])
@@ -184,13 +184,13 @@ def test_pieces_belong_to_exactly_one_storage(count, cause):
     storages = len(logical) - len(LOSSES) - 2 * 40 - 3 * 12 - 3 * 16
     assert logical[storages + 8 : storages + 12] == b"\2\0\0\0"
     logical[storages + 8] = count
-    # The last storage gives up its piece, or not.
+    # The last storage drops its piece, or keeps it.
     logical[storages + 2 * 16 + 8] = 1
     with pytest.raises(MalformedError, match=cause):
         decode_manifest(forged(logical=bytes(logical)))
 
 
-def test_limits_are_those_of_the_store():
+def test_limits_come_from_the_store():
     for limits in (Limits(depth_max=1), Limits(chunk_nbytes_max=255), Limits(manifest_nbytes_max=1000)):
         with pytest.raises(MalformedError):
             decode_manifest(ENCODED, limits=limits)
@@ -198,7 +198,7 @@ def test_limits_are_those_of_the_store():
             encode_manifest(SAMPLE, limits=limits)
 
 
-def test_reserved_bytes_and_tier_tables_are_refused_behind_right_digests():
+def test_reserved_bytes_and_wrong_tiers_are_refused():
     location = encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.decisions)
     tiers_nbytes = len(encode_inner(["cold", "local"]))
     for at in (32 + tiers_nbytes + 58, 32 + tiers_nbytes + 60):
@@ -228,7 +228,7 @@ def test_reserved_bytes_and_tier_tables_are_refused_behind_right_digests():
 
 @pytest.mark.parametrize("at", range(0, 48, 8))
 @pytest.mark.parametrize("value", [0, 1, 5, 1 << 32, (1 << 64) - 1])
-def test_counts_of_the_logical_section_that_lie_are_refused(at, value):
+def test_wrong_logical_counts_are_refused(at, value):
     logical = bytearray(encode_logical(encode_inner({}), SAMPLE.logical))
     true = int.from_bytes(logical[at : at + 8], "little")
     logical[at : at + 8] = (value if value != true else value + 1).to_bytes(8, "little")
@@ -238,14 +238,14 @@ def test_counts_of_the_logical_section_that_lie_are_refused(at, value):
 
 @pytest.mark.parametrize("at", [0, 8, 16, 24])
 @pytest.mark.parametrize("value", [0, 1, 1 << 32, (1 << 64) - 1])
-def test_counts_of_the_location_section_that_lie_are_refused(at, value):
+def test_wrong_location_counts_are_refused(at, value):
     location = bytearray(encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.decisions))
     location[at : at + 8] = value.to_bytes(8, "little")
     with pytest.raises(MalformedError):
         decode_manifest(forged(location=bytes(location)))
 
 
-def test_metrics_that_fill_more_than_a_header_are_refused_when_written():
+def test_too_large_metrics_are_not_written():
     many = {f"metric {number}": 1.0 for number in range(5000)}
     logical = encode_logical(b"", SAMPLE.logical)
     header = replace(SAMPLE.header, metrics=many, checkpoint_id=digest_of(logical))
@@ -300,14 +300,14 @@ def manifests(draw):
 
 @settings(deadline=None)
 @given(manifests())
-def test_any_manifest_comes_back(manifest):
+def test_any_manifest_round_trips(manifest):
     encoded = encode_manifest(manifest)
     found = decode_manifest(encoded, expect=manifest.header.name)
     assert encode_manifest(found) == encoded
     assert replace(found, header=manifest.header) == manifest
 
 
-def test_a_record_in_a_longer_form_than_the_shortest_is_refused():
+def test_record_not_in_shortest_form_is_refused():
     assert decode_stored(b"\x91\x61", list[int]) == [97]
     for longer in (b"\x91\xcc\x61", b"\xdc\x00\x01\x61", b"\x91\xd1\x00\x61"):
         with pytest.raises(MalformedError, match="shortest"):
@@ -316,8 +316,8 @@ def test_a_record_in_a_longer_form_than_the_shortest_is_refused():
 
 @settings(deadline=None)
 @given(st.data())
-def test_any_change_of_a_section_behind_right_digests_raises_only_our_errors(data):
-    """A forger with a working BLAKE3 still gets a refusal or a manifest that agrees with itself."""
+def test_any_changed_section_raises_only_our_errors(data):
+    """Even with correct digests, the result is a refusal or a consistent manifest."""
     logical = encode_logical(
         encode_inner({name: getattr(SAMPLE.header, name) for name in LogicalRecord.__struct_fields__}), SAMPLE.logical
     )
@@ -346,6 +346,6 @@ def test_any_change_of_a_section_behind_right_digests_raises_only_our_errors(dat
     ],
     ids=str,
 )
-def test_choices_that_contradict_themselves_or_the_state_are_not_written(changes):
+def test_contradicting_choices_are_not_written(changes):
     with pytest.raises(MalformedError):
         encode_manifest(replace(SAMPLE, decisions=replace(SAMPLE.decisions, **changes)))

@@ -47,7 +47,7 @@ def containers(below):
 
 
 @given(st.recursive(leaves, containers, max_leaves=20))
-def test_trees_come_back(tree):
+def test_tree_round_trips(tree):
     found = decode_tree(encode_tree(tree), tensor_count=10)
     assert found == tree
     assert repr(found) == repr(tree)
@@ -118,7 +118,7 @@ def test_a_deep_tree_is_not_written():
         encode_tree(ListNode((tree,)))
 
 
-def test_numbers_beyond_64_bits_and_lone_surrogates_are_not_written():
+def test_unsupported_values_are_not_written():
     for value in (1 << 64, "\ud800"):
         with pytest.raises(UsageError):
             encode_tree(ValueNode("int", value))

@@ -37,7 +37,7 @@ DIRECTORY = decode_directory(DIRECTORY_BYTES, TAIL)
 
 
 def padding_ranges(tail, directory):
-    """Yield the (offset, nbytes) of every gap in a pack; zeros belong there."""
+    """Yield the (offset, nbytes) of every gap in a pack. Gaps hold zeros."""
     behind = SUPERHEADER_NBYTES
     for entry in directory.entries:
         if entry.offset > behind:
@@ -51,7 +51,7 @@ def padding_ranges(tail, directory):
 
 
 def read_pack(pack):
-    """Read a pack as ``verify`` at level ``read`` does: every byte is judged."""
+    """Read a pack as ``verify`` at level ``read`` does: every byte is checked."""
     decode_superheader(pack[:SUPERHEADER_NBYTES], store_id=STORE_ID, pack_id=PACK_ID)
     tail = decode_tail(pack[-TAIL_NBYTES:], pack_nbytes=len(pack), store_id=STORE_ID, pack_id=PACK_ID)
     directory = decode_directory(pack[tail.directory_offset :][: tail.directory_nbytes], tail)
@@ -65,7 +65,7 @@ def read_pack(pack):
     return directory
 
 
-def test_a_pack_comes_back():
+def test_pack_round_trips():
     headers = [header for header, _ in sample_frames()]
     assert [entry.chunk_id for entry in read_pack(PACK).entries] == [header.chunk_id for header in headers]
 
@@ -80,7 +80,7 @@ def test_every_flipped_byte_of_a_pack_is_found():
     read_pack(pack)
 
 
-def test_padding_and_structures_add_up_to_the_file():
+def test_padding_and_structures_fill_the_file():
     covered = SUPERHEADER_NBYTES + TAIL_NBYTES + TAIL.directory_nbytes
     covered += sum(entry.end - entry.offset for entry in DIRECTORY.entries)
     assert covered + sum(nbytes for _, nbytes in padding_ranges(TAIL, DIRECTORY)) == len(PACK)
@@ -99,7 +99,7 @@ def test_packs_of_another_name_store_or_size_are_refused():
         decode_tail(PACK[-TAIL_NBYTES:], pack_nbytes=len(PACK) + 4096)
 
 
-def test_a_stale_block_in_place_of_another_is_refused():
+def test_stale_block_is_refused():
     with pytest.raises(MalformedError):
         decode_tail(PACK[:TAIL_NBYTES])
     with pytest.raises(MalformedError):
@@ -109,7 +109,7 @@ def test_a_stale_block_in_place_of_another_is_refused():
 
 
 def resealed(block, at, content):
-    """Return a block with some bytes replaced and a right seal."""
+    """Return a block with some bytes replaced and a correct seal."""
     body = bytearray(block[:-8])
     body[at : at + len(content)] = content
     return sealed(bytes(body), len(block))
@@ -123,7 +123,7 @@ def test_newer_packs_are_unsupported(at, content):
         decode_tail(resealed(PACK[-TAIL_NBYTES:], at, content))
 
 
-def test_other_magics_are_refused_behind_a_right_seal():
+def test_wrong_magic_with_right_seal_is_refused():
     with pytest.raises(MalformedError, match="no pack starts here"):
         decode_superheader(resealed(PACK[:SUPERHEADER_NBYTES], 0, b"X"))
     with pytest.raises(MalformedError, match="does not end with a tail"):
@@ -136,7 +136,7 @@ def test_optional_flags_are_kept_and_ignored():
 
 
 @pytest.mark.parametrize("at", [10, 12, 2000])
-def test_reserved_bytes_are_refused_behind_a_right_seal(at):
+def test_reserved_bytes_with_right_seal_are_refused(at):
     with pytest.raises(MalformedError):
         decode_superheader(resealed(PACK[:SUPERHEADER_NBYTES], at, b"\1"))
     with pytest.raises(MalformedError):
@@ -145,7 +145,7 @@ def test_reserved_bytes_are_refused_behind_a_right_seal(at):
 
 @pytest.mark.parametrize("at", [64, 72, 80, 88], ids=["offset", "directory nbytes", "frame count", "pack nbytes"])
 @pytest.mark.parametrize("value", [0, 1, 4096, 1 << 40, (1 << 64) - 4096, (1 << 64) - 1])
-def test_lengths_in_a_tail_must_agree_with_each_other(at, value):
+def test_lengths_in_a_tail_must_agree(at, value):
     with pytest.raises(MalformedError):
         decode_tail(resealed(PACK[-TAIL_NBYTES:], at, value.to_bytes(8, "little")))
 
@@ -193,7 +193,7 @@ def pack_entries(entries):
     )
 
 
-def test_the_forger_of_these_tests_makes_what_the_encoder_makes():
+def test_forged_directory_equals_the_encoded_one():
     encoded = pack_entries([entry()])
     assert encoded == encode_directory([entry()]).encoded
     assert decode_directory(encoded, tail_for(encoded)).entries == (entry(),)
@@ -206,7 +206,7 @@ def test_wrong_entries_are_refused(entries):
         decode_directory(encoded, tail_for(encoded))
 
 
-def test_entries_out_of_order_are_refused_and_put_in_order_when_written():
+def test_entries_are_sorted_or_refused():
     entries = [entry(), entry(chunk_id=sample_chunk_id(2), offset=4096 + 320)]
     encoded = pack_entries(entries[::-1])
     with pytest.raises(MalformedError):
@@ -229,14 +229,14 @@ def test_a_directory_of_another_pack_is_refused():
         decode_directory(DIRECTORY_BYTES[:-96], TAIL)
 
 
-def test_a_frame_that_is_not_what_the_directory_says_is_refused():
+def test_frame_must_match_the_directory():
     header = sample_frames()[0][0]
     for changes in ({"chunk_id": sample_chunk_id(9)}, {"stored_nbytes": 255}, {"element_width": 8}):
         with pytest.raises(MalformedError):
             check_entry(replace(DIRECTORY.entries[0], **changes), header)
 
 
-def test_an_empty_pack_comes_back():
+def test_empty_pack_round_trips():
     directory = encode_directory([])
     encoded = encode_tail(store_id=STORE_ID, pack_id=PACK_ID, directory=directory, directory_offset=4096)
     tail = decode_tail(encoded, pack_nbytes=8192)
@@ -260,14 +260,14 @@ def test_a_scan_finds_whole_frames_of_a_torn_pack():
         assert found == [frame for frame in FRAMES if frame[0] + frame[1].frame_nbytes <= nbytes]
 
 
-def test_a_scan_goes_on_behind_a_damaged_header():
+def test_scan_continues_after_a_damaged_header():
     pack = bytearray(PACK)
     pack[FRAMES[0][0] + 20] ^= 1
     assert list(scan_frames(reader_of(pack), len(pack))) == FRAMES[1:]
 
 
-def test_a_scan_crosses_its_windows():
-    """Frames lie before, across and behind the borders of the pieces in which a scan reads."""
+def test_scan_crosses_window_borders():
+    """Some frames are before, across and after the borders of the pieces that a scan reads."""
     content = bytearray(digest_of(b"noise") * 100_000)
     frames = []
     for number, offset in enumerate(
@@ -285,6 +285,6 @@ def test_a_scan_of_anything_ends(content):
 
 
 @given(pack_id=st.binary(min_size=16, max_size=16).map(PackId), store_id=st.binary(min_size=16, max_size=16))
-def test_superheaders_come_back(pack_id, store_id):
+def test_superheader_round_trips(pack_id, store_id):
     found = decode_superheader(encode_superheader(store_id=store_id, pack_id=pack_id))
     assert (found.store_id, found.pack_id) == (store_id, pack_id)

@@ -34,14 +34,14 @@ def test_names_among_claims_come_back(seq):
 
 
 @given(pack_id=st.binary(min_size=16, max_size=16).map(PackId))
-def test_pack_names_come_back_and_lie_in_a_folder_made_by_init(pack_id):
+def test_pack_names_come_back_in_an_existing_folder(pack_id):
     folder, file = paths.pack_name(pack_id).rsplit("/", 1)
     assert paths.parse_pack_file(file) == pack_id
     assert folder in paths.pack_folders()
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_parsed_or_foreign_but_never_an_error(text):
+def test_any_text_is_parsed_or_foreign(text):
     for name in (paths.parse_manifest_file("main", text), paths.parse_claim_file(text)):
         assert name is None or isinstance(name, (ManifestName, ClaimName))
     assert paths.parse_pack_file(text) is None
@@ -61,7 +61,7 @@ def test_any_text_is_parsed_or_foreign_but_never_an_error(text):
         "٠٠٠٠٠٠٠١-000000000001.0.ckm",  # noqa: RUF001 - Arabic digits are digits to int()
     ],
 )
-def test_a_name_that_would_not_be_built_again_is_foreign(file):
+def test_name_in_another_form_is_foreign(file):
     assert paths.parse_manifest_file("main", file) is None
 
 
@@ -82,7 +82,7 @@ def test_ordinary_names_pass(name):
 
 
 @pytest.mark.parametrize("name", ["latest", "41000"])
-def test_a_tag_that_reads_as_another_reference_is_refused(name):
+def test_tag_that_looks_like_a_reference_is_refused(name):
     assert check_name(name, "run") == name
     with pytest.raises(UsageError):
         check_name(name, "tag")
@@ -94,11 +94,11 @@ def test_builders_refuse_runs_that_leave_the_store():
             build("../x")
 
 
-def test_each_trash_folder_keeps_runs_apart():
+def test_trash_folders_separate_runs():
     assert paths.trash_manifests_folder(TOKEN, "a") != paths.trash_manifests_folder(TOKEN, "b")
     assert paths.is_token(paths.trash_folder(TOKEN).rsplit("/", 1)[1])
 
 
-def test_drafts_come_back_whatever_they_will_become():
+def test_draft_names_come_back():
     assert paths.parse_draft_file(paths.draft_name(TOKEN).rsplit("/", 1)[1]) == TOKEN
     assert paths.parse_draft_file(paths.draft_name(TOKEN, "lease").rsplit("/", 1)[1]) == TOKEN

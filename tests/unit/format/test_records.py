@@ -25,19 +25,19 @@ TAG = RECORDS["tag"]
 
 
 def forged(kind, **changes):
-    """Return a record with other fields and a right checksum."""
+    """Return a record with other fields and a correct checksum."""
     body = json.loads(encode_record(RECORDS[kind]))["body"] | changes
     text = json.dumps({name: value for name, value in body.items() if value != "absent"}).encode()
     return b'{"kind": "%s", "xxh3": "%016x", "body": %s}' % (kind.encode(), xxh3_64(text), text)
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS.keys())
-def test_records_come_back(record):
+def test_record_round_trips(record):
     assert decode_record(encode_record(record), type(record)) == record
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS.keys())
-def test_every_flipped_bit_is_refused_or_changes_nothing(record):
+def test_flipped_bit_is_refused_or_changes_nothing(record):
     encoded = encode_record(record)
     for at in range(len(encoded)):
         for bit in range(8):
@@ -58,7 +58,7 @@ def test_every_truncation_is_refused(record):
             decode_record(encoded[:nbytes], type(record))
 
 
-def test_forgery_with_a_right_checksum_is_still_typed():
+def test_types_are_checked_with_a_right_checksum():
     assert decode_record(forged("tag"), TagRecord) == TAG
     for changes in (
         {"seq": -1},
@@ -89,7 +89,7 @@ def test_trailing_bytes_and_long_files_are_refused():
         decode_record(encode_record(TAG), TagRecord, nbytes_max=20)
 
 
-def test_a_newer_store_is_unsupported_whatever_else_it_says():
+def test_newer_store_is_unsupported():
     for changes in (
         {"format_version": 255, "new_field": 1},
         {"mandatory_features": ["sharding"]},
@@ -103,12 +103,12 @@ def test_a_newer_store_is_unsupported_whatever_else_it_says():
 @pytest.mark.parametrize(
     "changes", [{"chunk_nbytes_max": 0}, {"chunk_nbytes_max": 1 << 31}, {"depth_max": 1 << 20}, {"store_id": "xy"}]
 )
-def test_limits_of_a_store_are_bounded_themselves(changes):
+def test_limits_of_a_store_are_bounded(changes):
     with pytest.raises(MalformedError):
         decode_record(forged("ckstore", **changes), StoreRecord)
 
 
-def test_config_may_be_edited_by_a_person_who_says_so():
+def test_config_with_edit_mark_needs_no_checksum():
     encoded = encode_record(RECORDS["config"])
     edited = encoded.replace(b'"keep_last": 3', b'"keep_last": 5')
     with pytest.raises(ChecksumError, match="null"):
@@ -130,7 +130,7 @@ def test_a_tier_must_have_a_name():
         decode_record(forged("config", tiers={"../x": "/"}), ConfigRecord)
 
 
-def test_what_has_no_form_on_disk_is_refused_when_written():
+def test_unsupported_values_are_not_written():
     for content in ("\ud800", 1 << 64, object()):
         with pytest.raises(UsageError):
             encode_inner([content])

@@ -1,4 +1,4 @@
-"""Folders on a disk: what reads past the page cache, and what fills up, is tested where that is so."""
+"""Put temporary folders on a disk: direct I/O and full disks are tested there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no address is told as that: no folder is made of a mistyped one, and no message repeats a secret in it."""
+"""Protects store addresses: a mistyped one never becomes a folder, and no message shows a secret in it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SECRETS = {
 }
 
 
-# A path keeps one of two slashes, and what is left of some of them is a folder's name.
+# A path keeps one of two slashes, and what remains of some addresses is a valid folder name.
 MISTYPED_PATHS = [text for text in MISTYPED if not str(Path(text)).startswith(("s3/", "az/"))]
 
 
 @pytest.mark.parametrize(
     ("kind", "text"), [*((str, text) for text in MISTYPED), *((Path, text) for text in MISTYPED_PATHS)]
 )
-def test_what_begins_as_an_address_is_no_folder(tmp_path, monkeypatch, text, kind):
+def test_mistyped_address_is_not_a_folder(tmp_path, monkeypatch, text, kind):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnsupportedError, match=r"s3://bucket/prefix \(or gs, az\)"):
         ckstore.open(kind(text))
@@ -48,7 +48,7 @@ def test_what_begins_as_an_address_is_no_folder(tmp_path, monkeypatch, text, kin
 
 
 @pytest.mark.parametrize("text", ["runs/exp:3", "./s3:bucket", "2026-11-28T12:00:00", "a:b", "/s3:/x", "file:///x"])
-def test_folders_with_colons_in_their_names_are_folders(text):
+def test_folder_names_may_contain_colons(text):
     assert Path(backend_for(text).root) == Path(text.removeprefix("file://")).absolute()
 
 
@@ -62,7 +62,7 @@ def test_errors_show_addresses_without_secrets(text, shown):
 
 
 @pytest.mark.parametrize("text", SECRETS)
-def test_no_verb_repeats_a_secret(tmp_path, monkeypatch, caplog, text):
+def test_no_verb_shows_a_secret(tmp_path, monkeypatch, caplog, text):
     monkeypatch.chdir(tmp_path)
     store = ckstore.open(MemoryBackend())
     store.commit({"x": 1}, 1)
@@ -83,6 +83,6 @@ def test_no_verb_repeats_a_secret(tmp_path, monkeypatch, caplog, text):
     assert "HUSH" not in " ".join(caplog.messages)
 
 
-def test_what_holds_no_secret_is_shown_as_it_is():
+def test_address_without_secret_is_unchanged():
     for text in ("s3://bucket/prefix/run", "step=3 of run='main'", "keep_last=3", "/disk/@home/x", "a@b"):
         assert redacted(text) == text

@@ -1,4 +1,4 @@
-"""Protects the memory budget: aligned, bounded, reusable blocks, and none that the kernel still uses."""
+"""Protects buffer pools: blocks are aligned, bounded and reusable, and never reused while the kernel uses them."""
 
 import ctypes
 import threading
@@ -28,7 +28,7 @@ def test_blocks_do_not_overlap():
         assert all(block.view == bytes([index + 1]) * PAGE for index, block in enumerate(blocks))
 
 
-def test_no_more_than_count_are_out():
+def test_at_most_count_blocks_are_in_use():
     with BufferPool(PAGE, 2) as pool:
         first, _ = pool.acquire(), pool.acquire()
         assert pool.try_acquire() is None
@@ -38,14 +38,14 @@ def test_no_more_than_count_are_out():
         assert pool.acquire(timeout=0) is first
 
 
-def test_waiting_ends_when_a_block_comes_back():
+def test_waiting_ends_when_a_block_is_released():
     with BufferPool(PAGE, 1) as pool:
         block = pool.acquire()
         threading.Timer(0.05, block.release).start()
         assert pool.acquire(timeout=60) is block
 
 
-def test_block_returned_last_is_handed_out_first():
+def test_last_released_block_is_reused_first():
     with BufferPool(PAGE, 3) as pool:
         first, second = pool.acquire(), pool.acquire()
         second.release()
@@ -71,7 +71,7 @@ def test_block_released_twice_is_a_bug():
             block.release()
 
 
-def test_discarded_block_is_never_handed_out_again():
+def test_discarded_block_is_never_reused():
     with BufferPool(PAGE, 2) as pool:
         lost, kept = pool.acquire(), pool.acquire()
         lost.discard()

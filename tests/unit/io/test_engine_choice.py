@@ -1,4 +1,4 @@
-"""Protects the fallback: wherever io_uring is refused, pwrite takes over, says why once, and writes the same."""
+"""Protects the engine choice: refused io_uring is replaced by pwrite, logged once, and writes the same."""
 
 import errno
 import logging
@@ -56,7 +56,7 @@ def run_python(code, folder):
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is that of x86-64")
 @pytest.mark.uring
 @pytest.mark.parametrize("name", ["EPERM", "ENOSYS", "ENOMEM"])
-def test_refused_rings_fall_back_to_pwrite_and_say_so_once(tmp_path, name):
+def test_refused_io_uring_falls_back_and_logs_once(tmp_path, name):
     lines = run_python(SANDBOX + f"refuse_rings(errno.{name})\n" + USE, tmp_path)
     assert len(lines) == 2
     assert lines[0].startswith("INFO io_uring: ")
@@ -73,14 +73,14 @@ def test_missing_library_falls_back_to_pwrite(tmp_path):
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="other processors have no wheel")
-def test_processor_without_wide_vectors_takes_pwrite_loads_nothing_and_says_so_once(tmp_path):
+def test_old_processor_uses_pwrite_and_logs_once(tmp_path):
     unloaded = "assert not {'liburing', 'ckstore.io.uring_engine'} & set(sys.modules)\n"
     lines = run_python(LACKING + USE + unloaded, tmp_path)
     trouble = "io_uring: the processor lacks AVX-512, which liburing was compiled for, using pwrite"
     assert lines == [f"INFO {trouble}", f"pwrite | {trouble}"]
 
 
-def test_refusal_reaches_whoever_asks_for_rings_by_name(tmp_path, monkeypatch):
+def test_refusal_is_raised_if_uring_was_requested(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "ckstore.io.uring_engine", raising=False)
     monkeypatch.setattr("ckstore.io.direct_io.NEEDED_FLAGS", ("wings",))
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "host", "6.1", "#1", "x86_64")))
@@ -88,8 +88,8 @@ def test_refusal_reaches_whoever_asks_for_rings_by_name(tmp_path, monkeypatch):
         choose_engine("uring", str(tmp_path))
 
 
-def test_this_processor_is_believed_when_it_says_what_it_can(tmp_path):
-    # In a process of its own, since this would kill it: where nothing refuses, rings can be made and left.
+def test_processor_flags_are_trusted(tmp_path):
+    # In a child process, because a wrong answer would kill it. If nothing refuses, rings can be created and closed.
     code = """
 from ckstore.io.direct_io import require_supported_processor
 try:
@@ -103,13 +103,13 @@ liburing.Ring()
     assert run_python("import sys" + code, tmp_path) == []
 
 
-def test_little_locked_memory_is_no_hindrance(tmp_path):
+def test_low_memlock_limit_is_enough(tmp_path):
     limit = "import resource, sys\nresource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
     lines = run_python(limit + USE, tmp_path)
     assert lines[-1].split(" | ")[0] in ("uring", "pwrite")
 
 
-def test_engine_asked_for_by_name_is_not_replaced_in_silence(tmp_path, monkeypatch):
+def test_requested_engine_is_not_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr("ckstore.io.engine_choice.require_supported_processor", lambda: None)
     monkeypatch.setitem(sys.modules, "ckstore.io.uring_engine", None)
     with pytest.raises(UnsupportedError, match="liburing is not installed"):
@@ -119,7 +119,7 @@ def test_engine_asked_for_by_name_is_not_replaced_in_silence(tmp_path, monkeypat
 
 
 @pytest.mark.uring
-def test_ring_that_gives_back_other_bytes_is_not_taken(tmp_path, monkeypatch, caplog):
+def test_ring_that_returns_wrong_bytes_is_not_used(tmp_path, monkeypatch, caplog):
     from ckstore.io import uring_engine
 
     def lie(self, request):
@@ -133,7 +133,7 @@ def test_ring_that_gives_back_other_bytes_is_not_taken(tmp_path, monkeypatch, ca
     assert "EIO" in reason
 
 
-def test_probe_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_probe_leaves_no_file(tmp_path, monkeypatch):
     choose_engine("auto", str(tmp_path))
     supports_direct_io(str(tmp_path))
     # Where a file cannot be made without a name, one with a name is made and removed.
@@ -151,7 +151,7 @@ def test_probe_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("folder", "pattern"), [("tmp", r"[0-9a-f]{32}\.probe"), ("", r"\.probe-[0-9a-f]{32}")])
-def test_probe_that_is_killed_leaves_its_file_where_a_store_expects_one(tmp_path, monkeypatch, folder, pattern):
+def test_killed_probe_leaves_its_file_in_tmp(tmp_path, monkeypatch, folder, pattern):
     real = os.open
 
     def without_tmpfile(path, flags, mode=0o777):
@@ -172,7 +172,7 @@ def test_probe_that_is_killed_leaves_its_file_where_a_store_expects_one(tmp_path
     assert str(left.parent) == (folder or ".")
 
 
-def test_folder_that_refuses_direct_files_is_found_out(tmp_path, monkeypatch):
+def test_folder_without_direct_io_is_detected(tmp_path, monkeypatch):
     real = os.open
 
     def refuse(path, flags, mode=0o777):

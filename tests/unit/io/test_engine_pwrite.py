@@ -1,4 +1,4 @@
-"""Protects the engine that is always there from calls that move less than asked."""
+"""Protects the pwrite engine from calls that transfer less than requested."""
 
 import errno
 import os
@@ -63,7 +63,7 @@ def test_short_reads_are_continued(queue, fd, block, monkeypatch):
     assert block == wanted
 
 
-def test_writes_that_get_no_further_fail(queue, fd, block, monkeypatch):
+def test_writes_without_progress_fail(queue, fd, block, monkeypatch):
     monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: 0)
     [(moved, error)] = move(queue, [("write", fd, block, 0)])
     assert moved == 0
@@ -82,7 +82,7 @@ def test_queue_survives_a_failed_call(queue, fd, block, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_child_forked_while_the_lock_was_held_can_close(queue, fd, block, monkeypatch):
+def test_child_forked_with_a_held_lock_can_close(queue, fd, block, monkeypatch):
     start, checks = threading.Thread.start, []
 
     def fork_first(thread):

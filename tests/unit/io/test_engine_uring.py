@@ -1,4 +1,4 @@
-"""Protects the ring: bad completions, a full ring, a failing ring, a fork; nothing lost, doubled or written late."""
+"""Protects the io_uring engine from bad completions, a full or failing ring, and forks: each request ends once."""
 
 import errno
 import gc
@@ -22,11 +22,11 @@ PAGE = 4096
 
 
 class Calls:
-    """The liburing module, of which some calls fail for a while.
+    """The liburing module, with some calls that fail for a while.
 
     Args:
-        fail: Name of a call -> outcomes that replace its next calls; None lets one through.
-        results: What the next completions say in place of what the kernel said.
+        fail: Name of a call -> results that replace those of its next calls; None calls the real function.
+        results: Results of the next completions, in place of the kernel's.
     """
 
     def __init__(self, fail=(), results=()):
@@ -62,10 +62,10 @@ class Completion:
         entry = self.real[index]
         if not self.results:
             return entry
-        return Altered(entry, self.results.pop(0))
+        return AlteredCompletion(entry, self.results.pop(0))
 
 
-class Altered:
+class AlteredCompletion:
     def __init__(self, entry, result):
         self.entry = entry
         self.result = result
@@ -90,8 +90,8 @@ def uring():
     calls_seen = []
 
     def open_queue(calls=liburing, depth=4, nbytes_max=None):
-        # The shim stands where the module stands: completions pass through it entry by entry.
-        shim = Through(calls) if calls is not liburing else calls
+        # The wrapper replaces the module, and completions pass through it.
+        shim = Unwrapping(calls) if calls is not liburing else calls
         patched = uring_engine.UringQueue(depth, nbytes_max=nbytes_max, ring_calls=shim)
         calls_seen.append(patched)
         return patched
@@ -101,8 +101,8 @@ def uring():
         queue.close()
 
 
-class Through:
-    """Unwrap what the shim has wrapped before the real library sees it."""
+class Unwrapping:
+    """Unwrap wrapped arguments before the real library gets them."""
 
     def __init__(self, calls):
         self.calls = calls
@@ -112,7 +112,7 @@ class Through:
         if name == "io_uring_peek_cqe":
             return lambda ring, cqe: call(ring, cqe.real)
         if name == "io_uring_cqe_seen":
-            return lambda ring, entry: call(ring, entry.entry if isinstance(entry, Altered) else entry)
+            return lambda ring, entry: call(ring, entry.entry if isinstance(entry, AlteredCompletion) else entry)
         return call
 
 
@@ -154,7 +154,7 @@ def test_failing_completion_fails_its_request_only(uring, fd, blocks):
 
 
 @pytest.mark.parametrize("nbytes_max", [1, 4 * PAGE, 10 * PAGE])
-def test_ring_holds_about_so_many_bytes(uring, fd, blocks, tmp_path, nbytes_max):
+def test_ring_obeys_its_byte_limit(uring, fd, blocks, tmp_path, nbytes_max):
     calls = Calls(fail={"io_uring_prep_writev": [], "io_uring_cqe_seen": []})
     seen = []
 
@@ -169,7 +169,7 @@ def test_ring_holds_about_so_many_bytes(uring, fd, blocks, tmp_path, nbytes_max)
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
-def test_interrupted_completion_is_tried_again(uring, fd, blocks, tmp_path, number):
+def test_interrupted_completion_is_retried(uring, fd, blocks, tmp_path, number):
     queue = uring(Calls(results=[OSError(number, "again")] * 3))
     assert write_all(queue, fd, blocks) == [(4 * PAGE, None)] * 12
     assert_written(fd, blocks, tmp_path)
@@ -183,7 +183,7 @@ def test_full_ring_keeps_requests_waiting(uring, fd, blocks, tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN, errno.EBUSY])
-def test_refused_submission_is_tried_again(uring, fd, blocks, tmp_path, number):
+def test_refused_submission_is_retried(uring, fd, blocks, tmp_path, number):
     calls = Calls(fail={"io_uring_submit": [OSError(number, "again")] * 5})
     assert write_all(uring(calls), fd, blocks) == [(4 * PAGE, None)] * 12
     assert calls.counts["io_uring_submit"] > 5
@@ -210,7 +210,7 @@ def test_lost_completion_is_reported_as_such(uring, fd, blocks, monkeypatch):
     calls = Calls(fail={"io_uring_submit": [None, OSError(errno.EBADR, "lost")]})
 
     class Vector(liburing.Iovec):
-        """One that can be seen to be alive."""
+        """A vector whose lifetime can be observed."""
 
     vectors = []
 
@@ -254,7 +254,7 @@ def test_other_threads_run_while_the_ring_waits(uring):
     target = bytearray(1)
     done = threading.Event()
     queue.submit(IoRequest("read", read_fd, memoryview(target), 0, lambda moved, error: done.set()))
-    # Only this thread can end the read: were the GIL held in the wait, it would never come this far.
+    # Only this thread can end the read. If the wait held the GIL, the test would never reach this line.
     for _ in range(20):
         assert not done.wait(0.002)
     os.write(write_fd, b"x")
@@ -268,7 +268,7 @@ def test_buffers_stay_alive_until_reaped(uring):
     queue = uring()
     read_fd, write_fd = os.pipe()
     outcome = []
-    # Nobody but the queue holds the buffer: were it freed, the kernel would write into other memory.
+    # Only the queue holds the buffer. If it was freed, the kernel would write into other memory.
     queue.submit(IoRequest("read", read_fd, memoryview(bytearray(5000)), 0, lambda moved, error: outcome.append(moved)))
     spoiled = [bytes(5000) for _ in range(1000)]
     os.write(write_fd, b"y" * 5000)
@@ -280,7 +280,7 @@ def test_buffers_stay_alive_until_reaped(uring):
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_forked_child_can_neither_use_nor_keep_the_ring(uring, fd, blocks, tmp_path):
+def test_forked_child_cannot_use_the_ring(uring, fd, blocks, tmp_path):
     rings, calls = [], Calls()
     calls.Ring = lambda: rings.append(liburing.Ring()) or rings[-1]
     queue = uring(calls)
@@ -302,7 +302,7 @@ def test_forked_child_can_neither_use_nor_keep_the_ring(uring, fd, blocks, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_child_forked_while_the_lock_was_held_can_close(uring, fd, blocks, monkeypatch):
+def test_child_forked_with_a_held_lock_can_close(uring, fd, blocks, monkeypatch):
     queue, wake, checks = uring(), os.eventfd_write, []
 
     def fork_first(wake_fd, value):
@@ -318,7 +318,7 @@ def test_child_forked_while_the_lock_was_held_can_close(uring, fd, blocks, monke
 
 
 class ForkingCalls:
-    """The liburing module; when a ring was left, its number is given to another file and a child is forked."""
+    """The liburing module. After a ring is closed, its number is reused for another file, and a child is forked."""
 
     def __init__(self, path):
         self.path = path
@@ -338,7 +338,7 @@ class ForkingCalls:
         if child == 0:
             status = 1
             try:
-                os.fstat(0)  # A ring that was left says that its number is 0.
+                os.fstat(0)  # A closed ring has descriptor number 0.
                 status = 0 if os.fstat(number).st_ino == self.path.stat().st_ino else 2
             finally:
                 os._exit(status)
@@ -347,7 +347,7 @@ class ForkingCalls:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_child_forked_while_a_ring_is_closed_closes_no_other_file(uring, tmp_path):
+def test_child_forked_during_close_closes_no_other_file(uring, tmp_path):
     from ckstore.io import uring_engine
 
     (tmp_path / "other").write_bytes(b"")
@@ -357,7 +357,7 @@ def test_child_forked_while_a_ring_is_closed_closes_no_other_file(uring, tmp_pat
     assert calls.status == 0
 
 
-def test_wake_up_that_fails_is_an_error_of_the_medium_and_moves_nothing(uring, fd, blocks, tmp_path, monkeypatch):
+def test_failed_wakeup_raises_and_transfers_nothing(uring, fd, blocks, tmp_path, monkeypatch):
     def fail(fd, value):
         raise OSError(errno.EIO, "no")
 
@@ -370,7 +370,7 @@ def test_wake_up_that_fails_is_an_error_of_the_medium_and_moves_nothing(uring, f
             queue.submit(IoRequest("write", fd, blocks[0], 0, lambda moved, error: answers.append(error)))
         with pytest.raises(BackendError, match="EIO"):
             queue.close()
-    # Whoever was told that it failed has its buffer back: the request must not come to life later.
+    # The caller of a failed request owns its buffer again, so the request must not run later.
     assert write_all(queue, fd, blocks[1:]) == [(4 * PAGE, None)] * 11
     assert answers == []
     queue.close()

@@ -1,4 +1,4 @@
-"""What liburing's vectors keep is given back: memory of finished transfers goes, whatever the binding forgets."""
+"""Protects the release of memory that liburing's vectors keep after a transfer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckstore.io.buffers import leaks_views, release_leaked_view
 
 
 @pytest.mark.uring
-def test_view_that_a_vector_kept_is_let_go():
+def test_view_kept_by_a_vector_is_released():
     import liburing
 
     if not leaks_views(liburing.Iovec):
@@ -27,29 +27,29 @@ def test_view_that_a_vector_kept_is_let_go():
         release_leaked_view(view)
         assert sys.getrefcount(view) == count - 1
         whole.release()
-        # It raises while anybody exports it.
+        # It raises while a buffer is exported.
         memory.close()
         del view, whole, memory
     gc.collect()
 
 
-class Keeping:
-    """What liburing does."""
+class LeakingVector:
+    """A vector that keeps its views, as in current liburing."""
 
     def __init__(self, views):
         self.kept = memoryview(views[0])
 
 
-class Honest:
-    """What it will do."""
+class ReleasingVector:
+    """A vector that does not, as in later versions."""
 
     def __init__(self, views):
         self.length = len(views[0])
 
 
-def test_vector_that_keeps_nothing_is_left_alone():
-    assert not leaks_views(Honest)
+def test_vector_without_views_is_unchanged():
+    assert not leaks_views(ReleasingVector)
 
 
-def test_vector_that_lets_its_view_go_by_itself_is_left_alone():
-    assert not leaks_views(Keeping)
+def test_vector_that_releases_its_view_is_unchanged():
+    assert not leaks_views(LeakingVector)

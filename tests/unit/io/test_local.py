@@ -43,7 +43,7 @@ def mode_of(path):
     return stat.S_IMODE(Path(path).lstat().st_mode)
 
 
-def test_modes_keep_others_out_and_finished_packs_unchanged(backend, tmp_path):
+def test_modes_protect_files_and_finished_packs(backend, tmp_path):
     backend.make_folder("a/b")
     backend.create("a/note", b"", sync=False)
     sink = backend.create_pack("a/x.pack", nbytes_expected=PAGE)
@@ -52,7 +52,7 @@ def test_modes_keep_others_out_and_finished_packs_unchanged(backend, tmp_path):
     assert [mode_of(tmp_path / name) for name in ("a", "a/b", "a/note", "a/x.pack")] == [0o700, 0o700, 0o600, 0o400]
 
 
-def test_symbolic_links_are_not_followed_to_open_a_file(backend, tmp_path):
+def test_symbolic_links_are_not_followed(backend, tmp_path):
     (tmp_path / "secret").write_bytes(b"s")
     (tmp_path / "link").symlink_to(tmp_path / "secret")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
@@ -66,7 +66,7 @@ def test_symbolic_links_are_not_followed_to_open_a_file(backend, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 24 MiB; needs root."""
+    """A file system of 24 MiB. Needs root."""
     if os.geteuid() != 0:
         pytest.skip("needs root to mount a small disk")
     place = tmp_path / "disk"
@@ -80,7 +80,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.root
 @pytest.mark.parametrize("engine", ["pwrite", "auto"])
-def test_pack_that_is_smaller_than_expected_needs_no_room_for_what_was_expected(small_disk, engine):
+def test_small_pack_needs_no_space_for_the_expected_size(small_disk, engine):
     backend = LocalBackend(small_disk, engine=engine)
     content = os.urandom(2 * BLOCK)
     with BufferPool(BLOCK, 2) as pool:
@@ -102,15 +102,15 @@ def write_blocks(sink, pool, count):
 
 @pytest.mark.root
 @pytest.mark.parametrize("engine", ["pwrite", "auto"])
-def test_pack_that_is_too_large_for_the_disk_is_a_capacity_error(small_disk, engine, monkeypatch):
+def test_too_large_pack_is_a_capacity_error(small_disk, engine, monkeypatch):
     real, reserved = local_packs.fallocate, []
 
-    def noting(fd, offset, nbytes):
+    def recorded_fallocate(fd, offset, nbytes):
         is_able = real(fd, offset, nbytes)
         reserved.append(offset + nbytes)
         return is_able
 
-    monkeypatch.setattr(local_packs, "fallocate", noting)
+    monkeypatch.setattr(local_packs, "fallocate", recorded_fallocate)
     backend = LocalBackend(small_disk, engine=engine)
     free = backend.free_nbytes()
     with BufferPool(BLOCK, 4) as pool:
@@ -126,7 +126,7 @@ def test_pack_that_is_too_large_for_the_disk_is_a_capacity_error(small_disk, eng
 
 
 def limit_space(monkeypatch, room):
-    """Let files be reserved up to ``room`` bytes; return the steps that were tried."""
+    """Limit reservations to ``room`` bytes, and return the sizes that were tried."""
     steps = []
 
     def fallocate(fd, offset, nbytes):
@@ -140,7 +140,7 @@ def limit_space(monkeypatch, room):
     return steps
 
 
-def test_reservations_shrink_where_the_disk_is_nearly_full_and_large_ones_are_not_tried_again(backend, monkeypatch):
+def test_reservations_shrink_on_a_nearly_full_disk(backend, monkeypatch):
     steps = limit_space(monkeypatch, 7 * BLOCK)
     with BufferPool(BLOCK, 1) as pool:
         sink = backend.create_pack("x.pack", nbytes_expected=20 * BLOCK)
@@ -160,8 +160,8 @@ def test_reservations_shrink_where_the_disk_is_nearly_full_and_large_ones_are_no
     assert backend.list_names("") == []
 
 
-def test_reservation_that_failed_half_way_keeps_no_room(backend, tmp_path, monkeypatch):
-    # ext4 and xfs keep what they had found before the disk was full; the lease's next heartbeat needs room too.
+def test_partly_failed_reservation_is_released(backend, tmp_path, monkeypatch):
+    # ext4 and xfs keep the space found before the disk was full. The lease's next heartbeat needs space too.
     def fallocate(fd, offset, nbytes):
         os.ftruncate(fd, max(os.fstat(fd).st_size, min(offset + nbytes, 7 * BLOCK)))
         if offset + nbytes > 7 * BLOCK:
@@ -184,7 +184,7 @@ def test_reservation_that_failed_half_way_keeps_no_room(backend, tmp_path, monke
     assert (tmp_path / "x.pack").stat().st_size == 7 * BLOCK
 
 
-def test_full_disk_shows_at_the_first_write(backend, monkeypatch):
+def test_full_disk_is_reported_at_the_first_write(backend, monkeypatch):
     limit_space(monkeypatch, 0)
     with BufferPool(BLOCK, 1) as pool:
         sink = backend.create_pack("x.pack", nbytes_expected=1 << 30)
@@ -194,7 +194,7 @@ def test_full_disk_shows_at_the_first_write(backend, monkeypatch):
     assert backend.list_names("") == []
 
 
-def test_reservation_that_fails_for_another_reason_leaves_no_name(backend, monkeypatch):
+def test_failed_reservation_leaves_no_file(backend, monkeypatch):
     def fail(fd, offset, nbytes):
         raise OSError(errno.EIO, "broken")
 
@@ -205,8 +205,8 @@ def test_reservation_that_fails_for_another_reason_leaves_no_name(backend, monke
 
 
 @pytest.mark.parametrize("call", ["ftruncate", "fchmod", "fdatasync"])
-def test_close_from_another_thread_waits_for_a_finish_under_way(backend, tmp_path, monkeypatch, call):
-    # Were the descriptor closed in between, its number could be another file's by the next call.
+def test_close_waits_for_finish_of_another_thread(backend, tmp_path, monkeypatch, call):
+    # If the descriptor was closed too early, its number could belong to another file.
     real, closed = getattr(os, call), threading.Event()
     foreign = tmp_path / "foreign"
     foreign.write_bytes(b"precious")
@@ -239,7 +239,7 @@ def test_finish_after_close_touches_no_descriptor(backend, monkeypatch):
     assert backend.list_names("") == []
 
 
-def test_space_is_reserved_in_large_steps_and_cut_at_the_end(backend, tmp_path, monkeypatch):
+def test_space_is_reserved_in_steps_and_truncated(backend, tmp_path, monkeypatch):
     real, steps = local_packs.fallocate, []
 
     def counted(fd, offset, nbytes):
@@ -260,7 +260,7 @@ def test_space_is_reserved_in_large_steps_and_cut_at_the_end(backend, tmp_path, 
     assert found.st_blocks * 512 <= 14 * BLOCK
 
 
-def test_small_packs_reserve_little_beyond_what_was_expected(backend, monkeypatch):
+def test_small_packs_reserve_little_extra(backend, monkeypatch):
     steps, mib = [], 1 << 20
     monkeypatch.setattr(local_packs, "fallocate", lambda fd, offset, nbytes: steps.append((offset, nbytes)) or True)
     with BufferPool(mib, 1) as pool:
@@ -272,14 +272,14 @@ def test_small_packs_reserve_little_beyond_what_was_expected(backend, monkeypatc
     assert [nbytes // mib for _, nbytes in steps[1:]] == [1, 2, 4, 8, 16, 32, 64, 64]
 
 
-def test_folder_without_fallocate_still_takes_packs(backend, monkeypatch):
+def test_folder_without_fallocate_accepts_packs(backend, monkeypatch):
     monkeypatch.setattr(local_packs, "fallocate", lambda fd, offset, nbytes: False)
     wanted = write_pack(backend, "x.pack", random_pieces(4, 30, BLOCK))
     assert backend.read_bytes("x.pack", nbytes_max=1 << 30) == wanted
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_failed_write_stays_and_the_file_is_never_synced(tmp_path, monkeypatch, number):
+def test_failed_write_is_final_and_never_synced(tmp_path, monkeypatch, number):
     synced = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
     engine = FaultyEngine(PwriteEngine(), BadCompletion(at=2, errno=number))
@@ -303,7 +303,7 @@ def test_failed_write_stays_and_the_file_is_never_synced(tmp_path, monkeypatch, 
     backend.close()
 
 
-def test_write_that_claims_success_but_moved_less_is_a_failure(tmp_path):
+def test_short_write_is_a_failure(tmp_path):
     engine = FaultyEngine(PwriteEngine(), BadCompletion(at=1, errno=0, nbytes=PAGE))
     backend = LocalBackend(tmp_path, engine=engine)
     with pytest.raises(BackendError):
@@ -331,7 +331,7 @@ def test_failed_sync_is_never_repeated(backend, monkeypatch):
 
 
 def read_pages(folder, *, for_ever):
-    """Read five pages of a pack while the second read fails; yield them as they come."""
+    """Read five pages of a pack while the second read fails, and yield them as they arrive."""
     engine = FaultyEngine(PwriteEngine(), BadCompletion(at=2, errno=errno.EIO, kind="read", for_ever=for_ever))
     backend = LocalBackend(folder, engine=engine)
     wanted = write_pack(backend, "x.pack", random_pieces(8, 10, BLOCK))
@@ -348,16 +348,16 @@ def read_pages(folder, *, for_ever):
             backend.close()
 
 
-def test_read_error_is_tried_once_more(tmp_path):
+def test_read_error_is_retried_once(tmp_path):
     assert sorted(read_pages(tmp_path, for_ever=False)) == [0, 1, 2, 3, 4]
 
 
-def test_read_error_that_stays_is_told_with_its_place(tmp_path):
+def test_lasting_read_error_names_its_offset(tmp_path):
     with pytest.raises(BackendError, match=r"4096 bytes at \d+ of .*x\.pack"):
         list(read_pages(tmp_path, for_ever=True))
 
 
-def test_read_cut_short_within_the_file_is_an_error(tmp_path):
+def test_short_read_within_the_file_is_an_error(tmp_path):
     engine = FaultyEngine(PwriteEngine(), BadCompletion(at=1, errno=0, nbytes=512, kind="read", for_ever=True))
     backend = LocalBackend(tmp_path, engine=engine)
     write_pack(backend, "x.pack", [bytes(BLOCK)])
@@ -368,7 +368,7 @@ def test_read_cut_short_within_the_file_is_an_error(tmp_path):
     backend.close()
 
 
-def test_folder_that_refuses_direct_files_goes_through_the_page_cache(backend, monkeypatch):
+def test_folder_without_direct_io_uses_the_page_cache(backend, monkeypatch):
     refuse_direct(monkeypatch)
     wanted = write_pack(backend, "x.pack", random_pieces(4, 30, BLOCK))
     assert not backend.is_direct
@@ -379,7 +379,7 @@ def test_folder_that_refuses_direct_files_goes_through_the_page_cache(backend, m
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs to write to")
 @pytest.mark.parametrize("can_be_direct", [True, False])
-def test_tmpfs_takes_packs(monkeypatch, can_be_direct):
+def test_tmpfs_accepts_packs(monkeypatch, can_be_direct):
     if not can_be_direct:
         refuse_direct(monkeypatch)
     import tempfile
@@ -397,7 +397,7 @@ def test_tmpfs_takes_packs(monkeypatch, can_be_direct):
         backend.close()
 
 
-def test_without_renameat2_a_name_still_is_not_replaced(backend, monkeypatch):
+def test_name_is_not_replaced_without_renameat2(backend, monkeypatch):
     monkeypatch.setattr(local, "rename_noreplace", lambda *_, **__: False)
     backend.create("one", b"1", sync=False)
     backend.create("two", b"2", sync=False)

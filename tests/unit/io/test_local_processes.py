@@ -47,7 +47,7 @@ def test_signals_do_not_disturb_writing_and_reading(backend):
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_forked_child_writes_and_reads_with_queues_of_its_own(backend):
+def test_forked_child_uses_its_own_queues(backend):
     write_pack(backend, "before.pack", random_pieces(1, 20, BLOCK))
 
     def write_and_read():
@@ -62,7 +62,7 @@ def test_forked_child_writes_and_reads_with_queues_of_its_own(backend):
 
 
 class ForkingEngine:
-    """An engine that forks a child when it is asked for a queue: then the backend holds its lock."""
+    """An engine that forks a child when a queue is opened. At that time the backend holds its lock."""
 
     def __init__(self, inner):
         self.inner, self.name = inner, inner.name
@@ -82,7 +82,7 @@ def forking(request, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_child_forked_while_the_lock_was_held_can_still_close_and_write(forking, tmp_path):
+def test_child_forked_with_a_held_lock_can_write(forking, tmp_path):
     backend = LocalBackend(tmp_path, engine=forking)
 
     def close_and_write():
@@ -98,7 +98,7 @@ def test_child_forked_while_the_lock_was_held_can_still_close_and_write(forking,
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_child_forked_while_the_lock_was_held_can_be_asked_for_its_engine(forking, tmp_path):
+def test_child_forked_with_a_held_lock_names_its_engine(forking, tmp_path):
     backend = LocalBackend(tmp_path, engine=forking)
     forking.act = lambda: backend.engine_name in ("uring", "pwrite")
     write_pack(backend, "parent.pack", random_pieces(1, 20, BLOCK))
@@ -149,7 +149,7 @@ NUMBERS = [
 ]
 
 
-def test_each_errno_has_a_sentence_of_its_own_and_only_eio_blames_the_disk():
+def test_each_errno_has_its_own_message():
     advice = {
         name: medium_error(OSError(getattr(errno, name), "x"), where="/place", what="writing").todo for name in NUMBERS
     }
@@ -157,7 +157,7 @@ def test_each_errno_has_a_sentence_of_its_own_and_only_eio_blames_the_disk():
     assert [name for name, todo in advice.items() if "failing" in todo] == ["EIO"]
 
 
-def test_missing_right_names_the_user_and_the_owner(tmp_path):
+def test_permission_error_names_user_and_owner(tmp_path):
     error = medium_error(OSError(errno.EACCES, "x"), where=tmp_path / "gone" / "file", what="reading a file")
     assert is_refused(error)
     assert f"this process runs as user {os.geteuid()}, and {tmp_path} belongs to user {tmp_path.stat().st_uid}" in str(

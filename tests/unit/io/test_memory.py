@@ -1,4 +1,4 @@
-"""Protects what tests rely on when they copy and damage a backend in memory."""
+"""Protects the memory backend's functions that tests use to copy and damage a store."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_overwrite_of_a_missing_name_is_refused(filled):
         filled.overwrite("missing", b"")
 
 
-def test_copy_with_changes_is_old_and_changed(filled):
+def test_copy_with_changes_has_old_and_changed_files(filled):
     copy = memory_files.copy_of(filled, {"alone": None, "full/one": b"x", "new/there": b"y"})
     assert copy.files() == {"full/one": b"x", "full/two": b"x", "new/there": b"y"}
     assert {copy.stat(name).modified_ns for name in copy.files()} == {memory_files.OLD_NS}
 
 
-def test_damage_changes_what_it_names(filled):
+def test_damage_changes_only_the_named_file(filled):
     memory_files.flip(filled, "full/two", 0, mask=0x20)
     assert filled.files()["full/one"] == b"First"
     memory_files.truncate(filled, "alone", -2)

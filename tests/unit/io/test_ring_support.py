@@ -1,4 +1,4 @@
-"""Protects the process: where the processor lacks what liburing was compiled for, nothing of it is ever loaded."""
+"""Protects the process: liburing is never loaded on a processor that lacks its instructions."""
 
 import os
 
@@ -11,7 +11,7 @@ ALL = " ".join(("fpu", "sse2", *NEEDED_FLAGS, "rdpid"))
 
 @pytest.fixture
 def facts(tmp_path, monkeypatch):
-    """Return a function that writes what Linux says of a processor with these flags; the machine is an x86-64."""
+    """Return a function that fakes /proc/cpuinfo with these flags, on an x86-64 machine."""
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "host", "6.1", "#1", "x86_64")))
 
     def write(flags):
@@ -23,17 +23,17 @@ def facts(tmp_path, monkeypatch):
     return write
 
 
-def test_processor_with_everything_may_load_it(facts):
+def test_processor_with_all_flags_may_load_it(facts):
     require_supported_processor(facts(ALL))
 
 
 @pytest.mark.parametrize("flag", NEEDED_FLAGS)
-def test_processor_that_lacks_anything_may_not(facts, flag):
+def test_processor_without_a_flag_may_not_load_it(facts, flag):
     with pytest.raises(ImportError, match="AVX-512" if flag.startswith("avx512") else f"lacks {flag},"):
         require_supported_processor(facts(" ".join(each for each in ALL.split() if each != flag)))
 
 
-def test_what_cannot_be_found_out_is_a_refusal(facts, tmp_path):
+def test_unreadable_cpuinfo_is_a_refusal(facts, tmp_path):
     silent = tmp_path / "silent"
     silent.write_text("processor\t: 0\n")
     for path in (tmp_path / "missing", silent):
@@ -41,6 +41,6 @@ def test_what_cannot_be_found_out_is_a_refusal(facts, tmp_path):
             require_supported_processor(path)
 
 
-def test_other_machines_have_no_wheel_that_could_kill_them(facts, tmp_path, monkeypatch):
+def test_other_architectures_may_load_it(facts, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "host", "6.1", "#1", "aarch64")))
     require_supported_processor(tmp_path / "missing")

@@ -313,7 +313,7 @@ def test_thousands_of_commits_are_drawn_quickly(browser, tmp_path):
     ]  # fmt: skip
     data = {
         "store": "x", "made_ms": 1, "runs": [{"name": "main", "entries": entries}], "tiers": [], "gc": None,
-        "gc_problem": "not looked at",
+        "gc_problem": "not checked",
     }  # fmt: skip
     file = tmp_path / "large.html"
     file.write_text(page_of(data))

@@ -128,12 +128,12 @@ def test_child_has_niceness_and_output_is_read(make, monkeypatch):
 
 def test_failed_child_start_is_logged(make, monkeypatch, caplog):
     def raise_oserror(*args, **options):
-        raise OSError("no more processes")
+        raise OSError("no processes left")
 
     monkeypatch.setattr("subprocess.Popen", raise_oserror)
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         make(SLEEP).after_commit(0)
-    assert "could not be started: OSError: no more processes" in caplog.text
+    assert "could not be started: OSError: no processes left" in caplog.text
 
 
 @pytest.mark.parametrize("broken", ["command", "read_output"])

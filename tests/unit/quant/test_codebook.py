@@ -1,4 +1,4 @@
-"""Protects what symbols stand for: means that are means, and streams that pay."""
+"""Protects codebooks: an entry is the mean of its symbol's values, and separate streams are used where they save."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckstore.quant.geometry import Grid
 from ckstore.quant.grid import Occurring, conditional_means
 
 
-def test_means_are_of_what_has_the_symbol_and_zero_is_zero() -> None:
+def test_entries_are_means_and_zero_stays_zero() -> None:
     totals = np.zeros(512)
     totals[[127, 128, 129]] = [2, 10, 4]
     totals[[256 + 127, 256 + 128, 256 + 129]] = [-5.0, 3.0, 6.0]
@@ -20,7 +20,7 @@ def test_means_are_of_what_has_the_symbol_and_zero_is_zero() -> None:
     assert Occurring.of(totals[:256]) == Occurring(127, 3)
 
 
-def test_alike_rows_and_columns_have_one_stream_and_unlike_ones_more() -> None:
+def test_only_differing_rows_get_more_streams() -> None:
     rng = np.random.default_rng(4)
     grid = Grid(512 * 256, 256, 0)
     for octaves, more in ((0.0, False), (1.0, True)):
@@ -37,7 +37,7 @@ def test_alike_rows_and_columns_have_one_stream_and_unlike_ones_more() -> None:
         assert found.stream_of.max() == found.stream_count - 1
 
 
-def test_rows_that_never_change_are_of_the_lowest_class() -> None:
+def test_unchanged_rows_are_in_the_lowest_class() -> None:
     sums = np.array([0.0, 1.0, 4.0])
     grid = Grid(48, 16, 0)
     rows, cols = contexts.classes_of(sums, np.full(16, 5.0 / 16), grid, has_row_scales=False)

@@ -1,4 +1,4 @@
-"""Protects the numbers under reconstructions: factors are the same integers everywhere, and near what they code."""
+"""Protects factors: they are the same integers on every machine, and close to the values they code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckstore.quant.geometry import Grid
 
 
 @pytest.mark.parametrize(("octaves", "bits"), [(1, 4), (14, 4), (15, 3), (30, 3), (31, 2), (62, 2), (90, 2)])
-def test_factors_are_coded_in_the_finest_steps_that_reach(octaves: float, bits: int) -> None:
+def test_factors_use_the_finest_fitting_steps(octaves: float, bits: int) -> None:
     values = np.exp2(np.linspace(-octaves, 0, 1000)) * 3.7
     found = geometry.factors_of(values)
     assert found.octave_bits == bits
@@ -23,7 +23,7 @@ def test_factors_are_coded_in_the_finest_steps_that_reach(octaves: float, bits: 
     assert (found.values() > 0).all()
 
 
-def test_every_code_is_the_power_of_two_that_is_written_down() -> None:
+def test_codes_match_the_table_of_powers() -> None:
     codes = np.arange(256, dtype=np.uint8)
     for bits, exponents in ((4, (-126, 0, 112)), (3, (-126, 96)), (2, (-126, 64))):
         for exponent in exponents:
@@ -49,7 +49,7 @@ def test_zero_stays_zero_and_one_is_one() -> None:
 
 
 @pytest.mark.parametrize(("exponent", "bits"), [(-127, 4), (113, 4), (97, 3), (65, 2), (0, 1), (0, 5), (0, 0)])
-def test_factors_that_are_no_normal_numbers_are_malformed(exponent: int, bits: int) -> None:
+def test_factors_that_are_not_normal_are_malformed(exponent: int, bits: int) -> None:
     with pytest.raises(MalformedError):
         geometry.require_known(exponent, bits)
 

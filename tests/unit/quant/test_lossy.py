@@ -1,4 +1,4 @@
-"""Protects those who store with a loss: what comes back is what was recorded, along every chain and on every way."""
+"""Protects lossy commits: restored values have the recorded errors, along every chain and for every way to restore."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def manifest_of(store, ref="latest"):
 
 @pytest.fixture
 def chain(store):
-    """A store with a chain of six, and the states that were committed."""
+    """A store with a chain of six checkpoints, and the committed states."""
     run, states = AdamRun(), []
     for step in range(6):
         states.append(run.train().state())
@@ -35,32 +35,32 @@ def chain(store):
     return store, states
 
 
-def test_what_comes_back_is_as_far_off_as_was_recorded(chain):
+def test_restored_errors_match_the_recorded_ones(chain):
     store, states = chain
     for step in range(1, 6):
-        found, told = store.restore(step), losses(store, step)
-        assert set(told) == {W, M, V}
-        for path, row in told.items():
+        found, recorded = store.restore(step), losses(store, step)
+        assert set(recorded) == {W, M, V}
+        for path, row in recorded.items():
             made = distance_of(leaf(states[step], path), leaf(found, path))
             assert math.isclose(made.max_abs, row.max_abs, rel_tol=1e-5), path
             assert math.isclose(made.relative, row.rel_rms, rel_tol=1e-5), path
             assert 0 < row.bits < 8
-        assert told[W].hops == step
+        assert recorded[W].hops == step
         for path in ("model.bias", "optimizer.state.0.step", "rng", "epoch"):
             assert difference(leaf(found, path), leaf(states[step], path)) is None
 
 
-def test_errors_do_not_add_up_along_a_chain(store):
-    run, told = AdamRun(), []
+def test_errors_do_not_accumulate_along_a_chain(store):
+    run, recorded = AdamRun(), []
     for step in range(12):
         store.commit(run.train().state(), step, policy=lossy_policy(replace(NEAR, keyframe_every=100)))
-        told.append(losses(store))
-    assert told[-1][W].hops == 11
-    assert told[-1][W].rel_rms < 2 * told[1][W].rel_rms
+        recorded.append(losses(store))
+    assert recorded[-1][W].hops == 11
+    assert recorded[-1][W].rel_rms < 2 * recorded[1][W].rel_rms
 
 
 @pytest.mark.parametrize("parts", [{}, {"weights": "exact"}, {"first": "exact", "second": "exact"}])
-def test_the_first_checkpoint_and_every_keyframe_are_exact_as_a_whole(store, parts):
+def test_first_checkpoint_and_keyframes_are_exact(store, parts):
     run, exact = AdamRun(), []
     fidelity = replace(NEAR, tensors=replace(NEAR.tensors, **parts), keyframe_every=3)
     for step in range(7):
@@ -76,7 +76,7 @@ def test_the_first_checkpoint_and_every_keyframe_are_exact_as_a_whole(store, par
     assert exact == [True, False, False, True, False, False, True]
 
 
-def test_a_weight_without_a_base_makes_no_keyframe_where_others_have_one(store):
+def test_one_weight_without_base_makes_no_keyframe(store):
     run, other = AdamRun(), AdamRun(2)
     for step in range(2):
         state = run.train().state()
@@ -85,14 +85,14 @@ def test_a_weight_without_a_base_makes_no_keyframe_where_others_have_one(store):
         receipt = store.commit(state, step, policy=lossy_policy())
     assert receipt.fidelity == "near"
     assert set(losses(store)) == {W, M, V}
-    # One of which no weight has a base is a keyframe, and no chain goes on in it.
+    # A checkpoint in which no weight has a base is a keyframe, and no chain continues in it.
     del state["model"]["new"]
     state["model"] = {"renamed": state["model"].pop("w")}
     assert store.commit(state, 2, policy=lossy_policy()).fidelity == "exact"
     store.restore(exact=True)
 
 
-def test_what_is_said_of_a_residual_counts_nothing_in_keyframes_that_are_no_whole_states(store):
+def test_residual_report_ignores_partial_keyframes(store):
     run = AdamRun(shape=LARGE)
     for step in range(4):
         store.commit(run.train().state(), step, policy=lossy_policy())
@@ -101,7 +101,7 @@ def test_what_is_said_of_a_residual_counts_nothing_in_keyframes_that_are_no_whol
     assert "a restore reads" not in reason
 
 
-def test_a_checkpoint_says_that_it_is_not_exact(chain):
+def test_lossy_checkpoint_is_not_reported_as_exact(chain):
     store, _ = chain
     assert store.info(5).fidelity == "near"
     store.restore(5)
@@ -115,7 +115,7 @@ def test_a_checkpoint_says_that_it_is_not_exact(chain):
     store.restore(9, exact=True)
 
 
-def test_a_receipt_says_what_was_lost(store):
+def test_receipt_reports_the_loss(store):
     run = AdamRun()
     first = store.commit(run.train().state(), 0, policy=lossy_policy())
     assert (first.fidelity, first.lossy_count) == ("exact", 0)
@@ -129,13 +129,13 @@ def test_a_receipt_says_what_was_lost(store):
     assert receipt.warnings == ()
 
 
-def test_every_level_of_verify_is_content(chain):
+def test_verify_accepts_lossy_checkpoints(chain):
     store, _ = chain
     for level in ("quick", "read", "decode"):
         assert store.verify(level).damage == []
 
 
-def test_restores_give_the_same_bits_every_time_and_on_every_way(chain, tmp_path):
+def test_all_ways_to_restore_give_the_same_bits(chain, tmp_path):
     store, _ = chain
     first = store.restore(5)
     assert difference(store.restore(5), first) is None
@@ -148,7 +148,7 @@ def test_restores_give_the_same_bits_every_time_and_on_every_way(chain, tmp_path
 @pytest.mark.parametrize(
     "changes", [{"threads": 1}, {"threads": 5}, {"base_cache": "memory"}, {"verify_encoded": False}]
 )
-def test_however_it_is_committed_the_same_is_stored(changes):
+def test_all_ways_to_commit_store_the_same(changes):
     found = []
     for each in (lossy_policy(), replace(lossy_policy(), **changes)):
         with ckstore.open(MemoryBackend()) as store:
@@ -161,7 +161,7 @@ def test_however_it_is_committed_the_same_is_stored(changes):
     assert found[0] == found[1]
 
 
-def test_a_handle_that_was_opened_again_goes_on_with_the_chain(tmp_path):
+def test_reopened_store_continues_the_chain(tmp_path):
     run, backend = AdamRun(), MemoryBackend()
     for step in range(4):
         with ckstore.open(backend) as store:
@@ -171,7 +171,7 @@ def test_a_handle_that_was_opened_again_goes_on_with_the_chain(tmp_path):
         assert losses(store)[W].hops == 3
 
 
-def test_exact_commits_and_those_with_a_loss_follow_each_other(store):
+def test_exact_and_lossy_commits_can_alternate(store):
     run = AdamRun(shape=LARGE)
     for step, fidelity in enumerate((NEAR, NEAR, "exact", "exact", NEAR, "exact", Residual.small(), NEAR)):
         state = run.train().state()
@@ -183,7 +183,7 @@ def test_exact_commits_and_those_with_a_loss_follow_each_other(store):
     assert store.verify("decode").damage == []
 
 
-def test_what_was_restored_can_be_committed_exactly(store):
+def test_restored_state_can_be_committed_exactly(store):
     run = AdamRun(shape=LARGE)
     for step in range(3):
         store.commit(run.train().state(), step, policy=lossy_policy())
@@ -194,7 +194,7 @@ def test_what_was_restored_can_be_committed_exactly(store):
     assert difference(store.restore(exact=True), state) is None
 
 
-def test_a_state_that_did_not_change_costs_nothing(store):
+def test_unchanged_state_costs_nothing(store):
     state = AdamRun().train().state()
     for step in range(2):
         store.commit(state, step, policy=lossy_policy())
@@ -203,7 +203,7 @@ def test_a_state_that_did_not_change_costs_nothing(store):
     assert np.array_equal(store.restore(only=W)["model"]["w"], state["model"]["w"])
 
 
-def test_tied_weights_lose_together_and_stay_tied(store):
+def test_tied_weights_stay_tied(store):
     run = AdamRun()
     for step in range(2):
         state = run.train().state()

@@ -1,4 +1,4 @@
-"""Protects states that are not as they should be: what cannot be quantized is stored exactly, and told of."""
+"""Protects unusual states: a tensor that cannot be quantized is stored exactly, with a warning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE = (96, 160)
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("path", [W, M, V])
-def test_a_tensor_that_is_not_finite_is_exact_and_told_of(store, value, path):
+def test_non_finite_tensor_is_exact_with_warning(store, value, path):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy())
     state = run.train().state()
@@ -31,14 +31,14 @@ def test_a_tensor_that_is_not_finite_is_exact_and_told_of(store, value, path):
     if path != W:
         expected[V if path == M else M] = f"its {'first' if path == M else 'second'} moment holds NaN or infinity"
     assert set(receipt.warnings) == {f"{where} was stored exactly: {why}" for where, why in expected.items()}
-    # Both moments or none.
+    # Both moments, or none.
     assert set(losses(store)) == ({M, V} if path == W else {W})
     receipt = store.commit(run.train().state(), 2, policy=lossy_policy())
     assert receipt.warnings == () or path == W
     assert store.verify("decode").damage == []
 
 
-def test_a_second_moment_that_is_negative_is_none(store):
+def test_negative_second_moment_is_not_quantized(store):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy())
     state = run.train().state()
@@ -52,7 +52,7 @@ def test_a_second_moment_that_is_negative_is_none(store):
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 1e-30, 1e30])
-def test_constant_tensors_come_back_close(store, value):
+def test_constant_tensors_stay_close(store, value):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy())
     state = run.train().state()
@@ -68,7 +68,7 @@ def test_constant_tensors_come_back_close(store, value):
     assert store.verify("decode").damage == []
 
 
-def test_second_moments_that_are_denormal_stay_positive(store):
+def test_denormal_second_moments_stay_positive(store):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy())
     state = run.train().state()
@@ -86,7 +86,7 @@ def test_second_moments_that_are_denormal_stay_positive(store):
 
 @pytest.mark.parametrize("dtype", ["f4", "bfloat16"])
 @pytest.mark.parametrize("size", [1e-42, 1e-40])
-def test_moments_that_are_too_small_to_be_told_are_exact(store, size, dtype):
+def test_too_small_moments_are_exact(store, size, dtype):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy())
     state = run.train().state()
@@ -101,14 +101,14 @@ def test_moments_that_are_too_small_to_be_told_are_exact(store, size, dtype):
     receipt = store.commit(state, 1, policy=lossy_policy())
     assert difference(store.restore()["optimizer"], state["optimizer"]) is None
     assert set(losses(store)) == {W}
-    told = dict(warning.split(" was stored exactly: ") for warning in receipt.warnings)
-    assert set(told) == {M, V}
-    assert told[V] == "the second moment is below 1.2e-38 and would be stored as a much larger value"
+    reasons = dict(warning.split(" was stored exactly: ") for warning in receipt.warnings)
+    assert set(reasons) == {M, V}
+    assert reasons[V] == "the second moment is below 1.2e-38 and would be stored as a much larger value"
 
 
 @pytest.mark.parametrize("residual", [Residual.near(), Residual.small()], ids=["near", "small"])
-def test_no_step_is_made_up_where_the_second_moment_is_zero_and_the_first_one_is_not(store, residual):
-    """A gradient of 1e-23 has no square: its first moment must not get the direction that rows and columns have."""
+def test_zero_second_moment_invents_no_step(store, residual):
+    """A gradient of 1e-23 has no square in fp32. Its first moment must not get the direction of its row and column."""
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy(residual))
     state = run.train().state()
@@ -124,7 +124,7 @@ def test_no_step_is_made_up_where_the_second_moment_is_zero_and_the_first_one_is
     assert losses(store)[M].rel_rms < 1
 
 
-def test_first_moments_of_which_much_stands_beside_zeros_are_exact_with_the_second(store):
+def test_many_zero_second_moments_make_both_exact(store):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy())
     state = run.train().state()
@@ -134,13 +134,13 @@ def test_first_moments_of_which_much_stands_beside_zeros_are_exact_with_the_seco
     assert set(losses(store)) == {W}
     why = "much of the first moment is where the second moment is zero or too small to be represented"
     assert set(receipt.warnings) == {f"{path} was stored exactly: {why}" for path in (M, V)}
-    # Who drops first moments anyway loses nothing there.
+    # A policy that drops first moments loses nothing there.
     dropped = replace(Residual.near(), tensors=TensorSettings(first=FirstMomentSettings("dropped")))
     assert store.commit(state, 2, policy=lossy_policy(dropped)).warnings == ()
     assert M in losses(store)
 
 
-def test_a_weight_that_was_made_anew_is_exact_and_a_chain_begins(store):
+def test_reinitialized_weight_is_exact(store):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy())
     run.w = (run.rng.standard_normal(SHAPE) * 1e-3).astype(np.float32)
@@ -161,7 +161,7 @@ def test_empty_and_scalar_tensors_stay_exact(store):
     assert difference(store.restore(exact=True), state) is None
 
 
-def test_weights_of_two_bytes_are_quantized_too(store):
+def test_two_byte_weights_are_quantized(store):
     run = AdamRun(dtype=np.float16)
     run.sizes *= 1e3
     for step in range(3):
@@ -172,7 +172,7 @@ def test_weights_of_two_bytes_are_quantized_too(store):
     assert store.verify("decode").damage == []
 
 
-def test_a_rounding_of_a_weight_stays_the_rounding_of_what_it_became(store):
+def test_rounding_follows_the_quantized_weight(store):
     run = AdamRun(shape=(300, 500))
     for step in range(3):
         state = run.train().state()
@@ -181,14 +181,14 @@ def test_a_rounding_of_a_weight_stays_the_rounding_of_what_it_became(store):
         assert receipt.chunks_derived == 1
     found = store.restore()
     assert np.array_equal(found["half"]["w"], found["model"]["w"].astype(np.float16))
-    told = losses(store)["half.w"]
-    assert (told.role, told.method) == ("rounded", "rounded")
+    recorded = losses(store)["half.w"]
+    assert (recorded.role, recorded.method) == ("rounded", "rounded")
     made = distance_of(state["half"]["w"], found["half"]["w"])
-    assert math.isclose(made.max_abs, told.max_abs)
+    assert math.isclose(made.max_abs, recorded.max_abs)
     assert store.verify("decode").damage == []
 
 
-def test_what_only_began_as_a_rounding_is_stored_by_itself(store):
+def test_inexact_rounding_is_stored_separately(store):
     run = AdamRun(shape=(300, 500))
     for step in range(2):
         state = run.train().state()
@@ -200,12 +200,12 @@ def test_what_only_began_as_a_rounding_is_stored_by_itself(store):
     assert "half.w" not in losses(store)
 
 
-def test_shapes_that_changed_have_no_base(store):
+def test_changed_shapes_have_no_base(store):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy())
     other = AdamRun(2, shape=(160, 96)).train().state()
     store.commit(other, 1, policy=lossy_policy())
-    # As many bytes at the same place: the chunk is a base as good as any, and the rows are new.
+    # The chunk has as many bytes at the same place, so it is a valid base, but the rows are new.
     wider = AdamRun(3, shape=(100, 170)).train().state()
     store.commit(wider, 2, policy=lossy_policy())
     assert W not in losses(store)
@@ -214,7 +214,7 @@ def test_shapes_that_changed_have_no_base(store):
 
 
 @pytest.mark.parametrize("key", ["momentum_buffer", "exp_avg", "exp_avg_sq_row"])
-def test_optimizers_with_other_moments_are_weights_only(store, key):
+def test_only_weights_of_other_optimizers_are_lossy(store, key):
     run = AdamRun()
     for step in range(2):
         state = run.train().state()
@@ -225,7 +225,7 @@ def test_optimizers_with_other_moments_are_weights_only(store, key):
     assert difference(found["optimizer"], state["optimizer"]) is None
 
 
-def test_second_moments_that_nobody_told_us_of_never_become_negative(store):
+def test_unrecognized_second_moments_stay_nonnegative(store):
     rng = np.random.default_rng(5)
     for step in range(4):
         state = {"model": {"w": rng.standard_normal(SHAPE).astype(np.float32)}}
@@ -234,7 +234,7 @@ def test_second_moments_that_nobody_told_us_of_never_become_negative(store):
     assert store.restore()["squares"].min() >= 0
 
 
-def test_strided_tensors_lose_no_more_than_others(store):
+def test_strided_tensors_have_the_same_errors(store):
     run = AdamRun()
     for step in range(2):
         state = run.train().state()

@@ -1,4 +1,4 @@
-"""Protects what a policy asks for: rules, bounds and the guard of the next step hold, or nothing is lost."""
+"""Protects lossy policies: rules, bounds and the guard of the next step hold, or the tensor is stored exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_rules_choose_by_path(store):
     run = AdamRun()
     for step in range(2):
         store.commit(run.train().state(), step, policy=lossy_policy(exact_model))
-    # The moments of a weight that a rule names go with it.
+    # The moments of a weight follow the rule of the weight.
     assert losses(store) == {}
     moments_only = replace(NEAR, tensors=replace(NEAR.tensors, weights="exact"))
     store.commit(run.train().state(), 2, policy=lossy_policy(moments_only))
@@ -38,9 +38,9 @@ def test_rules_choose_by_path(store):
     assert store.verify("decode").damage == []
 
 
-def test_a_rule_makes_a_weight_of_what_no_key_says_is_one(store):
+def test_rule_can_make_any_tensor_a_weight(store):
     def lost(rules):
-        # What was small and exact has no chunk of its own that could be a base; the second commit finds one.
+        # Small exact tensors have no chunk of their own that could be a base. The second commit finds one.
         for step in range(2):
             own = run.train().state() | {"blobs": {"a": other.train().w, "b": other.w[:, ::-1].copy()}}
             store.commit(own, step, policy=lossy_policy(replace(NEAR, rules=rules)))
@@ -53,17 +53,17 @@ def test_a_rule_makes_a_weight_of_what_no_key_says_is_one(store):
 
 
 COUNTED = {
-    # By its values: whole numbers.
+    # Excluded by its values: whole numbers.
     "seen": lambda noise, step: np.rint(100 * noise) + step,
     "seen_halves": lambda noise, step: np.rint((20 + step) * noise + step * noise[::-1]).astype(np.float16),
-    # By its name: averages of counts.
+    # Excluded by its name: averages of counts.
     "cluster_size": lambda noise, step: noise + step / 3,
     "token_counts": lambda noise, step: noise + step / 3,
 }
 
 
 @pytest.mark.parametrize(("name", "count"), COUNTED.items(), ids=COUNTED)
-def test_buffers_of_a_model_that_count_stay_exact_unless_a_rule_names_them(store, name, count):
+def test_counters_stay_exact_without_a_rule(store, name, count):
     def lost(rules, first):
         for step in range(first, first + 2):
             state = run.train().state()
@@ -76,7 +76,7 @@ def test_buffers_of_a_model_that_count_stay_exact_unless_a_rule_names_them(store
     assert f"model.{name}" in lost(((f"model.{name}", NEAR.tensors),), 2)
 
 
-def test_a_rule_names_a_tied_weight_by_any_of_its_paths(store):
+def test_rule_matches_any_path_of_a_tied_weight(store):
     run = AdamRun()
     for step in range(2):
         state = run.train().state()
@@ -86,13 +86,13 @@ def test_a_rule_names_a_tied_weight_by_any_of_its_paths(store):
     assert W not in losses(store)
 
 
-def test_a_rule_that_names_nothing_is_told_with_what_comes_near(store):
+def test_rule_without_match_names_similar_paths(store):
     mistyped = replace(NEAR, rules=(("modle.w*", "exact"),))
     receipt = store.commit(AdamRun().train().state(), 0, policy=lossy_policy(mistyped))
     assert receipt.warnings == ("the rule for 'modle.w*' matches nothing in this state; the nearest path is model.w",)
 
 
-def test_what_holds_for_hundreds_of_tensors_is_told_in_a_few_lines(store):
+def test_warnings_about_many_tensors_are_short(store):
     rng = np.random.default_rng(8)
     weights = {f"w{number}": rng.standard_normal((64, 80)).astype(np.float32) for number in range(30)}
     strict = lossy_policy(replace(NEAR, max_rel_rms=1e-9))
@@ -100,14 +100,16 @@ def test_what_holds_for_hundreds_of_tensors_is_told_in_a_few_lines(store):
     weights = {name: each * np.float32(1.01) + rng.standard_normal((64, 80)) for name, each in weights.items()}
     weights = {name: each.astype(np.float32) for name, each in weights.items()}
     weights["w29"][0, 0] = np.nan
-    told = store.commit({"model": weights}, 1, policy=strict).warnings
-    assert len(told) == 10
-    assert all(" was stored exactly: its RMS error is " in warning for warning in told[:8])
-    assert told[8].startswith("22 more tensors were stored exactly, of 30 that could lose something; model.w8, for one")
-    assert told[9] == "model.w29 holds NaN or infinity: the run may have diverged"
+    warnings = store.commit({"model": weights}, 1, policy=strict).warnings
+    assert len(warnings) == 10
+    assert all(" was stored exactly: its RMS error is " in warning for warning in warnings[:8])
+    assert warnings[8].startswith(
+        "22 more tensors were stored exactly, of 30 that could lose something; model.w8, for one"
+    )
+    assert warnings[9] == "model.w29 holds NaN or infinity: the run may have diverged"
 
 
-def test_a_policy_that_finds_nothing_to_quantize_says_so(store):
+def test_policy_without_lossy_tensors_warns(store):
     rng = np.random.default_rng(5)
     for step, state in enumerate(
         (
@@ -128,8 +130,8 @@ def test_a_policy_that_finds_nothing_to_quantize_says_so(store):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, "bfloat16"])
-def test_a_rule_keeps_the_rounding_of_a_master_that_is_quantized(store, dtype):
-    """Its own bits come back: not those of the rounding of what the master becomes."""
+def test_rule_keeps_rounding_of_quantized_master(store, dtype):
+    """The rounding's own bits are restored, not the rounding of the quantized master."""
     if dtype == "bfloat16":
         torch = pytest.importorskip("torch")
 
@@ -152,8 +154,8 @@ def test_a_rule_keeps_the_rounding_of_a_master_that_is_quantized(store, dtype):
     assert store.verify("decode").damage == []
 
 
-def test_weights_alone_go_on_in_a_chain_as_long_as_weights_with_their_moments(store):
-    """Exact moments are read once, whatever the chain of their weight: they are no reason to begin anew."""
+def test_exact_moments_do_not_shorten_the_chain(store):
+    """Exact moments are read once, for any chain of their weight. They are no reason for a new keyframe."""
     weights_only = replace(NEAR, tensors=replace(NEAR.tensors, first="exact", second="exact"))
     run, hops = AdamRun(), []
     for step in range(12):
@@ -167,7 +169,7 @@ def test_weights_alone_go_on_in_a_chain_as_long_as_weights_with_their_moments(st
     [{"max_rel_rms": 1e-6}, {"max_abs": 1e-9}, {"bits_per_parameter": 0.01}],
     ids=["relative", "greatest", "bits"],
 )
-def test_bounds_that_cannot_be_met_raise_or_are_exact_as_the_policy_says(store, bounds):
+def test_unreachable_bounds_raise_or_store_exactly(store, bounds):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy(NEAR))
     state = run.train().state()
@@ -184,7 +186,7 @@ def test_bounds_that_cannot_be_met_raise_or_are_exact_as_the_policy_says(store, 
 
 @pytest.mark.parametrize("chunk_count", [1, 4])
 @pytest.mark.parametrize("target", [1.5, 12.0])
-def test_steps_are_scaled_until_a_parameter_takes_the_bits_that_were_asked_for(backend, target, chunk_count):
+def test_steps_are_scaled_to_the_target_bits(backend, target, chunk_count):
     run = AdamRun(shape=(256 * chunk_count, 256))
     store = open_small(backend, 256 * KIB)
     store.commit(run.train(2).state(), 0, policy=lossy_policy(NEAR))
@@ -194,12 +196,12 @@ def test_steps_are_scaled_until_a_parameter_takes_the_bits_that_were_asked_for(b
     store.rewind(0)
     aimed = replace(NEAR, bits_per_parameter=target, on_bound="raise")
     receipt = store.commit(state, 2, policy=lossy_policy(aimed))
-    told = losses(store)
-    bits = sum(row.bits for row in told.values())
+    recorded = losses(store)
+    bits = sum(row.bits for row in recorded.values())
     assert 0.75 * target < bits <= target, receipt.warnings
     as_it_comes = sum(row.bits for row in plain.values())
-    assert (told[W].numbers["step"] > plain[W].numbers["step"]) == (as_it_comes > target)
-    assert (told[W].rel_rms > plain[W].rel_rms) == (as_it_comes > target)
+    assert (recorded[W].numbers["step"] > plain[W].numbers["step"]) == (as_it_comes > target)
+    assert (recorded[W].rel_rms > plain[W].rel_rms) == (as_it_comes > target)
     assert store.verify("decode").damage == []
 
 
@@ -211,7 +213,7 @@ def test_finer_steps_may_find_more_directions(octaves, rank_max):
     assert scaled(tensor, octaves).settings.low_rank.rank_max == rank_max
 
 
-def test_bounds_that_are_met_let_everything_stand(store):
+def test_met_bounds_change_nothing(store):
     run = AdamRun()
     bounded = replace(NEAR, on_bound="raise", max_rel_rms=0.9, max_abs=1.0, bits_per_parameter=40.0)
     for step in range(3):
@@ -223,22 +225,22 @@ def test_bounds_that_are_met_let_everything_stand(store):
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
 @pytest.mark.parametrize("residual", [NEAR, Residual.small()], ids=["near", "small"])
-def test_no_next_step_is_larger_than_the_guard_allows(store, betas, residual):
+def test_next_step_is_within_the_step_guard(store, betas, residual):
     one, two = betas
     natural = (1 - one) / math.sqrt((1 - two) * (1 - one * one / two))
     run = AdamRun(betas=betas)
     for step in range(3):
         store.commit(run.train().state(), step, policy=lossy_policy(residual))
-    found, told = store.restore(), losses(store)
+    found, recorded = store.restore(), losses(store)
     m, v = leaf(found, M).astype(np.float64), leaf(found, V).astype(np.float64)
     worst = np.sqrt(one * one * (m * m / v).max() / two + (1 - one) ** 2 / (1 - two))
     worst *= math.sqrt(1 - two ** (run.steps + 1)) / (1 - one ** (run.steps + 1))
-    assert math.isclose(told[M].spike, worst, rel_tol=1e-4)
-    assert told[M].spike == told[V].spike
+    assert math.isclose(recorded[M].spike, worst, rel_tol=1e-4)
+    assert recorded[M].spike == recorded[V].spike
     assert worst <= min(10, 1.5 * natural) * 1.001
 
 
-def test_a_first_moment_that_stays_beside_a_vanished_second_one_makes_both_exact(store):
+def test_vanished_second_moment_makes_both_exact(store):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy())
     state = run.train().state()
@@ -251,7 +253,7 @@ def test_a_first_moment_that_stays_beside_a_vanished_second_one_makes_both_exact
     assert "a first moment would be left where the second moment is zero" in receipt.warnings[0]
 
 
-def test_names_of_policies_become_words(store):
+def test_policy_names_are_normalized(store):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy())
     for name, word in (("My Own!", "my-own"), ("exact", "own"), ("é", "own"), ("x" * 90, "x" * 32)):
@@ -259,7 +261,7 @@ def test_names_of_policies_become_words(store):
         assert store.info("latest").fidelity == word
 
 
-def test_only_what_is_asked_for_can_be_a_fidelity():
+def test_invalid_fidelity_is_refused():
     from ckstore.errors import UsageError
 
     for wrong in ("lossy", None, 3, Residual, Residual.near, []):
@@ -271,7 +273,7 @@ def test_only_what_is_asked_for_can_be_a_fidelity():
     assert lossy_policy().residual == NEAR
 
 
-def test_policies_come_back_from_their_rows():
+def test_policy_round_trips_through_rows():
     from ckstore.config import policy_of, policy_row
     from ckstore.errors import MalformedError
 
@@ -289,7 +291,7 @@ def test_policies_come_back_from_their_rows():
 
 
 @pytest.mark.parametrize("where", ["model", "model.w", "optimizer.state"])
-def test_a_rule_for_a_container_holds_for_what_is_in_it(store, where):
+def test_rule_for_a_container_applies_to_its_content(store, where):
     run = AdamRun()
     for step in range(2):
         receipt = store.commit(run.train().state(), step, policy=lossy_policy(replace(NEAR, rules=((where, "exact"),))))
@@ -297,22 +299,22 @@ def test_a_rule_for_a_container_holds_for_what_is_in_it(store, where):
     assert receipt.warnings == ()
 
 
-def test_a_rule_that_names_nothing_is_told(store):
+def test_rule_without_match_warns(store):
     wrong = replace(NEAR, rules=(("model.wide", "exact"), ("model.*", "exact"), ("mod", "exact")))
     receipt = store.commit(AdamRun().train().state(), 0, policy=lossy_policy(wrong))
     assert [warning.split("'")[1] for warning in receipt.warnings] == ["model.wide", "mod"]
 
 
-def test_the_method_is_the_one_that_was_taken(store):
-    """What few directions do not describe falls back to a grid, whatever the settings try first."""
+def test_reported_method_is_the_one_used(store):
+    """A tensor without a low rank falls back to a grid, whichever method the settings try first."""
     run = AdamRun()
     for step in range(2):
         store.commit(run.train().state(), step, policy=lossy_policy(NEAR))
-    told = losses(store)
-    # Changes of this run are noise of full rank; its second moments have factors of rows and columns.
-    assert (told[W].method, told[M].method, told[V].method) == ("grid", "grid", "outer")
-    assert "outer_step" in told[V].numbers
-    assert "outer_step" not in told[W].numbers
+    recorded = losses(store)
+    # Changes of this run are noise of full rank. Its second moments have factors of rows and columns.
+    assert (recorded[W].method, recorded[M].method, recorded[V].method) == ("grid", "grid", "outer")
+    assert "outer_step" in recorded[V].numbers
+    assert "outer_step" not in recorded[W].numbers
     rng = np.random.default_rng(5)
     run.w = run.w + (rng.normal(size=(96, 2)) @ rng.normal(size=(2, 160)) * 1e-2).astype(np.float32)
     store.commit(run.state(), 2, policy=lossy_policy(NEAR))
@@ -320,19 +322,19 @@ def test_the_method_is_the_one_that_was_taken(store):
     assert "outer_step" in losses(store)[W].numbers
 
 
-def test_a_tensor_of_few_rows_is_told_by_logarithms(store):
-    """Factors of rows need rows: what is asked for as rank 1 is a grid of logarithms there."""
+def test_tensor_with_few_rows_uses_a_log_grid(store):
+    """Row factors need rows: rank 1 becomes a grid of logarithms here."""
     plain = TensorSettings(weights="exact")
     for shape, method in (((5, 1000), "log"), ((50, 100), "rank1")):
         run = AdamRun(shape=shape)
-        # The first of this shape is exact as a whole.
+        # The first one of this shape is stored exactly.
         for step in range(2):
             receipt = store.commit(run.train().state(), step, policy=lossy_policy(replace(NEAR, tensors=plain)))
         assert losses(store)[V].method == method, receipt.warnings
 
 
-def test_a_rounding_is_held_to_the_bounds_like_its_master(store):
-    """bf16 steps are wide: a master may be within a bound that its rounding, one step off somewhere, exceeds."""
+def test_bounds_apply_to_roundings(store):
+    """bf16 steps are wide: a master may be within a bound that its rounding, one step off, exceeds."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(2)
     w = torch.from_numpy((rng.standard_normal((96, 160)) * 0.5).astype(np.float32))
@@ -350,12 +352,12 @@ def test_a_rounding_is_held_to_the_bounds_like_its_master(store):
 
 @pytest.mark.parametrize("path", ["model.bias", "small", "doubles", M, W])
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_a_diverged_run_is_seen_wherever_it_shows(store, path, value):
+def test_divergence_warns_for_any_tensor(store, path, value):
     state = AdamRun().train().state()
     state |= {"small": np.ones((4, 4), np.float16), "doubles": np.ones(7), "model": {**state["model"]}}
     leaf(state, path).reshape(-1)[1] = value
     receipt = store.commit(state, 0, policy=lossy_policy())
-    told = [warning for warning in receipt.warnings if warning.startswith(f"{path} ")]
-    assert len(told) == 1
-    assert "NaN or infinity" in told[0]
+    warnings = [warning for warning in receipt.warnings if warning.startswith(f"{path} ")]
+    assert len(warnings) == 1
+    assert "NaN or infinity" in warnings[0]
     assert store.commit(state, 1, policy=Policy()).warnings == (), "looked for only where something is lost"

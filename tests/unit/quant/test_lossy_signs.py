@@ -1,4 +1,4 @@
-"""Protects the word ``exact``: a checkpoint that lost as little as the sign of a zero does not say it of itself."""
+"""Protects the word ``exact``: a checkpoint that lost even the sign of a zero is not called exact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckstore import Policy, Residual
 
 
 @pytest.mark.parametrize("residual", [Residual.near(), Residual.small()], ids=["near", "small"])
-def test_signs_of_zeros_are_kept_or_told(folder, residual):
+def test_signs_of_zeros_are_kept_or_reported(folder, residual):
     rng = np.random.default_rng(3)
     weight = rng.standard_normal((256, 256)).astype(np.float32)
     weight[rng.random((256, 256)) < 0.5] = -0.0
@@ -24,11 +24,11 @@ def test_signs_of_zeros_are_kept_or_told(folder, residual):
                 assert restored.tobytes() == weight.tobytes()
 
 
-def test_moments_of_other_optimizers_are_not_taken_for_weights(folder):
+def test_moments_of_other_optimizers_are_not_weights(folder):
     rng = np.random.default_rng(4)
 
     def state(step):
-        make = lambda: rng.standard_normal((256, 256)).astype(np.float32)  # noqa: E731 - three times the same
+        make = lambda: rng.standard_normal((256, 256)).astype(np.float32)  # noqa: E731 - used three times
         return {"params": {"w": make()}, "opt_state": {"mu": {"w": make()}, "nu": {"w": make() ** 2}}}
 
     states = [state(step) for step in range(2)]

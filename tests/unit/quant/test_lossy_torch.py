@@ -1,4 +1,4 @@
-"""Protects residual checkpoints of torch: every kind of state a trainer has comes back as its records say."""
+"""Protects residual checkpoints of torch: every kind of trainer state is restored within its recorded errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def opened(tmp_path):
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_training_goes_on_from_a_residual_about_as_from_the_exact_state(opened, is_named):
+def test_training_from_residual_matches_exact_closely(opened, is_named):
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(4):
@@ -54,7 +54,7 @@ def test_training_goes_on_from_a_residual_about_as_from_the_exact_state(opened, 
     assert opened.verify("decode").damage == []
 
 
-def test_weights_in_bf16_stay_the_roundings_of_masters_that_stand_in_an_optimizer(opened):
+def test_bf16_weights_stay_roundings_of_masters(opened):
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(3):
@@ -63,13 +63,13 @@ def test_weights_in_bf16_stay_the_roundings_of_masters_that_stand_in_an_optimize
         halves = {name: master.to(torch.bfloat16) for name, master in masters.items()}
         receipt = opened.commit({"model": halves, "optimizer": {**optimizer.state_dict(), "master": masters}}, step)
         assert receipt.chunks_derived >= 2
-    found, told = opened.restore(), losses(opened)
+    found, recorded = opened.restore(), losses(opened)
     for name in ("0.weight", "2.weight"):
-        assert told[f"model.{name}"].role == "rounded"
-        assert told[f"optimizer.master.{name}"].role == "weight"
+        assert recorded[f"model.{name}"].role == "rounded"
+        assert recorded[f"optimizer.master.{name}"].role == "weight"
         assert torch.equal(found["model"][name], found["optimizer"]["master"][name].to(torch.bfloat16))
         error = (found["model"][name].float() - halves[name].float()).abs().max()
-        assert math.isclose(error, told[f"model.{name}"].max_abs, rel_tol=1e-5)
+        assert math.isclose(error, recorded[f"model.{name}"].max_abs, rel_tol=1e-5)
     assert opened.verify("decode").damage == []
 
 
@@ -79,9 +79,9 @@ def test_a_state_in_bf16_is_quantized_in_bf16(opened):
     for step in range(3):
         train(model, optimizer, 5, seed=step)
         opened.commit({"model": model, "optimizer": optimizer}, step)
-    found, told = opened.restore(), losses(opened)
+    found, recorded = opened.restore(), losses(opened)
     assert found["model"]["0.weight"].dtype == torch.bfloat16
-    assert told["model.0.weight"].hops == 2
+    assert recorded["model.0.weight"].hops == 2
     second = found["optimizer"]["state"][0]["exp_avg_sq"]
     assert second.dtype == torch.bfloat16
     kept = optimizer.state[next(model.parameters())]["exp_avg_sq"]
@@ -99,7 +99,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_of_other_optimizers_are_exact_and_their_weights_are_not(opened, name):
+def test_states_of_other_optimizers_are_exact(opened, name):
     model = make()
     optimizer = OPTIMIZERS[name](model.parameters())
     for step in range(2):
@@ -115,7 +115,7 @@ def test_states_of_other_optimizers_are_exact_and_their_weights_are_not(opened, 
 
 
 @pytest.mark.parametrize("name", ["Adam", "NAdam", "RAdam"])
-def test_kin_of_adam_are_quantized_like_it(opened, name):
+def test_adam_variants_are_quantized(opened, name):
     model = make()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
     for step in range(2):
@@ -135,7 +135,7 @@ def test_amsgrad_keeps_its_maximum(opened):
     assert "optimizer.state.0.weight.exp_avg_sq" in losses(opened)
 
 
-def test_a_background_commit_loses_the_same(opened):
+def test_background_commit_has_the_same_errors(opened):
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with ckstore.open(repository_of(opened).backend.root, run="other", policy=lossy_policy()) as other:
@@ -154,7 +154,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128"
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("lies", ["whole", "strided", "repeated"])
 @pytest.mark.parametrize("dtype", [*FLOATS, "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"])
-def test_a_diverged_run_is_seen_in_floats_of_every_kind_however_they_lie(opened, dtype, lies):
+def test_divergence_warns_for_all_floats_and_layouts(opened, dtype, lies):
     kind = getattr(torch, dtype, None)
     if kind is None:
         pytest.skip(f"this torch has no {dtype}")
@@ -172,7 +172,7 @@ def test_a_diverged_run_is_seen_in_floats_of_every_kind_however_they_lie(opened,
     assert warning == "model.odd holds NaN or infinity: the run may have diverged"
 
 
-def test_what_lies_beside_the_elements_of_a_tensor_is_no_divergence(opened):
+def test_nan_between_elements_is_not_divergence(opened):
     held = torch.full((12, 20), math.nan)
     held[::2, ::3] = 1.0
     assert opened.commit({"model": {"odd": held[::2, ::3], "w": torch.full((80, 80), 1.5)}}, 0).warnings == ()

@@ -66,7 +66,7 @@ def test_subnormal_second_moments_are_left_exact() -> None:
     assert second(np.full((64, 64), 1e-40, np.float32), RANK1) is None
 
 
-def test_rows_and_columns_that_never_had_a_gradient_stay_zero() -> None:
+def test_rows_and_columns_without_gradient_stay_zero() -> None:
     v = trained(64, 128).second
     v[7], v[:, 9], v[3, 4] = 0.0, 0.0, 0.0
     for settings in (RANK1, LOG):
@@ -90,7 +90,7 @@ def test_moments_over_seventy_decades_keep_their_floor() -> None:
             assert became.min() >= v.min()
 
 
-def test_one_row_has_a_grid_of_logarithms() -> None:
+def test_single_row_uses_a_log_grid() -> None:
     v = trained(1, 4096).second
     made = second(v, RANK1)
     assert made is not None
@@ -99,7 +99,7 @@ def test_one_row_has_a_grid_of_logarithms() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1e-9])
-def test_second_moments_that_none_are_are_left_exact(bad: float) -> None:
+def test_invalid_second_moments_are_left_exact(bad: float) -> None:
     v = trained(64, 64).second
     v[10, 10] = bad
     assert second(v, RANK1) is None
@@ -109,13 +109,13 @@ def test_second_moments_that_none_are_are_left_exact(bad: float) -> None:
 
 
 @pytest.mark.parametrize("values", [np.zeros((64, 64)), np.zeros((0, 64))])
-def test_second_moments_with_nothing_to_gain_are_left_exact(values: np.ndarray) -> None:
+def test_incompressible_second_moments_are_left_exact(values: np.ndarray) -> None:
     assert second(values, RANK1) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", [0.1, 0.5])
-def test_first_moments_keep_their_direction_whatever_the_second_became(step: float, dtype: str) -> None:
+def test_first_moments_keep_their_direction(step: float, dtype: str) -> None:
     state = trained(128, 256)
     scale = 1e4 if dtype == "float16" else 1.0
     m, v = state.first * scale, state.second * scale**2
@@ -132,7 +132,7 @@ def test_first_moments_keep_their_direction_whatever_the_second_became(step: flo
     assert made.errors.max_update_ratio == pytest.approx(np.abs(after).max(), rel=tolerance + 1e-5)
 
 
-def test_ternary_first_moments_take_three_values_and_less_than_a_bit_and_a_half() -> None:
+def test_ternary_first_moments_need_under_1_5_bits() -> None:
     state = trained(256, 256)
     v = stored(state.second)
     made = first(state.first, state.second, v, FirstMomentSettings(form="ternary", step=0.3))
@@ -157,7 +157,7 @@ def test_a_dropped_first_moment_is_zeros_without_a_base() -> None:
     assert first(state.first, state.second, stored(state.second), FirstMomentSettings(form="dropped")) is None
 
 
-def test_quotients_are_clipped_and_dropped_where_the_second_moment_vanishes() -> None:
+def test_quotients_are_clipped_or_dropped() -> None:
     state = trained(64, 64)
     state.second[0, :8] = 0.0
     state.first[0, :4] = 1.0
@@ -170,21 +170,21 @@ def test_quotients_are_clipped_and_dropped_where_the_second_moment_vanishes() ->
     quotients = values_of(made.reconstruction) / np.sqrt(values_of(made_v.reconstruction))
     assert np.abs(quotients).max() <= 3.0 * 1.001
     assert made.errors.max_update_ratio <= 3.0 * 1.001
-    # Where there is no second moment there is no direction either.
+    # Without a second moment there is no direction.
     assert not quotients[:8].any()
 
 
-def test_first_moments_that_vanish_are_left_exact() -> None:
+def test_zero_first_moments_are_left_exact() -> None:
     v = trained(64, 64).second
     for form in ("grid", "ternary"):
         assert first(np.zeros_like(v), v, stored(v), FirstMomentSettings(form=form)) is None
 
 
-def test_both_twins_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_and_native_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     state = trained(64, 300)
     base = stored(state.second)
 
-    def told() -> list[tuple[bytes, bytes, object]]:
+    def results() -> list[tuple[bytes, bytes, object]]:
         calls = [
             lambda: second(state.second, RANK1),
             lambda: second(state.second, LOG),
@@ -198,7 +198,7 @@ def test_both_twins_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
             found.append((bytes(payload_of(made)), bytes(made.reconstruction), made.errors))
         return found
 
-    expected = told()
+    expected = results()
     for loop in kernels.IMPLEMENTATION:
         monkeypatch.setattr(kernels, loop, getattr(reference, loop))
-    assert told() == expected
+    assert results() == expected

@@ -1,4 +1,4 @@
-"""Protects states told as a few outer products: near, small, the same bits when read, and grids for the others."""
+"""Protects states stored as few outer products: close, small, equal bits when read, and a grid for all others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHANGE, QUOTIENT, ROOT = 11, 12, 13
 
 
 def directed(seed: int, rank: int = 5, noise: float = 0.02) -> np.ndarray:
-    """A matrix that is a few outer products and a little noise, of RMS about one."""
+    """A matrix of a few outer products and a little noise, with an RMS of about one."""
     rng = np.random.default_rng(seed)
     sizes = np.linspace(1.0, 0.3, rank)
     found = (rng.normal(size=(ROWS, rank)) * sizes) @ rng.normal(size=(rank, COLS))
@@ -79,7 +79,7 @@ def decoded(made: QuantizedChunk, base: bytes | memoryview | None) -> bytes:
     return bytes(out)
 
 
-def test_few_directions_are_near_and_small() -> None:
+def test_few_directions_are_close_and_small() -> None:
     made, base = weight(1e-3 * directed(1))
     assert made.encoded.steps[0][0] == CHANGE
     assert decoded(made, base) == made.reconstruction
@@ -91,7 +91,7 @@ def test_few_directions_are_near_and_small() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cut", [slice(None), slice(37, None), slice(37, -11), slice(160, -160)])
-def test_what_is_read_is_what_was_committed(dtype: str, cut: slice) -> None:
+def test_reader_gets_the_committed_bits(dtype: str, cut: slice) -> None:
     made, base = weight(0.1 * directed(2), dtype=dtype, cut=cut)
     assert made.encoded.steps[0][0] == CHANGE
     assert decoded(made, base) == made.reconstruction
@@ -115,7 +115,7 @@ def test_a_reader_without_the_extension_gets_the_same_bits(monkeypatch) -> None:
     assert decoded(second, None) == second.reconstruction
 
 
-def test_noise_is_left_to_the_grid() -> None:
+def test_noise_uses_the_grid() -> None:
     noise = np.random.default_rng(7).normal(size=(ROWS, COLS)).astype(np.float32)
     settings = WeightSettings(step=1.0, low_rank=LowRank(0.5, rank_max=8, error_max=0.3))
     made, base = weight(1e-3 * noise, settings)
@@ -123,14 +123,14 @@ def test_noise_is_left_to_the_grid() -> None:
     assert decoded(made, base) == made.reconstruction
 
 
-def test_no_change_is_no_direction() -> None:
+def test_unchanged_tensor_has_no_direction() -> None:
     made, base = weight(np.zeros((ROWS, COLS), np.float32))
     assert bytes(made.reconstruction) == base == decoded(made, base)
     assert payload_of(made).nbytes < 32
     assert made.errors.nonzero_count == 0
 
 
-def test_changes_whose_squares_vanish_are_left_to_the_grid() -> None:
+def test_changes_with_vanishing_squares_use_the_grid() -> None:
     change = directed(1) * np.float32(1e-30)
     plain, base = stored(change), stored(np.zeros_like(change))
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
@@ -139,7 +139,7 @@ def test_changes_whose_squares_vanish_are_left_to_the_grid() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_is_left_to_be_stored_exactly(bad: float) -> None:
+def test_non_finite_values_are_left_exact(bad: float) -> None:
     change = directed(8)
     change[3, 4] = bad
     base = stored(np.zeros_like(change))
@@ -148,7 +148,7 @@ def test_what_is_not_finite_is_left_to_be_stored_exactly(bad: float) -> None:
     assert lossy_forms.encode_weights(plain, base, shape(), WEIGHTS, **how) is None
 
 
-def test_second_moments_stay_above_zero_where_they_were_and_rows_without_any_stay_zero() -> None:
+def test_second_moments_keep_their_zeros_and_signs() -> None:
     second = directed(9) ** 2 * np.float32(1e-30)
     second[7] = 0
     second[:, 11] = 0
@@ -164,7 +164,7 @@ def test_second_moments_stay_above_zero_where_they_were_and_rows_without_any_sta
 
 
 @pytest.mark.parametrize("phase", [0, 37])
-def test_second_moments_of_two_bytes_never_vanish(phase: int) -> None:
+def test_two_byte_second_moments_never_vanish(phase: int) -> None:
     sizes = 1e-6 * directed(9) ** 2
     sizes[7] = 0
     second = stored(sizes.astype(np.float32).reshape(-1)[phase:], "float16")
@@ -176,7 +176,7 @@ def test_second_moments_of_two_bytes_never_vanish(phase: int) -> None:
 
 
 @pytest.mark.parametrize("one", [1e-6, 2.0**110, -1e-9], ids=["sound", "huge", "negative"])
-def test_what_directions_do_not_tell_is_given_to_the_grid_as_it_came(one: float) -> None:
+def test_grid_gets_the_unchanged_values(one: float) -> None:
     sizes = (1e-6 * directed(9) ** 2).astype(np.float32)
     sizes[60, 70] = one
     plain = stored(sizes)
@@ -189,7 +189,7 @@ def test_what_directions_do_not_tell_is_given_to_the_grid_as_it_came(one: float)
     assert stored_as[0] == stored_as[1]
 
 
-def test_quotients_stay_within_the_limit_and_are_told() -> None:
+def test_quotients_are_clipped_and_counted() -> None:
     second = np.full((ROWS, COLS), 1e-8, np.float32)
     first = directed(10) * 1e-4
     made, _ = moments(first, second, clip=0.5)
@@ -198,7 +198,7 @@ def test_quotients_stay_within_the_limit_and_are_told() -> None:
     assert made.errors.max_update_ratio == pytest.approx(0.5)
 
 
-def test_errors_do_not_add_up_along_a_chain() -> None:
+def test_errors_do_not_accumulate_along_a_chain() -> None:
     rng = np.random.default_rng(11)
     truth = rng.normal(size=(ROWS, COLS)).astype(np.float32)
     base, errors = truth.copy(), []
@@ -211,13 +211,13 @@ def test_errors_do_not_add_up_along_a_chain() -> None:
         assert made is not None
         base = values_of(made.reconstruction).reshape(truth.shape).copy()
         errors.append(float(np.sqrt(np.mean((base - truth) ** 2))))
-    # What no direction is worth is left over until it is: noise adds up to half a step, and no further.
+    # Parts that no direction covers accumulate up to half a step, and no further.
     assert errors[0] < errors[9]
     assert max(errors) < 0.5 * 0.5e-3
     assert max(errors[30:]) < 1.1 * max(errors[20:30])
 
 
-def test_products_are_packed_and_come_back() -> None:
+def test_products_round_trip() -> None:
     for step in (0.001, 0.05, 1.0, 50.0):
         found = lowrank.fit(directed(12), step, 64)
         assert found is not None
@@ -249,7 +249,7 @@ def payloads() -> list[tuple[bytes, tuple, bytes | None]]:
 
 
 def refused(payload: bytes, steps: tuple, base: bytes | None) -> bool:
-    """Return whether a payload is refused; then nothing was written."""
+    """Return whether a payload is refused. A refused payload must write nothing."""
     out = memoryview(bytearray(b"\xa5" * (4 * ROWS * COLS)))
     given = None if base is None else memoryview(base)
     try:
@@ -261,7 +261,7 @@ def refused(payload: bytes, steps: tuple, base: bytes | None) -> bool:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_payload_that_is_cut_short_or_too_long_is_refused(payloads, which: int) -> None:
+def test_payload_of_wrong_length_is_refused(payloads, which: int) -> None:
     payload, steps, base = payloads[which]
     assert not refused(payload, steps, base)
     for length in (*range(40), len(payload) // 2, len(payload) - 1):
@@ -270,7 +270,7 @@ def test_a_payload_that_is_cut_short_or_too_long_is_refused(payloads, which: int
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_damaged_payload_is_refused_or_other_values_and_nothing_else(payloads, which: int) -> None:
+def test_damaged_payload_is_refused_or_decodes(payloads, which: int) -> None:
     payload, steps, base = payloads[which]
     rng = np.random.default_rng(which)
     outcomes = []
@@ -285,7 +285,7 @@ def test_a_damaged_payload_is_refused_or_other_values_and_nothing_else(payloads,
     ("at", "what"),
     [(8, struct.pack("<H", 97)), (10, b"\x21"), (11, b"\x01"), (12, b"\0\0\0\0"), (12, struct.pack("<f", np.inf))],
 )
-def test_a_rank_group_or_scale_that_no_writer_makes_is_refused(payloads, at: int, what: bytes) -> None:
+def test_invalid_rank_group_or_scale_is_refused(payloads, at: int, what: bytes) -> None:
     payload, steps, base = payloads[0]
     assert refused(payload[:at] + what + payload[at + len(what) :], steps, base)
 
@@ -297,7 +297,7 @@ GOLDEN_HEAD = struct.Struct("<BBHIII")
 
 @pytest.mark.parametrize("twin", ["chosen", "numpy"])
 @pytest.mark.parametrize("name", DIGESTS)
-def test_golden_frames_are_reconstructed_for_ever(name: str, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_golden_frames_are_reconstructed(name: str, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if twin == "numpy":
         for loop in kernels.IMPLEMENTATION:
             monkeypatch.setattr(kernels, loop, getattr(reference, loop))
@@ -315,6 +315,6 @@ def test_golden_frames_are_reconstructed_for_ever(name: str, twin: str, monkeypa
     assert digest_of(bytes(out)).hex() == DIGESTS[name]
 
 
-def test_every_golden_file_is_listed_and_every_kind_is_there() -> None:
+def test_golden_files_are_listed_and_complete() -> None:
     assert {file.name for file in GOLDEN.glob("*.bin")} == set(DIGESTS)
     assert len(DIGESTS) == 3 * len(DTYPES)

@@ -1,4 +1,4 @@
-"""Protects readers of lossy frames: each field out of its range is refused, and the base stays whole when it is."""
+"""Protects readers of lossy frames: each field out of range is refused, and then the base is unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def a_moment() -> bytes:
 
 
 def read(payload: bytes, steps=GRID, *, width: int = 4, base: memoryview | None = BASE) -> bytes:
-    """Decode onto the base, or into what is not zero, and prove that neither is harmed by a refusal."""
+    """Decode onto the base or into a filled buffer, and check that a refusal changes neither."""
     room = memoryview(bytearray(BASE)) if base is not None else room_for(BASE)
     before = bytes(room)
     onto = None if base is None else room
@@ -60,7 +60,7 @@ def with_head(payload: bytes, **changes: float) -> bytes:
 WEIGHT, MOMENT = a_weight(), a_moment()
 
 
-def test_the_payloads_under_test_have_streams_and_come_back() -> None:
+def test_sample_payloads_have_streams_and_decode() -> None:
     assert HEAD.unpack_from(WEIGHT)[10] > 1
     read(WEIGHT)
     read(MOMENT, MOMENT2, base=None)
@@ -118,7 +118,7 @@ def test_codebooks_that_are_not_finite_are_malformed(bad: float, entry: int) -> 
         read(WEIGHT[:at] + struct.pack("<f", bad) + WEIGHT[at + 4 :])
 
 
-def test_every_cut_and_every_byte_more_is_malformed() -> None:
+def test_every_wrong_length_is_malformed() -> None:
     for cut in [*range(200), *range(200, len(WEIGHT), 97), len(WEIGHT) - 1]:
         with pytest.raises(MalformedError):
             read(WEIGHT[:cut])
@@ -153,7 +153,7 @@ def test_packed_symbols_are_digits_of_their_alphabet() -> None:
 
 
 @pytest.mark.parametrize(("alphabet", "per_byte"), [(2, 0), (2, 9), (3, 6), (17, 2), (1, 2)])
-def test_more_symbols_than_a_byte_holds_are_malformed(alphabet: int, per_byte: int) -> None:
+def test_too_many_symbols_per_byte_are_malformed(alphabet: int, per_byte: int) -> None:
     with pytest.raises(MalformedError):
         read_small(one_stream(b"\x00\x00", alphabet=alphabet, per_byte=per_byte), 10)
 
@@ -164,7 +164,7 @@ def test_a_stream_of_one_symbol_stores_nothing() -> None:
         read_small(one_stream(b"\x00", alphabet=1, per_byte=1), 10)
 
 
-def test_escapes_are_put_in_their_places() -> None:
+def test_escapes_are_inserted() -> None:
     def payload(places: list[int], words: list[float]) -> bytes:
         escapes = np.array(places, "<u4").tobytes() + np.array(words, "<f4").tobytes()
         return one_stream(b"\x00\x00", escapes=escapes, count=len(places))
@@ -178,7 +178,7 @@ def test_escapes_are_put_in_their_places() -> None:
         read_small(payload([3, 9], [7.0]), 10)
 
 
-def test_widths_bases_and_chains_that_do_not_fit_are_refused() -> None:
+def test_wrong_widths_bases_and_chains_are_refused() -> None:
     for wrong in (1, 2, 3, 8):
         with pytest.raises(MalformedError):
             read(WEIGHT, width=wrong)
@@ -200,7 +200,7 @@ def test_widths_bases_and_chains_that_do_not_fit_are_refused() -> None:
         )
 
 
-def test_bases_that_hold_no_numbers_do_no_harm() -> None:
+def test_non_finite_bases_are_harmless() -> None:
     noise = memoryview(bytearray(np.random.default_rng(4).bytes(BASE.nbytes)))
     chunk_codec.decode(memoryview(WEIGHT), GRID, width=4, destination=room_for(BASE), scratch=SCRATCH, base=noise)
     chunk_codec.decode(
@@ -208,11 +208,11 @@ def test_bases_that_hold_no_numbers_do_no_harm() -> None:
     )
 
 
-def test_hostile_lengths_take_no_memory() -> None:
+def test_hostile_lengths_allocate_no_memory() -> None:
     if kernels.IMPLEMENTATION["merge_streams"] != "native":
         pytest.skip("the extension is not built")
     hostile = [with_head(WEIGHT, row=65_536), with_head(WEIGHT, row=16), with_head(WEIGHT, escapes=COUNT)]
-    # Zstandard frames that claim much, and sections that do.
+    # Zstandard frames, and sections, that claim large sizes.
     at = HEAD.size + 4 * (HEAD.unpack_from(WEIGHT)[9] + 1)
     hostile += [WEIGHT[:at] + struct.pack("<BI", mode, 2**32 - 1) + WEIGHT[at + 5 :] for mode in range(5)]
     with pytest.raises(MalformedError):

@@ -1,4 +1,4 @@
-"""Protects what a person asks for: fidelities are checked where they are made, and say what is wrong."""
+"""Protects fidelity settings: they are checked when created, and an error names the wrong field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protects quantized weights: bounds that hold, every shape and dtype, and what must be left exact."""
+"""Protects quantized weights: bounds that hold, every shape and dtype, and tensors that must be left exact."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SCRATCH = Scratch(1 << 20)
 
 @pytest.mark.parametrize("scale", ["row", "chunk"])
 @pytest.mark.parametrize("step", [0.15, 0.5, 1.0, 2.0, 3.0])
-def test_errors_stay_within_the_step_and_bits_fall_with_it(step: float, scale: str) -> None:
+def test_errors_and_bits_follow_the_step(step: float, scale: str) -> None:
     state = trained(200, 300)
     made = quantized_weight(state, WeightSettings(step=step, scale=scale, levels_max=127), SCRATCH)
     change = state.weight.astype(float) - state.before
     error = values_of(made.reconstruction) - state.weight.reshape(-1)
     rms = np.sqrt((change**2).mean(axis=1, keepdims=True)) if scale == "row" else np.sqrt((change**2).mean())
-    # Within its interval a value is at most a step from the interval's mean; 5% for the rounded scale.
+    # Within its interval a value is at most a step from the interval's mean, and 5% is for the rounded scale.
     assert (np.abs(error).reshape(200, 300) <= 1.05 * step * rms + 1e-8).all()
     entropy = np.log2(1 / step) + 2.1
     assert 8 * made.encoded.nbytes / change.size < max(entropy, 0.35) + 0.35
@@ -58,13 +58,13 @@ def test_every_dtype_and_odd_shape_comes_back(rows: int, cols: int, dtype: str) 
     made = quantized_weight(state, WeightSettings(step=1.0), SCRATCH, dtype)
     plain = values_of(stored(state.weight, dtype), dtype)
     error = np.abs(values_of(made.reconstruction, dtype) - plain)
-    # A step of a row's RMS, and half a unit in the last place of the dtype.
+    # A step of a row's RMS, plus half a unit in the last place of the dtype.
     unit = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
     assert (error <= 50 * 1e-4 + unit * np.abs(plain)).all()
 
 
 @pytest.mark.parametrize("phase", [0, 1, 17, 99])
-def test_a_chunk_may_begin_and_end_in_the_middle_of_a_row(phase: int) -> None:
+def test_chunk_may_begin_and_end_within_a_row(phase: int) -> None:
     whole = trained(300, 100, seed=3)
     count = 20_011
     plain, base = (stored(side.reshape(-1)[phase : phase + count]) for side in (whole.weight, whole.before))
@@ -80,13 +80,13 @@ def test_a_chunk_may_begin_and_end_in_the_middle_of_a_row(phase: int) -> None:
     ("shape", "row"),
     [((10, 512), 512), ((8, 3, 7, 7), 147), ((5000,), 4096), ((), 4096), ((9, 3), 4096), ((2, 100_000), 4096)],
 )
-def test_rows_are_those_of_a_matrix_or_of_4096(shape: tuple[int, ...], row: int) -> None:
+def test_row_length_is_the_matrix_row_or_4096(shape: tuple[int, ...], row: int) -> None:
     assert ChunkShape.of(shape, "float32", 5000) == ChunkShape("float32", row, 5000 % row)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("side", ["weight", "before"])
-def test_what_is_not_finite_is_left_exact(bad: float, side: str) -> None:
+def test_non_finite_values_are_left_exact(bad: float, side: str) -> None:
     state = trained(64, 64)
     getattr(state, side)[63, 63] = bad
     plain, base = stored(state.weight), stored(state.before)
@@ -107,13 +107,13 @@ def test_too_few_elements_are_left_exact(count: int) -> None:
     assert chunk_codec.encode_weights(plain, base, ChunkShape("float32", 64), WeightSettings(), **how) is None
 
 
-def test_weights_that_did_not_change_are_left_exact() -> None:
+def test_unchanged_weights_are_left_exact() -> None:
     plain = stored(trained(64, 64).weight)
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
     assert chunk_codec.encode_weights(plain, plain, ChunkShape("float32", 64), WeightSettings(), **how) is None
 
 
-def test_a_row_that_did_not_change_stays_bit_for_bit() -> None:
+def test_unchanged_row_stays_bit_for_bit() -> None:
     state = trained(64, 64)
     state.weight[5] = state.before[5]
     for scale in ("row", "chunk"):
@@ -121,7 +121,7 @@ def test_a_row_that_did_not_change_stays_bit_for_bit() -> None:
         assert (values_of(made.reconstruction).reshape(64, 64)[5] == state.before[5]).all()
 
 
-def test_outliers_are_stored_as_they_are() -> None:
+def test_outliers_are_stored_exactly() -> None:
     state = trained(256, 256)
     places = np.random.default_rng(8).choice(state.weight.size, 50, replace=False)
     state.weight.reshape(-1)[places] += np.float32(7.0)
@@ -154,7 +154,7 @@ def test_changes_of_any_size_keep_their_bound(size: float) -> None:
             assert made.errors.max_abs <= 6 * size
 
 
-def test_errors_do_not_add_up_along_a_chain() -> None:
+def test_errors_do_not_accumulate_along_a_chain() -> None:
     rng = np.random.default_rng(10)
     exact = (rng.standard_normal((128, 256)) * 0.02).astype(np.float32)
     base, errors = stored(exact), []
@@ -169,7 +169,7 @@ def test_errors_do_not_add_up_along_a_chain() -> None:
     assert errors[-1] < 1.3 * errors[1]
 
 
-def test_rows_and_columns_that_differ_cost_less_with_contexts() -> None:
+def test_contexts_save_bits_for_differing_rows() -> None:
     rng = np.random.default_rng(11)
     spread = np.exp2(rng.normal(0, 1.0, (512, 1)) + rng.normal(0, 0.7, (1, 512)))
     base = np.zeros((512, 512), np.float32)
@@ -186,7 +186,7 @@ def test_rows_and_columns_that_differ_cost_less_with_contexts() -> None:
     assert 8 * payload.nbytes / change.size < 0.9 * entropy
 
 
-def test_both_twins_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_and_native_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     state = trained(64, 300)
     for settings in (WeightSettings(step=0.5), WeightSettings(step=2.0, scale="chunk")):
         with monkeypatch.context() as patch:
@@ -200,7 +200,7 @@ def test_both_twins_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
             assert again.errors == made.errors
 
 
-def test_a_thread_that_flushes_subnormal_numbers_reconstructs_the_same() -> None:
+def test_flush_to_zero_mode_changes_no_bits() -> None:
     torch = pytest.importorskip("torch")
     if kernels.IMPLEMENTATION["finish_values"] != "native":
         pytest.skip("the extension is not built")
@@ -218,7 +218,7 @@ def test_a_thread_that_flushes_subnormal_numbers_reconstructs_the_same() -> None
     assert destination == made.reconstruction
 
 
-def test_wrong_calls_are_told() -> None:
+def test_wrong_calls_are_refused() -> None:
     plain = stored(np.ones(64))
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
     shape = ChunkShape("float32", 64)

@@ -33,7 +33,7 @@ DEPTH = 3
 
 
 class FailingReads(MemoryBackend):
-    """Fails the next reads of packs."""
+    """Make the next reads of packs fail."""
 
     count = 0
 
@@ -69,7 +69,7 @@ def backend():
 
 @pytest.fixture
 def store(backend):
-    """A store with a chain of one chunk, and one that is rounded twice."""
+    """A store with a chain of one chunk, and a chunk that is a rounding of a rounding."""
     with ckstore.open(backend) as opened:
         writer = ChainWriter(opened)
         for step in range(DEPTH + 1):
@@ -111,7 +111,7 @@ def test_chain_of_any_depth_is_read(store, reader):
         assert read(reader, chain) == plain_at(step).tobytes()
 
 
-def test_reader_is_used_again_after_an_error_and_after_close(store, backend, reader):
+def test_reader_can_be_reused_after_error_and_close(store, backend, reader):
     chain = chain_at(store, DEPTH)
     flip(backend, *chain[1])
     with pytest.raises(CorruptError):
@@ -121,7 +121,7 @@ def test_reader_is_used_again_after_an_error_and_after_close(store, backend, rea
     assert read(reader, chain) == plain_at(DEPTH).tobytes()
 
 
-def test_buffers_and_packs_may_be_lent(store):
+def test_caller_may_pass_buffers_and_packs(store):
     chain = chain_at(store, DEPTH)
     files = {pack.pack_id: repository_of(store).backend.open_read(pack_name(pack.pack_id)) for pack, _ in chain[:2]}
     with (
@@ -135,7 +135,7 @@ def test_buffers_and_packs_may_be_lent(store):
 
 @pytest.mark.parametrize("depth", range(DEPTH + 1))
 @pytest.mark.parametrize("at", [0, 20, 190, FRAME_HEADER_NBYTES, FRAME_HEADER_NBYTES + 999])
-def test_damaged_frame_is_named_with_its_chain_and_its_checkpoints(store, backend, reader, depth, at):
+def test_damaged_frame_is_named_with_its_chain(store, backend, reader, depth, at):
     chain = chain_at(store, DEPTH)
     pack, frame = chain[depth]
     flip(backend, pack, frame, at)
@@ -147,8 +147,8 @@ def test_damaged_frame_is_named_with_its_chain_and_its_checkpoints(store, backen
     assert error.checkpoints == tuple(f"main/{seq} (step {seq})" for seq in range(DEPTH, depth - 1, -1))
 
 
-def test_frame_with_right_checksums_and_wrong_content_is_named(store, reader, monkeypatch):
-    """A coder that was wrong when the base was written: nothing that is stored has changed since."""
+def test_frame_with_wrong_content_is_named(store, reader, monkeypatch):
+    """The encoder was wrong when the base was written. No stored byte has changed since."""
     original = chunk_codec.subtract_base
 
     def wrong(plain, base, planes_out, **named):
@@ -167,7 +167,7 @@ def test_frame_with_right_checksums_and_wrong_content_is_named(store, reader, mo
     assert caught.value.chunk_id == chain[1][1].chunk_id.hex()
 
 
-def test_chain_that_is_put_together_wrongly_is_refused(store, reader):
+def test_inconsistent_chain_is_refused(store, reader):
     chain = chain_at(store, DEPTH)
     (_, frame), (other_pack, other) = chain[1], chain[2]
     with pytest.raises(ChecksumError, match="another frame") as caught:
@@ -181,13 +181,13 @@ def test_chain_that_is_put_together_wrongly_is_refused(store, reader):
 
 
 @pytest.mark.parametrize("nbytes", [4, CHUNK_NBYTES // 2, CHUNK_NBYTES - 4])
-def test_chunk_of_another_length_than_expected_is_refused(store, reader, nbytes):
+def test_chunk_of_unexpected_length_is_refused(store, reader, nbytes):
     for step in range(DEPTH + 1):
         with pytest.raises(CorruptError):
             read(reader, chain_at(store, step), nbytes)
 
 
-def test_fault_that_is_gone_when_read_again_is_still_an_error(store, reader, monkeypatch):
+def test_transient_decode_error_is_still_an_error(store, reader, monkeypatch):
     chain = chain_at(store, DEPTH)
     original = chunk_codec.decode
     wrong = [True]
@@ -203,7 +203,7 @@ def test_fault_that_is_gone_when_read_again_is_still_an_error(store, reader, mon
     assert read(reader, chain) == plain_at(DEPTH).tobytes()
 
 
-def test_reads_that_fail_are_tried_again_and_what_stays_unreadable_is_damage(store, backend, reader):
+def test_failed_reads_are_retried_then_damage(store, backend, reader):
     chain = chain_at(store, DEPTH)
     backend.count = 1
     assert read(reader, chain) == plain_at(DEPTH).tobytes()
@@ -213,7 +213,7 @@ def test_reads_that_fail_are_tried_again_and_what_stays_unreadable_is_damage(sto
     assert caught.value.pack_id == chain[0][0].pack_id.hex()
 
 
-def test_pack_is_found_in_the_trash_and_missed_when_it_is_nowhere(store, backend, reader):
+def test_pack_is_found_in_the_trash_or_missing(store, backend, reader):
     chain = chain_at(store, DEPTH)
     name = pack_name(chain[1][0].pack_id)
     folder = trash_packs_folder(new_token())
@@ -228,7 +228,7 @@ def test_pack_is_found_in_the_trash_and_missed_when_it_is_nowhere(store, backend
 
 
 def test_roundings_of_roundings_are_read(backend):
-    """Bytes that are the same as those of an element of another width may be stored as a rounding of theirs."""
+    """A rounding may be a chunk of another width, and have a rounding of its own."""
     with ckstore.open(backend) as store:
         words = np.random.default_rng(0).integers(0, 0x3C00, COUNT, np.uint16)
         words[1::2] = 0x3F80
@@ -246,7 +246,7 @@ def test_roundings_of_roundings_are_read(backend):
         assert store.verify("decode").is_clean
 
 
-def test_memory_is_what_is_said(store, monkeypatch):
+def test_memory_matches_the_reported_need(store, monkeypatch):
     limits, pools = repository_of(store).limits, []
 
     class Pool(BufferPool):

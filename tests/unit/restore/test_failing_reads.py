@@ -17,7 +17,7 @@ def state_of(seed, count=60_000):
 
 
 class FailingReads(MemoryBackend):
-    """Questions some ranges of packs with an error of the medium."""
+    """Answer reads of some pack ranges with a medium error."""
 
     bad = range(0)
     count = 0
@@ -36,7 +36,7 @@ class FailingReads(MemoryBackend):
         return file
 
 
-def test_read_that_fails_once_is_tried_again(caplog):
+def test_read_that_fails_once_is_retried(caplog):
     backend = FailingReads()
     with ckstore.open(backend) as store:
         store.commit(state_of(1), 1)
@@ -46,7 +46,7 @@ def test_read_that_fails_once_is_tried_again(caplog):
         assert difference(store.restore(), state_of(1)) is None
 
 
-def test_bytes_that_cannot_be_read_count_as_damage_with_their_place(no_threads_left):
+def test_unreadable_bytes_are_damage_with_offset(no_threads_left):
     backend = FailingReads()
     with ckstore.open(backend) as store:
         store.commit(state_of(1), 1)

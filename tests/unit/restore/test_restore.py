@@ -1,7 +1,7 @@
-"""What a restore promises: bit for bit what was committed, or an error that names what is damaged.
+"""Protects restore: it returns exactly the committed bits, or an error that names the damage.
 
-Falling back to an older checkpoint happens without a name only: by itself for torn manifests and missing packs, and for
-damage that shows while reading if that is asked for.
+Without a reference, restore falls back to an older checkpoint for torn manifests and missing packs. With
+``fallback=True`` it also does so for damage found while reading.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def frame_of(store, seq, path_index=0):
     return manifest_of(store, seq).frames[path_index]
 
 
-# What comes back
+# Content
 
 
 def test_restore_without_a_name_returns_the_newest(run):
     assert difference(run.restore(), state_of(2)) is None
 
 
-def test_restored_tensors_are_independent_of_the_store_and_writable(run):
+def test_restored_tensors_are_writable_copies(run):
     back = run.restore()
     back["model"]["w"][:] = 0
     assert difference(run.restore(), state_of(2)) is None
@@ -82,7 +82,7 @@ def test_empty_run_has_nothing_to_restore(store):
     assert store.latest() is None
 
 
-def test_restored_tells_what_was_restored(run):
+def test_restored_names_its_checkpoint(run):
     assert run.restored is None
     run.restore(10)
     restored = run.restored
@@ -109,7 +109,7 @@ def test_only_matching_nothing_is_not_found(run):
         run.restore(only=[])
 
 
-def test_star_crosses_dots_and_lists_come_whole(store):
+def test_star_matches_dots_and_lists_are_whole(store):
     state = {"a": {"x": {"w": np.ones(3)}, "y": 2}, "l": [np.zeros(2), {"w": 5}], "z": 1}
     store.commit(state, 1)
     assert difference(store.restore(only="a.*w"), {"a": {"x": {"w": np.ones(3)}}}) is None
@@ -117,7 +117,7 @@ def test_star_crosses_dots_and_lists_come_whole(store):
     assert difference(store.restore(only=["z", "a.y"]), {"a": {"y": 2}, "z": 1}) is None
 
 
-def test_shared_memory_is_shared_again_and_stored_once(store):
+def test_shared_memory_is_stored_once_and_shared_again(store):
     base = np.arange(100_000.0)
     receipt = store.commit({"all": base, "part": base[10:20], "again": base}, 1)
     assert receipt.bytes_state == base.nbytes
@@ -128,7 +128,7 @@ def test_shared_memory_is_shared_again_and_stored_once(store):
 
 
 @pytest.mark.parametrize("check", ["blake3", "xxh3"])
-def test_both_ways_of_checking_restore_the_same_and_find_flips(check):
+def test_both_checks_find_flipped_bits(check):
     backend = MemoryBackend()
     with ckstore.open(backend, policy=ckstore.Policy(verify_restored=check)) as store:
         store.commit(state_of(1), 1)
@@ -146,7 +146,7 @@ def test_older_handle_sees_newer_commits(backend):
             assert reader.restore() == {"n": step}
 
 
-def test_restore_while_another_process_commits_is_never_mixed(folder):
+def test_restore_during_commits_is_consistent(folder):
     with ckstore.open(folder) as writer, ckstore.open(folder) as reader:
         writer.commit({"w": np.zeros(50_000), "n": 0}, 0)
         stop = threading.Event()
@@ -171,7 +171,7 @@ def test_restore_while_another_process_commits_is_never_mixed(folder):
 # into=
 
 
-def test_into_fills_the_arrays_that_are_there(run):
+def test_into_fills_existing_arrays(run):
     live = {"model": {"w": np.zeros(60_000), "b": np.zeros(9)}, "seed": None}
     w = live["model"]["w"]
     back = run.restore(20, into=live)
@@ -180,7 +180,7 @@ def test_into_fills_the_arrays_that_are_there(run):
     assert difference(live, state_of(1)) is None
 
 
-def test_into_makes_what_is_missing(run):
+def test_into_creates_missing_leaves(run):
     live = {"model": {"w": np.zeros(60_000)}}
     assert difference(run.restore(20, into=live), state_of(1)) is None
 
@@ -196,7 +196,7 @@ def test_into_makes_what_is_missing(run):
     ],
     ids=["shape", "dtype", "extra leaf", "structure", "read-only"],
 )
-def test_into_that_does_not_fit_is_refused_before_anything_is_written(run, change, says):
+def test_misfitting_into_is_refused_before_writing(run, change, says):
     live = {"model": {"w": np.zeros(60_000), "b": np.zeros(9)}, "seed": -1}
     change(live)
     kept = live["model"]["b"] if isinstance(live["model"], dict) else None
@@ -212,7 +212,7 @@ def test_into_that_does_not_fit_is_refused_before_anything_is_written(run, chang
 
 
 @pytest.fixture
-def warned(caplog):
+def warnings(caplog):
     with caplog.at_level(logging.WARNING, "ckstore"):
         yield caplog
 
@@ -222,28 +222,28 @@ def damage_manifest(store, backend, seq):
         content[len(content) // 2] ^= 1
 
 
-def test_torn_newest_is_passed_over_with_a_warning_that_names_it(run, backend, warned):
+def test_torn_newest_is_skipped_with_a_warning(run, backend, warnings):
     truncate(backend, manifest_name(run, 2), 300)
     assert difference(run.restore(), state_of(1)) is None
-    assert "seq 2 (step 30) was skipped" in warned.text
+    assert "seq 2 (step 30) was skipped" in warnings.text
     assert run.restored.step == 20
     assert any("seq 2" in warning for warning in run.restored.warnings)
     assert run.latest().step == 20
 
 
-def test_missing_pack_of_the_newest_is_passed_over_with_a_warning(run, backend, warned):
+def test_missing_pack_of_newest_is_skipped_with_a_warning(run, backend, warnings):
     name = pack_of(run, 2)
     backend.unlink(name)
     assert difference(run.restore(), state_of(1)) is None
-    assert "was skipped" in warned.text
-    assert name in warned.text
+    assert "was skipped" in warnings.text
+    assert name in warnings.text
 
 
-def test_pack_of_another_size_counts_as_missing(run, backend, warned):
+def test_pack_of_another_size_counts_as_missing(run, backend, warnings):
     with edited(backend, pack_of(run, 2)) as content:
         content.extend(bytes(4096))
     assert difference(run.restore(), state_of(1)) is None
-    assert "was skipped" in warned.text
+    assert "was skipped" in warnings.text
 
 
 def test_named_restore_never_falls_back(run, backend):
@@ -259,7 +259,7 @@ def test_named_restore_never_falls_back(run, backend):
         run.restore("latest")
 
 
-def test_damage_met_while_reading_raises_and_does_not_fall_back(run, backend):
+def test_damage_while_reading_raises_without_fallback(run, backend):
     frame = frame_of(run, 2)
     flip(backend, pack_of(run, 2), frame.offset + FRAME_HEADER_NBYTES + 10)
     with pytest.raises(CorruptError):
@@ -268,12 +268,12 @@ def test_damage_met_while_reading_raises_and_does_not_fall_back(run, backend):
 
 
 def damage_frame(store, backend, seq):
-    """Damage a frame of a checkpoint, so that it shows only when the frame is read."""
+    """Damage a frame of a checkpoint, which is found only when the frame is read."""
     flip(backend, pack_of(store, seq), frame_of(store, seq).offset + FRAME_HEADER_NBYTES + 10)
 
 
 @pytest.mark.parametrize("reference", [None, "latest", 30])
-def test_damage_met_while_reading_names_repair_and_the_newest_that_reads_whole(run, backend, reference):
+def test_damage_error_names_repair_and_newest_readable(run, backend, reference):
     damage_frame(run, backend, 2)
     with pytest.raises(ChecksumError, match=r"step 30 \(seq 2\)") as caught:
         run.restore(reference)
@@ -287,7 +287,7 @@ def test_damage_met_while_reading_names_repair_and_the_newest_that_reads_whole(r
     assert difference(run.restore("seq:1"), state_of(1)) is None
 
 
-def test_what_is_said_to_read_whole_was_read(run, backend):
+def test_named_readable_checkpoint_was_read(run, backend):
     damage_frame(run, backend, 2)
     damage_frame(run, backend, 1)
     with pytest.raises(CorruptError) as caught:
@@ -298,7 +298,7 @@ def test_what_is_said_to_read_whole_was_read(run, backend):
         run.restore()
 
 
-def test_damage_of_an_old_one_names_the_newest(run, backend):
+def test_damage_of_an_older_checkpoint_names_the_newest(run, backend):
     damage_frame(run, backend, 0)
     with pytest.raises(CorruptError) as caught:
         run.restore(10)
@@ -306,7 +306,7 @@ def test_damage_of_an_old_one_names_the_newest(run, backend):
     assert "fallback=True" not in str(caught.value), "that would not go back from an old one"
 
 
-def test_torn_manifest_and_missing_pack_of_a_named_one_name_a_way_out_too(run, backend):
+def test_named_torn_checkpoint_error_has_advice(run, backend):
     damage_manifest(run, backend, 2)
     with pytest.raises(CorruptError, match="ckstore repair") as caught:
         run.restore(30)
@@ -318,31 +318,31 @@ def test_torn_manifest_and_missing_pack_of_a_named_one_name_a_way_out_too(run, b
 
 
 @pytest.mark.parametrize("reference", [None, "latest"])
-def test_fallback_goes_to_the_newest_that_reads_whole_with_a_warning(run, backend, warned, reference):
+def test_fallback_restores_newest_readable_with_warning(run, backend, warnings, reference):
     damage_frame(run, backend, 2)
     damage_frame(run, backend, 1)
     assert difference(run.restore(reference, fallback=True), state_of(0)) is None
-    assert "seq 2 was skipped" in warned.text
-    assert "seq 1 (step 20) was skipped" in warned.text
+    assert "seq 2 was skipped" in warnings.text
+    assert "seq 1 (step 20) was skipped" in warnings.text
     assert (run.restored.step, run.restored.seq) == (10, 0)
     assert len(run.restored.warnings) == 2
     assert run.commit(state_of(3), 40).seq == 3
     assert run.info(40).parent == 0
 
 
-def test_fallback_into_a_live_state_overwrites_all_of_it(run, backend):
+def test_fallback_into_a_live_state_overwrites_it(run, backend):
     damage_frame(run, backend, 2)
     live = run.restore("seq:0")
     run.restore(into=live, fallback=True)
     assert difference(live, state_of(1)) is None
 
 
-def test_fallback_without_damage_is_a_restore(run):
+def test_fallback_without_damage_restores_the_newest(run):
     assert difference(run.restore(fallback=True), state_of(2)) is None
     assert run.restored.warnings == ()
 
 
-def test_fallback_where_nothing_can_be_read_raises_what_the_newest_met(run, backend):
+def test_fallback_without_readable_raises_newest_error(run, backend):
     for seq in range(3):
         damage_frame(run, backend, seq)
     with pytest.raises(ChecksumError, match="no checkpoint of run 'main' is readable"):
@@ -350,12 +350,12 @@ def test_fallback_where_nothing_can_be_read_raises_what_the_newest_met(run, back
 
 
 @pytest.mark.parametrize("reference", [20, "seq:1", "best:loss"])
-def test_fallback_is_not_for_a_named_checkpoint(run, reference):
+def test_fallback_with_a_reference_is_refused(run, reference):
     with pytest.raises(UsageError, match="fallback=True"):
         run.restore(reference, fallback=True)
 
 
-def test_disk_that_cannot_read_a_pack_is_damage_too(run, backend, monkeypatch):
+def test_unreadable_pack_is_damage(run, backend, monkeypatch):
     damaged, open_read = pack_of(run, 2), backend.open_read
 
     def fail(name):
@@ -370,14 +370,14 @@ def test_disk_that_cannot_read_a_pack_is_damage_too(run, backend, monkeypatch):
     assert difference(run.restore(fallback=True), state_of(1)) is None
 
 
-def test_run_without_a_whole_checkpoint_says_so_and_why(run, backend):
+def test_run_without_whole_checkpoint_gives_reasons(run, backend):
     for seq in range(3):
         backend.unlink(pack_of(run, seq))
     with pytest.raises(CorruptError, match="none of the 3 checkpoints"):
         run.restore()
 
 
-def test_newer_manifest_is_not_passed_over_silently(run, backend, monkeypatch):
+def test_newer_manifest_is_not_skipped_silently(run, backend, monkeypatch):
     from ckstore.store.manifests import Manifests
 
     original = Manifests.load
@@ -392,7 +392,7 @@ def test_newer_manifest_is_not_passed_over_silently(run, backend, monkeypatch):
         run.restore()
 
 
-def test_dropped_checkpoints_are_no_fallback(run, backend):
+def test_dropped_checkpoints_are_not_used_as_fallback(run, backend):
     run.delete(30)
     run.delete(20)
     assert difference(run.restore(), state_of(0)) is None
@@ -417,7 +417,7 @@ def test_damage_names_pack_offset_tensor_and_checkpoint(run, backend):
     assert error.exit_code == 12
 
 
-def test_frame_header_that_was_altered_is_malformed_or_a_checksum(run, backend):
+def test_altered_frame_header_is_refused(run, backend):
     frame = frame_of(run, 2)
     for offset in range(frame.offset, frame.offset + FRAME_HEADER_NBYTES):
         flip(backend, pack_of(run, 2), offset)

@@ -30,7 +30,7 @@ def state_at(step):
 
 @pytest.fixture
 def manifests(backend):
-    """Three checkpoints, each resting on the one before."""
+    """Three checkpoints, each based on the previous one."""
     create_store(backend, SYSTEM_CLOCK, Limits(chunk_nbytes_max=CHUNK_NBYTES))
     with ckstore.open(backend) as store:
         writer = ChainWriter(store)
@@ -43,7 +43,7 @@ def plan_all(manifest, wave_nbytes=None, storages=None):
 
 
 @pytest.mark.parametrize("wave_nbytes", [None, 1, 300_000])
-def test_what_a_read_needs_comes_before_it_and_lies_where_it_writes(manifests, wave_nbytes):
+def test_bases_are_planned_first_at_their_destination(manifests, wave_nbytes):
     for manifest in manifests:
         reads = plan_all(manifest, wave_nbytes).reads
         for index, read in enumerate(reads):
@@ -73,7 +73,7 @@ def test_every_target_is_written_once(manifests):
         assert len(set(targets)) == len(targets)
 
 
-def test_no_place_is_written_for_two_chunks_at_one_level(manifests):
+def test_no_destination_is_used_twice_at_one_level(manifests):
     for manifest in manifests:
         seen = set()
         for read in plan_all(manifest).reads:
@@ -83,7 +83,7 @@ def test_no_place_is_written_for_two_chunks_at_one_level(manifests):
                 seen.add((place, read.ref.depth))
 
 
-def test_groups_are_near_frames_of_one_level_in_the_order_of_the_pack(manifests):
+def test_groups_are_near_frames_in_pack_order(manifests):
     for manifest in manifests:
         plan = plan_all(manifest)
         keys = [(g.reads[0].ref.depth, g.pack, g.offset) for g in plan.groups]
@@ -98,7 +98,7 @@ def test_groups_are_near_frames_of_one_level_in_the_order_of_the_pack(manifests)
             assert end == group.offset + group.nbytes
 
 
-def test_tensors_that_share_chunks_are_read_aside_only_where_they_have_bases(manifests):
+def test_shared_chunks_use_buffers_only_with_bases(manifests):
     assert plan_all(manifests[0]).buffered_reads == ()
     plan = plan_all(manifests[2])
     assert plan.buffered_reads
@@ -108,7 +108,7 @@ def test_tensors_that_share_chunks_are_read_aside_only_where_they_have_bases(man
     assert packs_of(manifests[2], plan) == set(range(len(manifests[2].packs)))
 
 
-def test_part_of_a_state_needs_the_frames_of_its_chains_only(manifests):
+def test_selected_part_needs_only_its_chains(manifests):
     manifest = manifests[2]
     (storage,) = {manifest.tensors[index].storage for index, _ in enumerate(manifest.tensors[:1])}
     plan = plan_all(manifest, storages=[storage])
@@ -130,7 +130,7 @@ def test_waves_follow_the_order_of_storages(manifests):
     assert [first_of[index] for index in sorted(alone)] == sorted(first_of[index] for index in alone)
 
 
-def test_residuals_of_another_length_than_their_base_are_refused(manifests):
+def test_delta_of_another_length_is_refused(manifests):
     manifest = manifests[1]
     at = next(index for index, frame in enumerate(manifest.frames) if frame.base >= 0 and frame.stored_nbytes > 999)
     base = manifest.frames[at].base

@@ -19,7 +19,7 @@ def store(tmp_path):
 
 
 def read_by(store, **how):
-    """Return what is restored, and how many bytes that were."""
+    """Return what is restored, and how many bytes were read."""
     totals = [0]
     state = store.restore(on_progress=lambda done, total: totals.append(total), **how)
     return state, max(totals)
@@ -37,13 +37,13 @@ def read_by(store, **how):
         ("what*", {"what?": 5, "whats": 6}),
     ],
 )
-def test_a_path_letter_for_letter_means_itself(store, only, expected):
+def test_exact_path_selects_itself(store, only, expected):
     state = {"blocks[0]": {"w": 1, "b": 2}, "blocks0": {"w": 3}, "what?": 5, "whats": 6, "*": 7}
     store.commit(state, 0)
     assert store.restore(only=only) == expected
 
 
-def test_brackets_that_are_no_path_are_a_glob_and_may_match_nothing(store):
+def test_brackets_that_are_not_a_path_are_a_glob(store):
     store.commit({"a1": 1}, 0)
     assert store.restore(only="a[12]") == {"a1": 1}
     with pytest.raises(NotFoundError):
@@ -52,7 +52,7 @@ def test_brackets_that_are_no_path_are_a_glob_and_may_match_nothing(store):
 
 @pytest.mark.parametrize("step", [0, 1], ids=["keyframe", "delta"])
 @pytest.mark.parametrize("make", [torch.randn, lambda count: np.random.default_rng(1).random(count, "f4")])
-def test_of_views_of_one_buffer_only_what_is_chosen_is_read(store, make, step):
+def test_only_the_selected_view_of_a_buffer_is_read(store, make, step):
     flat = make(COUNT * LENGTH)
     state = {f"p{index}": flat[index * LENGTH : (index + 1) * LENGTH] for index in range(COUNT)}
     for number in range(step + 1):
@@ -68,7 +68,7 @@ def test_of_views_of_one_buffer_only_what_is_chosen_is_read(store, make, step):
     assert nbytes <= 4 * LENGTH + 4096
 
 
-def test_views_that_overlap_share_their_memory_again(store):
+def test_overlapping_views_share_memory_again(store):
     flat = torch.arange(1_000_000.0)
     views = {"a": flat[500_001:500_100], "b": flat[500_050:500_200].view(10, 15), "c": flat[::1000], "all": flat}
     store.commit(views, 0)
@@ -80,7 +80,7 @@ def test_views_that_overlap_share_their_memory_again(store):
     assert difference(store.restore(), views) is None
 
 
-def test_empty_views_and_views_of_odd_widths_are_chosen(store):
+def test_empty_and_odd_width_views_can_be_selected(store):
     raw = np.random.default_rng(2).integers(0, 255, 1_000_003, "u1")
     state = {"raw": raw, "odd": raw[333_333 : 333_333 + 3 * 24].view("V3"), "none": raw[5:5], "back": raw[700_000:1:-7]}
     store.commit(state, 0)

@@ -1,6 +1,6 @@
-"""Protects leaves and keys that are neither tensors nor plain values: what is committed can be restored, always.
+"""Protects leaves and keys that are neither tensors nor plain values: whatever is committed can be restored.
 
-Every row of the tables that the package goes by is drawn from here; a row without a strategy fails a test.
+Every row of the package's tables is drawn here. A row without a strategy fails a test.
 """
 
 import argparse
@@ -165,8 +165,8 @@ def _is_key(leaf):
 KEYS = st.one_of(NO_NAN.filter(_is_key), st.tuples(NO_NAN.filter(_is_key), NO_NAN.filter(_is_key)))
 
 
-def through_the_wire(state, **how):
-    """Take a state apart, write its tree, read it, and restore it."""
+def wire_round_trip(state, **how):
+    """Capture a state, encode and decode its tree, and restore it."""
     kept = CopiedState.of(capture(state, TORCH))
     tree = decode_tree(encode_tree(kept.tree), tensor_count=len(kept.tensors))
     assert tree == kept.tree
@@ -174,7 +174,7 @@ def through_the_wire(state, **how):
     return again.fill(again.place(adapters=TORCH, **how))
 
 
-def test_every_row_of_the_tables_is_drawn_from():
+def test_every_table_row_has_a_strategy():
     assert {row.name for row in values._TABLE} == set(PLAIN_OF)
     assert {row.word for row in standard_types._TABLE} == set(STANDARD_OF)
     assert set(standard_types.KINDS) == set(NAMED_OF)
@@ -182,28 +182,28 @@ def test_every_row_of_the_tables_is_drawn_from():
 
 @given(leaf=LEAVES)
 def test_any_leaf_comes_back_bit_for_bit(leaf):
-    assert difference({"leaf": [leaf]}, through_the_wire({"leaf": [leaf]})) is None
+    assert difference({"leaf": [leaf]}, wire_round_trip({"leaf": [leaf]})) is None
 
 
 @given(items=st.dictionaries(KEYS, ATOMS, max_size=4))
 def test_any_key_comes_back_with_its_type(items):
     for state in (items, OrderedDict(items)):
-        assert difference(state, through_the_wire({"here": state})["here"]) is None
+        assert difference(state, wire_round_trip({"here": state})["here"]) is None
 
 
 @pytest.mark.parametrize("value", [value for found in TORCH_OF.values() for value in found], ids=str)
 def test_every_named_value_of_torch_comes_back(value):
-    assert through_the_wire({"a": value, "b": {value: 1}}) == {"a": value, "b": {value: 1}}
+    assert wire_round_trip({"a": value, "b": {value: 1}}) == {"a": value, "b": {value: 1}}
 
 
 def test_keys_of_optimizers_come_back():
     state = {(torch.bfloat16, torch.float32): 1, 0.5: 2, True: 3, None: 4, Colour.RED: 5, ("a", (2, None)): 6}
-    back = through_the_wire(state)
+    back = wire_round_trip(state)
     assert difference(state, back) is None
     assert [type(key) for key in back] == [type(key) for key in state]
 
 
-def test_keys_that_are_no_text_are_shown_as_people_write_them():
+def test_non_string_keys_are_shown_as_literals():
     state = {(1, "a"): 0, 0.5: 0, True: 0, None: 0, Colour.RED: 0, b"x": 0, torch.bfloat16: 0, (torch.int8,): 0}
     shown = [format_path(path) for path, _ in leaves_of(capture({"k": state}, TORCH).tree)]
     wanted = ["(1, 'a')", "0.5", "True", "None", "Colour.RED", "b'x'", "torch.bfloat16", "(torch.int8,)"]
@@ -211,9 +211,9 @@ def test_keys_that_are_no_text_are_shown_as_people_write_them():
     assert round_trip({"k": {0.5: {"w": 1}, 2: 3}}, only="k.0.5.*") == {"k": {0.5: {"w": 1}}}
 
 
-def test_a_key_of_thousands_of_digits_or_with_lone_surrogates_comes_back():
+def test_extreme_keys_come_back():
     state = {10**5000: 1, -(10**5000): 2, "\ud800": 3}
-    assert through_the_wire(state) == state
+    assert wire_round_trip(state) == state
 
 
 def test_tensors_in_containers_of_any_kind_come_back():
@@ -227,7 +227,7 @@ def test_tensors_in_containers_of_any_kind_come_back():
         "args": argparse.Namespace(w=[w]),
         "keys": {(0, 1): w},
     }
-    back = through_the_wire(state)
+    back = wire_round_trip(state)
     assert difference(state, back) is None
     assert back["point"].x is back["queue"][0] is back["keys"][0, 1]
 
@@ -244,14 +244,14 @@ def test_a_set_is_written_alike_in_every_order():
 def test_a_generator_comes_back_with_its_state():
     generator = torch.Generator().manual_seed(7)
     torch.rand(3, generator=generator)
-    back = through_the_wire({"g": generator})["g"]
+    back = wire_round_trip({"g": generator})["g"]
     assert torch.equal(torch.rand(5, generator=back), torch.rand(5, generator=generator))
 
 
-def test_a_generator_of_a_device_that_is_not_here_comes_back_as_a_stand_in_and_is_stored_as_such():
+def test_generator_of_missing_device_is_a_placeholder():
     content = {"device": "cuda:63", "state": np.arange(16, dtype=np.uint8)}
     stand_in = StandIn("torch.Generator", "cuda:63", content)
-    back = through_the_wire({"g": stand_in})["g"]
+    back = wire_round_trip({"g": stand_in})["g"]
     assert (back.kind, back.content["device"]) == ("torch.Generator", "cuda:63")
     assert np.array_equal(back.content["state"], content["state"])
 
@@ -260,35 +260,35 @@ def test_a_generator_of_a_device_that_is_not_here_comes_back_as_a_stand_in_and_i
     ("kind", "content"),
     [("enum", {}), ("namedtuple", [1]), ("set", 5), ("Decimal", "a"), ("torch.Generator", 1), ("datetime", (1,))],
 )
-def test_a_stand_in_that_could_not_be_read_is_refused_at_the_commit(kind, content):
+def test_unreadable_placeholder_is_refused_at_commit(kind, content):
     with pytest.raises(LeafTypeError):
         capture({"a": StandIn(kind, "x:y", content)}, TORCH)
 
 
 class TestAttributesOfTensors:
-    """torch.save keeps them, and libraries mark parameters by them."""
+    """torch.save keeps them, and libraries use them to mark parameters."""
 
-    def test_plain_ones_come_back_and_others_are_warned_of_once(self):
+    def test_plain_attributes_come_back_others_warn_once(self):
         tensor, parameter = torch.ones(3), torch.nn.Parameter(torch.ones(3))
         for held in (tensor, parameter):
             held.sequence_parallel, held.shape_before, held.main_grad = True, torch.Size((1, 2)), torch.ones(1)
         captured = capture({"a": tensor, "b": parameter}, TORCH)
         assert len(captured.warnings) == 1
         assert "'main_grad'" in captured.warnings[0]
-        back = through_the_wire({"a": tensor, "b": parameter})
+        back = wire_round_trip({"a": tensor, "b": parameter})
         for held in back.values():
             assert vars(held) == {"sequence_parallel": True, "shape_before": torch.Size((1, 2))}
 
-    def test_they_go_into_live_tensors(self):
+    def test_attributes_are_set_on_live_tensors(self):
         tensor = torch.ones(3)
         tensor.mark = 2
         live = torch.zeros(3)
         live.other = 1
-        back = through_the_wire({"a": tensor}, into={"a": live})
+        back = wire_round_trip({"a": tensor}, into={"a": live})
         assert back["a"] is live
         assert vars(live) == {"mark": 2, "other": 1}
 
-    def test_a_change_of_them_is_seen_by_the_next_commit(self):
+    def test_changed_attribute_is_committed(self):
         tensor, recapture = torch.ones(3), CaptureCache()
         recapture.capture({"a": tensor}, TORCH)
         tensor.mark = 1
@@ -298,9 +298,9 @@ class TestAttributesOfTensors:
 
 
 class TestIntoLiveStates:
-    """Containers that can be changed are filled; the others are replaced, and the tensors in them filled."""
+    """Mutable containers are filled. Others are replaced, and the tensors in them filled."""
 
-    def test_tensors_in_containers_are_overwritten_where_they_are(self):
+    def test_tensors_in_containers_are_filled_in_place(self):
         def state(value):
             w = torch.full((4,), float(value))
             point, options = Point(w.clone(), value), Options(w.clone(), [value])
@@ -309,23 +309,23 @@ class TestIntoLiveStates:
         live = state(0)
         held = [live["p"].x, live["o"].rate, live["q"][0], live["s"].w, live[1, 2]]
         boxes = live["o"], live["q"], live["s"]
-        back = through_the_wire(state(5), into=live)
+        back = wire_round_trip(state(5), into=live)
         assert difference(back, state(5)) is None
         assert all(torch.equal(tensor, torch.full((4,), 5.0)) for tensor in held)
         assert all(back[key] is box for key, box in zip("oqs", boxes, strict=True))
         assert back["p"].x is held[0]
 
-    def test_a_live_generator_set_or_list_that_others_hold_is_changed(self):
+    def test_live_generator_set_and_list_are_changed(self):
         stored = {"g": torch.Generator().manual_seed(3), "seen": {1, 2}, "order": list(range(1, 5000)), "b": {0.5: 1}}
         live = {"g": torch.Generator().manual_seed(9), "seen": {7}, "order": [3], "b": {0.5: 2}}
         held = dict(live)
-        back = through_the_wire(stored, into=live)
+        back = wire_round_trip(stored, into=live)
         assert difference(back, stored) is None
         assert all(back[key] is held[key] for key in ("g", "seen", "order", "b"))
 
-    def test_a_live_state_with_a_key_that_the_checkpoint_lacks_is_refused(self):
+    def test_unknown_live_key_is_refused(self):
         with pytest.raises(UsageError, match="lacks"):
-            through_the_wire({0.5: 1}, into={0.5: 1, (1, object()): torch.ones(1)})
+            wire_round_trip({0.5: 1}, into={0.5: 1, (1, object()): torch.ones(1)})
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ class TestIntoLiveStates:
         ("torch.Generator", ValueNode("none", None)),
     ],
 )
-def test_leaves_from_disk_that_no_capture_makes_are_refused_before_anything_is_written(name, child):
+def test_invalid_leaf_is_refused_before_writing(name, child):
     with pytest.raises(MalformedError):
         prepare_restore(ConvertedNode(f"ckstore:{name}", child), [], [], adapters=TORCH)
 
@@ -396,7 +396,7 @@ def test_keys_from_disk_that_no_dict_has_are_refused(keys):
         lambda atom: st.sampled_from([atom, [atom], (atom, atom), {"name": atom}, {"x": atom, "y": 1}])
     ),
 )
-def test_any_child_of_any_kind_is_made_or_refused_with_our_errors(name, child):
+def test_any_child_is_created_or_refused(name, child):
     node = ConvertedNode(name, capture(child).tree)
     try:
         tree = decode_tree(encode_tree(node), tensor_count=0)
@@ -406,13 +406,13 @@ def test_any_child_of_any_kind_is_made_or_refused_with_our_errors(name, child):
     assert difference(round_trip([made], adapters=TORCH), [made]) is None
 
 
-def test_a_converter_that_hands_back_the_leaf_itself_lets_it_be_stored_as_ever():
+def test_advice_suits_the_leaf():
     tensor = torch.ones(3)
     assert "register_converter(Tensor" not in _advice(torch.eye(3).to_sparse())
     assert "to_dense" in _advice(torch.eye(3).to_sparse())
     assert "register_converter" not in _advice(torch.ones(2, device="meta"))
     assert "register_converter" not in _advice(np.array([object()]))
-    assert difference(through_the_wire({"a": tensor}), {"a": tensor}) is None
+    assert difference(wire_round_trip({"a": tensor}), {"a": tensor}) is None
 
 
 def _advice(leaf):
@@ -421,7 +421,7 @@ def _advice(leaf):
     return str(caught.value)
 
 
-def test_no_reference_cycle_is_left_by_the_new_kinds():
+def test_no_reference_cycle_is_left():
     state = {"a": Counter("ab"), "p": Path("x"), "u": uuid.UUID(int=5), "t": torch.ones(2)}
     gc.collect()
     gc.disable()

@@ -59,7 +59,7 @@ PICK = {
 
 
 def assert_same_effect(source, plain, into, observe, nest=in_dict):
-    """Load the source's state into two equal objects, in both ways."""
+    """Load the source's state into two equal objects, by ``load_state_dict`` and by ``restore``."""
     kept = keep(nest(source))
     plain.load_state_dict(PICK[nest](fill(kept)))
     holder = nest(into)
@@ -70,7 +70,7 @@ def assert_same_effect(source, plain, into, observe, nest=in_dict):
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("times", [0, 2])
 @pytest.mark.parametrize("kind", [Resetting, FolderBound, UnitConverting, MovingAverage, Sampler, ModelAndOptimizer])
-def test_objects_of_users_load_as_if_called_by_hand(kind, times, nest):
+def test_user_objects_load_like_load_state_dict(kind, times, nest):
     source, plain, into = kind(), kind(), kind()
     source.advance()
     for other in (plain, into):
@@ -81,7 +81,7 @@ def test_objects_of_users_load_as_if_called_by_hand(kind, times, nest):
 
 @pytest.mark.parametrize("nest", [in_dict, deep])
 @pytest.mark.parametrize("kind", MODULES)
-def test_modules_load_as_if_called_by_hand(kind, nest):
+def test_modules_load_like_load_state_dict(kind, nest):
     source, plain, into = MODULES[kind](), MODULES[kind](), MODULES[kind]()
     into.load_state_dict(copy.deepcopy(source.state_dict()))
     plain.load_state_dict(copy.deepcopy(source.state_dict()))
@@ -90,7 +90,7 @@ def test_modules_load_as_if_called_by_hand(kind, nest):
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float32")])
-def test_a_module_of_another_dtype_converts_and_tells(dtypes):
+def test_module_of_another_dtype_converts_with_warning(dtypes):
     source, plain, into = (linear().to(getattr(torch, dtypes[index])) for index in (0, 1, 1))
     change(source)
     assert_same_effect(source, plain, into, seen_of_module)
@@ -100,7 +100,7 @@ def test_a_module_of_another_dtype_converts_and_tells(dtypes):
     assert f"load_state_dict of Sequential changed m.0.weight from {dtypes[0]} to {dtypes[1]}." in placement.warnings
 
 
-def test_a_lazy_module_is_made_by_its_own_loading():
+def test_lazy_module_is_materialized_by_loading():
     source = lazy()
     source(torch.ones(1, 4))
     change(source)
@@ -109,7 +109,7 @@ def test_a_lazy_module_is_made_by_its_own_loading():
         assert difference(dict(into.state_dict()), dict(source.state_dict())) is None
 
 
-def test_a_norm_takes_a_checkpoint_of_before_it_counted():
+def test_norm_accepts_checkpoint_without_counter():
     source = linear().state_dict()
     del source["1.num_batches_tracked"]
     source._metadata.pop("1")
@@ -121,7 +121,7 @@ def test_a_norm_takes_a_checkpoint_of_before_it_counted():
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 3), (2, 0), (2, 3)])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore")
-def test_optimizers_load_as_if_called_by_hand_whatever_they_held(kind, before, after):
+def test_optimizers_load_like_load_state_dict(kind, before, after):
     torch.manual_seed(0)
     source, plain, into = pair(kind), pair(kind), pair(kind)
     for other in (source, plain, into):
@@ -137,7 +137,7 @@ def test_optimizers_load_as_if_called_by_hand_whatever_they_held(kind, before, a
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore")
-def test_schedulers_load_as_if_called_by_hand(kind):
+def test_schedulers_load_like_load_state_dict(kind):
     made = []
     for times in (3, 0, 5):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
@@ -149,14 +149,14 @@ def test_schedulers_load_as_if_called_by_hand(kind):
     assert_same_effect(*made, lambda scheduler: copy.deepcopy(scheduler.state_dict()))
 
 
-def test_a_scaler_loads_as_if_called_by_hand():
+def test_scaler_loads_like_load_state_dict():
     source, plain, into = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 2.0, 2.0))
     assert_same_effect(source, plain, into, torch.amp.GradScaler.state_dict)
 
 
 @pytest.mark.parametrize("kind", ["momentum", "amsgrad", "own-setstate", "own-load"])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_train_state_loads_as_if_called_by_hand(kind, steps):
+def test_train_state_loads_like_load_state_dict(kind, steps):
     states = []
     for times in (1, steps, steps):
         torch.manual_seed(times)
@@ -178,7 +178,7 @@ def test_a_train_state_loads_as_if_called_by_hand(kind, steps):
     assert states[2][0].others["epoch"] == 1
 
 
-def test_a_train_state_lacks_no_part_that_it_had():
+def test_train_state_without_a_stored_part_is_refused():
     model, optimizer = pair("momentum")
     small = ckstore.TrainState(model, optimizer)
     large = ckstore.TrainState(model, optimizer, loader=Resetting())
@@ -197,11 +197,11 @@ def is_direct(state, into):
 
 
 @pytest.mark.parametrize("kind", ["plain", "average", "compiled", "pruned"])
-def test_modules_that_only_copy_take_no_second_copy(kind):
+def test_plain_modules_need_no_second_copy(kind):
     assert all(is_direct({"m": MODULES[kind]()}, {"m": MODULES[kind]()}))
 
 
-def test_moments_take_no_second_copy_in_and_below_a_train_state():
+def test_moments_need_no_second_copy():
     one, other = pair("momentum"), pair("momentum")
     step(*one)
     step(*other)
@@ -210,12 +210,12 @@ def test_moments_take_no_second_copy_in_and_below_a_train_state():
 
 
 @pytest.mark.parametrize("kind", ["renaming", "hooks", "hooks-below", "extra-state", "instance", "weight_norm"])
-def test_modules_that_do_more_are_not_written_to_beforehand(kind):
+def test_modules_with_custom_loading_are_not_prefilled(kind):
     assert not any(is_direct({"m": MODULES[kind]()}, {"m": MODULES[kind]()}))
 
 
 class EncodedChunk(torch.Tensor):
-    """A tensor whose values are two others, as torchao's are."""
+    """A tensor whose values are two other tensors, as in torchao."""
 
     @staticmethod
     def __new__(cls, codes, scale):
@@ -231,7 +231,7 @@ class EncodedChunk(torch.Tensor):
         raise TypeError(function)
 
 
-def test_state_that_is_a_tensor_subclass_comes_back_by_its_converter():
+def test_tensor_subclass_comes_back_by_converter():
     ckstore.register_converter(
         EncodedChunk,
         "test.coded",
@@ -257,7 +257,7 @@ def test_state_that_is_a_tensor_subclass_comes_back_by_its_converter():
 # only=
 
 
-def test_only_a_part_of_an_optimizer_is_restored_and_the_rest_stays():
+def test_selected_part_of_optimizer_is_restored():
     source, into = pair("momentum"), pair("momentum")
     step(*source)
     step(*into)
@@ -286,9 +286,7 @@ BORROWED = {
 @pytest.mark.parametrize(("only", "lost"), [("state.0.momentum_buffer", 0), ("state.0", 1), ("param_groups", 0)])
 @pytest.mark.parametrize("borrow", BORROWED.values(), ids=BORROWED)
 @pytest.mark.parametrize("is_named", [False, True])
-def test_borrowed_parameters_and_gradients_stay_in_an_optimizer_where_they_were_not_chosen(
-    borrow, only, lost, is_named
-):
+def test_unselected_parameters_stay_in_an_optimizer(borrow, only, lost, is_named):
     source, into = pair("momentum"), pair("momentum")
     step(*source)
     step(*into)

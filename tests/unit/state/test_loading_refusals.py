@@ -34,7 +34,7 @@ class Failing:
         raise KeyError("epoch")
 
 
-def test_a_load_that_fails_says_what_was_written_and_how_to_go_on():
+def test_failed_load_lists_what_was_written():
     model, optimizer = pair("momentum")
     step(model, optimizer)
 
@@ -55,14 +55,14 @@ def test_a_load_that_fails_says_what_was_written_and_how_to_go_on():
 
 
 class Strange(torch.nn.Linear):
-    """Loads by a hook of its own, so that only torch itself can say what is wrong."""
+    """A module with its own loading hook, so that only torch can report what is wrong."""
 
     def __init__(self, width):
         super().__init__(width, 2)
         self.register_load_state_dict_post_hook(lambda *_: None)
 
 
-def test_what_torch_says_of_a_module_with_hooks_is_passed_on():
+def test_torch_error_of_module_with_hooks_is_kept():
     with pytest.raises(UsageError, match=r"of Strange raised RuntimeError: .* size mismatch for weight"):
         fill(keep({"m": Strange(3)}), into={"m": Strange(4)})
 
@@ -71,7 +71,7 @@ class Odd:
     pass
 
 
-def test_a_converter_that_fails_says_what_was_written():
+def test_failed_converter_lists_what_was_written():
     ckstore.register_converter(Odd, "test.odd", lambda odd: {"a": 1}, lambda state: state["b"])
     kept = keep({"n": Resetting(), "odd": Odd(), "z": 1})
     with pytest.raises(UsageError, match="a converter raised KeyError: 'b': odd") as caught:
@@ -99,23 +99,28 @@ def _log_with(odd):
         MalformedError("no table"),
     ],
 )
-def test_an_error_of_ours_says_what_was_written_and_stays_of_its_kind(error, is_long):
+def test_our_error_keeps_its_class_and_lists_writes(error, is_long):
     ckstore.register_converter(Odd, "test.odd", lambda odd: {"a": 1}, _raising(error))
     made = _log_with(Odd()) if is_long else Odd()
     model, live = linear(0), linear(1)
     kept = keep({"m": model, "w": torch.ones(2), "log": made, "end": 1})
     with pytest.raises(type(error), match=error.what) as caught:
         fill(kept, into={"m": live, "w": torch.zeros(2), "log": None, "end": 0})
-    told = caught.value
-    assert (told.path, told.written, told.partly_written, told.not_written) == (("log",), ("m", "w"), (), ("end",))
-    assert "already written: m, w" in str(told)
-    assert (error.todo or "restore again") in str(told).lower()
-    assert told.where == error.where
-    assert error.facts.items() <= told.facts.items()
-    assert pickle.loads(pickle.dumps(told)).written == told.written
+    expected = caught.value
+    assert (expected.path, expected.written, expected.partly_written, expected.not_written) == (
+        ("log",),
+        ("m", "w"),
+        (),
+        ("end",),
+    )
+    assert "already written: m, w" in str(expected)
+    assert (error.todo or "restore again") in str(expected).lower()
+    assert expected.where == error.where
+    assert error.facts.items() <= expected.facts.items()
+    assert pickle.loads(pickle.dumps(expected)).written == expected.written
 
 
-def test_an_object_that_is_written_already_is_told_when_the_rest_of_its_state_cannot_be_made():
+def test_partly_written_object_is_listed():
     ckstore.register_converter(Odd, "test.odd", lambda odd: {"a": 1}, _raising(UnsupportedError("too new")))
     one, other = pair("momentum"), pair("momentum")
     for each in (one, other):
@@ -126,7 +131,7 @@ def test_an_object_that_is_written_already_is_told_when_the_rest_of_its_state_ca
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_a_converter_that_is_missing_when_a_long_value_is_read_is_told_with_what_was_written(is_long, monkeypatch):
+def test_missing_converter_of_long_value_lists_writes(is_long, monkeypatch):
     ckstore.register_converter(Odd, "test.odd", lambda odd: {"a": 1}, lambda state: Odd())
     kept = keep({"w": torch.ones(2), "log": _log_with(Odd()) if is_long else Odd()})
     monkeypatch.setattr(values, "_BY_NAME", {})
@@ -157,14 +162,14 @@ def refusal(state, into):
         (lambda module: torch.nn.ModuleDict({"net": module}), "net.", ""),
     ],
 )
-def test_a_prefix_is_named_with_its_cause_and_the_way_out_on_both_sides(wrap, part, cause):
-    told = refusal({"m": wrap(linear())}, {"m": linear()})
-    assert f"the checkpoint has 7 that the state lacks: m.{part}0.weight" in told
-    assert f"The keys of the checkpoint have an extra {part!r}" in told
-    assert cause in told
-    told = refusal({"m": linear()}, {"m": wrap(linear())})
-    assert f"lacks: m.{part}0.weight" in told
-    assert f"The keys of the state have an extra {part!r}" in told
+def test_prefix_is_named_with_cause_and_advice(wrap, part, cause):
+    expected = refusal({"m": wrap(linear())}, {"m": linear()})
+    assert f"the checkpoint has 7 that the state lacks: m.{part}0.weight" in expected
+    assert f"The keys of the checkpoint have an extra {part!r}" in expected
+    assert cause in expected
+    expected = refusal({"m": linear()}, {"m": wrap(linear())})
+    assert f"lacks: m.{part}0.weight" in expected
+    assert f"The keys of the state have an extra {part!r}" in expected
     with pytest.raises(UsageError, match=f"the checkpoint have an extra '{part}'"):
         fill(keep({"m": wrap(linear()).state_dict()}), into={"m": linear().state_dict()})
 
@@ -176,17 +181,18 @@ def test_the_advice_for_a_prefix_works():
     assert torch.equal(into[0].weight, linear(1)[0].weight)
 
 
-def test_a_compiled_part_in_the_middle_is_named():
+def test_compiled_submodule_is_named():
     compiled = torch.nn.Sequential(Compiled(linear()))
     assert "an extra '_orig_mod.', from torch.compile" in refusal({"m": compiled}, {"m": torch.nn.Sequential(linear())})
 
 
-def test_other_keys_are_listed_from_both_sides():
-    told = refusal({"m": torch.nn.Linear(3, 3, bias=False)}, {"m": torch.nn.Embedding(3, 3), "net": linear()})
-    assert "7 leaves" not in told
-    told = refusal({"net": 1}, {"model": linear()})
+def test_differing_keys_are_listed_from_both_sides():
+    expected = refusal({"m": torch.nn.Linear(3, 3, bias=False)}, {"m": torch.nn.Embedding(3, 3), "net": linear()})
+    assert "7 leaves" not in expected
+    expected = refusal({"net": 1}, {"model": linear()})
     assert (
-        "the state has 1 leaf that the checkpoint lacks: model; the checkpoint has 1 that the state lacks: net" in told
+        "the state has 1 leaf that the checkpoint lacks: model; the checkpoint has 1 that the state lacks: net"
+        in expected
     )
 
 
@@ -199,7 +205,7 @@ def moved(optimizer_of, names=None):
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "told"),
+    ("source", "target", "expected"),
     [
         (
             torch.optim.AdamW,
@@ -218,41 +224,41 @@ def moved(optimizer_of, names=None):
         ),
     ],
 )
-def test_what_an_optimizer_cannot_use_is_told_before_anything_is_written(source, target, told):
+def test_unusable_optimizer_state_is_refused_first(source, target, expected):
     one, other = linear(), linear()
     state = {"m": one, "o": source(list(one.parameters())[:2])}
     into = {"m": other, "o": target(list(other.parameters())[:2])}
-    if told is None:
+    if expected is None:
         fill(keep(state), into=into)
     else:
-        assert re.search(told, refusal(state, into))
+        assert re.search(expected, refusal(state, into))
 
 
-def test_parameters_in_another_order_are_told_by_their_names():
-    told = refusal({"o": moved(torch.optim.Adam)}, {"o": moved(torch.optim.Adam, (1, 0))})
-    assert "'0.weight' at another position in the state" in told
+def test_other_parameter_order_is_reported_by_name():
+    expected = refusal({"o": moved(torch.optim.Adam)}, {"o": moved(torch.optim.Adam, (1, 0))})
+    assert "'0.weight' at another position in the state" in expected
     fill(keep({"o": moved(torch.optim.Adam)}), into={"o": moved(torch.optim.Adam)})
 
 
-def test_an_optimizer_of_another_kind_is_told_in_a_train_state_too():
+def test_other_optimizer_in_train_state_is_reported():
     one, other = linear(), linear()
     state = ckstore.TrainState(one, torch.optim.AdamW(one.parameters()))
     with pytest.raises(UsageError, match=r"optimizer\.param_groups\.0 lacks dampening, momentum"):
         fill(keep(state), into=ckstore.TrainState(other, torch.optim.SGD(other.parameters())))
 
 
-def test_moments_of_another_shape_and_numbers_that_are_text_are_told():
+def test_wrong_moments_and_numbers_are_reported():
     model, optimizer = pair("momentum")
     step(model, optimizer)
     wide = torch.nn.Linear(4, 2)
-    told = refusal({"o": optimizer}, {"o": torch.optim.SGD(wide.parameters(), lr=0.1, momentum=0.9)})
-    assert "o.state.0.momentum_buffer is (2, 3) in the checkpoint, its parameter is (2, 4)" in told
+    expected = refusal({"o": optimizer}, {"o": torch.optim.SGD(wide.parameters(), lr=0.1, momentum=0.9)})
+    assert "o.state.0.momentum_buffer is (2, 3) in the checkpoint, its parameter is (2, 4)" in expected
     texts = {
         **optimizer.state_dict(),
         "state": {str(key): value for key, value in optimizer.state_dict()["state"].items()},
     }
-    told = refusal({"o": texts}, {"o": pair("momentum")[1]})
-    assert "o.state.0 is a str instead of a number" in told
+    expected = refusal({"o": texts}, {"o": pair("momentum")[1]})
+    assert "o.state.0 is a str instead of a number" in expected
 
 
 def test_a_model_on_the_meta_device_is_refused():
@@ -263,7 +269,7 @@ def test_a_model_on_the_meta_device_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tied_module_refuses_values_that_are_not_tied(dtype):
+def test_tied_module_refuses_untied_values(dtype):
     state = {key: value.clone() for key, value in Tied().state_dict().items()}
     assert "m.two.weight shares memory with m.one.weight only in the state" in refusal(
         {"m": state}, {"m": Tied().to(dtype)}

@@ -72,14 +72,14 @@ PAIRS = [
     (optimizer, scheduler)
     for optimizer in OPTIMIZERS
     for scheduler in SCHEDULERS
-    if (optimizer, scheduler) != ("tensor-lr", "onecycle")  # torch wants capturable for it
+    if (optimizer, scheduler) != ("tensor-lr", "onecycle")  # torch requires capturable for it
 ]
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.filterwarnings("ignore")
-def test_training_resumes_exactly_from_fresh_and_from_stepped_objects(optimizer, scheduler, steps_before):
+def test_training_resumes_exactly(optimizer, scheduler, steps_before):
     trio = _trio(optimizer, scheduler)
     _train(*trio.values(), 4)
     kept = CopiedState.of(capture(trio, ADAPTERS))
@@ -93,7 +93,7 @@ def test_training_resumes_exactly_from_fresh_and_from_stepped_objects(optimizer,
     assert _train(*other.values(), 3) == losses
 
 
-def test_objects_and_their_state_dicts_are_the_same_to_a_checkpoint():
+def test_objects_and_state_dicts_give_equal_checkpoints():
     model = _model()
     assert difference(round_trip({"m": model}), {"m": model.state_dict()}) is None
     other = _model(1)
@@ -101,7 +101,7 @@ def test_objects_and_their_state_dicts_are_the_same_to_a_checkpoint():
     assert difference(other.state_dict(), model.state_dict()) is None
 
 
-def test_a_module_is_written_directly_and_refuses_unknown_and_extra_tensors_beforehand():
+def test_module_is_filled_directly_or_refused_first():
     model, other = _model(), _model(1)
     placement = place({"m": model}, into={"m": other})
     assert all(placement.is_direct(storage) for storage in placement.storages)
@@ -114,7 +114,7 @@ def test_a_module_is_written_directly_and_refuses_unknown_and_extra_tensors_befo
     assert torch.equal(small[0].weight, before)
 
 
-def test_only_part_of_a_module_is_restored_and_the_rest_stays():
+def test_selected_part_of_module_is_restored():
     model, other = _model(), _model(1)
     bias = other[0].bias.clone()
     round_trip({"m": model, "step": 5}, into={"m": other}, only="m.0.weight")
@@ -123,7 +123,7 @@ def test_only_part_of_a_module_is_restored_and_the_rest_stays():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_optimizer_that_rounds_its_state_when_loading_is_told_of():
+def test_optimizer_that_rounds_on_load_warns():
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = torch.optim.Adam([parameter])
     parameter.grad = torch.ones_like(parameter)
@@ -139,7 +139,7 @@ def test_an_optimizer_that_rounds_its_state_when_loading_is_told_of():
 
 
 class Counting:
-    """Hands out copies, as objects on other devices do, and counts its loads."""
+    """Return copies, as objects on other devices do, and count its loads."""
 
     def __init__(self):
         self.loads = 0
@@ -153,7 +153,7 @@ class Counting:
         self.state = state
 
 
-def test_load_state_dict_is_called_once_and_gets_what_was_stored():
+def test_load_state_dict_is_called_once():
     source, target = Counting(), Counting()
     source.state = {"a": torch.ones(2), "new": 5}
     round_trip([source], into=[target])
@@ -165,7 +165,7 @@ def test_load_state_dict_is_called_once_and_gets_what_was_stored():
 
 
 class Alias:
-    """Hands out one list and one tensor at two places, as fresh schedulers do."""
+    """Return one list and one tensor at two places, as fresh schedulers do."""
 
     def __init__(self, tie):
         tensor, items = torch.zeros(2), [0]
@@ -178,13 +178,13 @@ class Alias:
         self.state = state
 
 
-def test_ties_inside_an_object_are_undone_where_the_checkpoint_has_none():
+def test_ties_inside_an_object_are_undone():
     target = Alias(tie=True)
     round_trip({"o": Alias(tie=False)}, into={"o": target})
     assert difference(target.state, Alias(tie=False).state) is None
 
 
-def test_a_container_at_two_places_is_written_once_and_copied_for_the_other():
+def test_container_at_two_places_is_copied():
     shared = {"x": [0]}
     target = {"a": shared, "b": shared, "c": shared}
     back = round_trip({"a": {"x": [1]}, "b": {"x": [2]}, "c": {"x": [1]}}, into=target)
@@ -198,7 +198,7 @@ class Box:
         self.inside = inside
 
 
-def test_converted_leaves_are_made_anew():
+def test_converted_leaves_are_recreated():
     register_converter(Box, "test.box", lambda box: box.inside, Box)
     target = {"box": Box(torch.zeros(2)), "none": None}
     back = round_trip({"box": Box(torch.ones(2)), "none": Box(1)}, into=target)
@@ -208,7 +208,7 @@ def test_converted_leaves_are_made_anew():
         place({"box": Box(1)}, into={"box": torch.ones(1)})
 
 
-def test_long_text_and_bytes_replace_what_was_there():
+def test_long_text_and_bytes_are_replaced():
     state = {"text": "x" * 100_000, "raw": b"y" * 100_000, "list": [b"z" * 100_000]}
     assert round_trip(state, into={"text": "", "raw": b"", "list": []}) == state
     with pytest.raises(UsageError, match="plain value"):
@@ -236,7 +236,7 @@ def _with_metadata(mapping):
     [{}, {"b": 5, "a": 7}, OrderedDict(b=0), Counter(b=9), defaultdict(int, a=0), defaultdict(lambda: None, b=3)],
 )
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_a_live_dict_becomes_the_stored_one_in_keys_order_class_and_factory(stored, live, is_inside):
+def test_live_dict_becomes_equal_to_the_stored_one(stored, live, is_inside):
     live, tensor = copy.copy(live), torch.zeros(2)
     live["t"] = tensor
     stored = copy.copy(stored)
@@ -247,7 +247,7 @@ def test_a_live_dict_becomes_the_stored_one_in_keys_order_class_and_factory(stor
     assert getattr(back, "_metadata", None) == getattr(stored, "_metadata", None)
     assert back["t"] is tensor
     assert (back is live) is (type(live) is type(stored))
-    # Nor does who holds the live one keep old values.
+    # Iterating over the live dict gives the new values too.
     assert list(live.items()) == list(back.items())
 
 
@@ -262,12 +262,12 @@ def test_a_live_dict_becomes_the_stored_one_in_keys_order_class_and_factory(stor
         ({1: {}}, {True: {}}),
     ],
 )
-def test_an_empty_container_that_the_checkpoint_lacks_is_refused_as_any_leaf(stored, live):
+def test_unknown_empty_container_is_refused(stored, live):
     with pytest.raises(UsageError, match="Nothing was written"):
         place(stored, into=live)
 
 
-def test_a_part_that_was_chosen_leaves_kind_order_and_the_rest_of_a_live_dict():
+def test_selected_part_keeps_rest_of_a_live_dict():
     stored = OrderedDict(a=1, b=OrderedDict(x=1, y=2), c=3)
     live = {"c": [], "b": {"y": 0, "x": 0}, "own": {}}
     assert (
@@ -280,7 +280,7 @@ def test_a_part_that_was_chosen_leaves_kind_order_and_the_rest_of_a_live_dict():
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, Counter])
-def test_a_long_plain_dict_is_filled_in_place_as_a_short_one(kind):
+def test_long_plain_dict_is_filled_in_place(kind):
     stored = {"log": defaultdict(int, {f"key {number}": number for number in range(10_000)})}
     live = defaultdict(list, other=[1])
     assert round_trip(stored, into={"log": live})["log"] is live
@@ -293,7 +293,7 @@ def test_a_long_plain_dict_is_filled_in_place_as_a_short_one(kind):
 
 @pytest.mark.parametrize("stored", [deque([1, 2, 3, 4, 5], 5), deque([1, 2]), deque([torch.ones(2), torch.zeros(2)])])
 @pytest.mark.parametrize("length", [2, 7, None])
-def test_a_queue_is_replaced_where_the_live_one_has_another_length(stored, length):
+def test_deque_of_other_maxlen_is_replaced(stored, length):
     queue = deque([torch.zeros(2), torch.ones(2)] if isinstance(stored[0], torch.Tensor) else [0], length)
     back = round_trip({"log": {"queue": stored}}, into={"log": {"queue": queue}})["log"]["queue"]
     assert difference(back, stored) is None

@@ -65,7 +65,7 @@ def changed(name, **options):
 
 
 class TestMembersAndKeys:
-    """As many members and keys come back as were stored, whatever became of their classes."""
+    """The number of restored members and keys is the stored one, even if their classes changed."""
 
     @pytest.mark.parametrize(
         "state",
@@ -76,7 +76,7 @@ class TestMembersAndKeys:
             {"s": {frozenset({Node(1)}), frozenset({Node(1)})}},
         ],
     )
-    def test_twins_are_as_many_without_their_class_and_are_stored_again(self, monkeypatch, state):
+    def test_equal_members_stay_distinct_without_their_class(self, monkeypatch, state):
         kept = CopiedState.of(capture(state))
         assert len(kept.fill(kept.place())["s"]) == len(state["s"])
         with monkeypatch.context() as patch:
@@ -101,7 +101,7 @@ class TestMembersAndKeys:
             {"s": {(0, Frozen(1)): 2, Frozen(2): 3, "x": 4}},
         ],
     )
-    def test_objects_whose_class_lost_its_hash_come_back_as_stand_ins(self, monkeypatch, state):
+    def test_unhashable_class_gives_placeholders(self, monkeypatch, state):
         kept = CopiedState.of(capture(state))
         monkeypatch.setattr(sys.modules[__name__], "Frozen", changed("Frozen"))
         back = kept.fill(kept.place())["s"]
@@ -114,14 +114,14 @@ class TestMembersAndKeys:
         assert capture({"s": back}).tree == kept.tree
 
     @pytest.mark.parametrize("live", [{}, {"x": 5}])
-    def test_such_keys_go_into_live_dicts_too(self, monkeypatch, live):
+    def test_placeholder_keys_go_into_live_dicts(self, monkeypatch, live):
         kept = CopiedState.of(capture({"k": {Frozen(1): [2], "x": 3}}))
         monkeypatch.setattr(sys.modules[__name__], "Frozen", changed("Frozen"))
         back = kept.fill(kept.place(into={"k": live}))["k"]
         assert list(map(type, back)) == [DistinctStandIn, str]
         assert list(back.values()) == [[2], 3]
 
-    def test_members_and_keys_that_became_equal_stay_as_many(self, monkeypatch):
+    def test_members_that_became_equal_stay_distinct(self, monkeypatch):
         state = {"s": {Frozen(1), Frozen(2)}, "t": {(Frozen(1), 5), (Frozen(2), 5)}, "k": {Frozen(1): 0, Frozen(2): 1}}
         kept = CopiedState.of(capture(state))
         other = dataclasses.make_dataclass("Frozen", [("value", object, dataclasses.field(compare=False))], frozen=True)
@@ -135,14 +135,14 @@ class TestMembersAndKeys:
 
 
 class TestNamedClasses:
-    """Classes come from modules that are loaded, and only if they are what was stored."""
+    """Classes come from loaded modules, and only if they equal what was stored."""
 
     def _restored(self, monkeypatch, state, change):
         captured = CopiedState.of(capture(state))
         change()
         return captured.fill(captured.place())
 
-    def test_a_class_that_is_not_loaded_comes_back_as_a_stand_in_that_is_stored_again(self, monkeypatch):
+    def test_unloaded_class_gives_a_placeholder(self, monkeypatch):
         state = {"c": Colour.RED, "p": Point(1, [2]), "o": Options(1.5)}
         kept = CopiedState.of(capture(state))
         with monkeypatch.context() as patch:
@@ -173,7 +173,7 @@ class TestNamedClasses:
         ],
     )
     @pytest.mark.parametrize("kind", ["enum", "namedtuple", "dataclass"])
-    def test_a_name_of_anything_else_makes_a_stand_in_and_imports_nothing(self, kind, name):
+    def test_other_name_gives_a_placeholder_without_import(self, kind, name):
         fields = DictNode("dict", ("name",), (ValueNode("str", "RED"),))
         loaded = set(sys.modules)
         made = prepare_restore(ConvertedNode(f"ckstore:{kind}:{name}", fields), [], []).finish()
@@ -198,7 +198,7 @@ class TestNamedClasses:
         assert tuple(back["p"]) == (1, 2)
         assert Slotted.rate.__get__(back["s"]) == 3
 
-    def test_a_module_is_not_asked_for_what_it_would_import(self, monkeypatch):
+    def test_lazy_module_attributes_are_not_read(self, monkeypatch):
         class Lazy(types.ModuleType):
             def __getattr__(self, name):
                 raise AssertionError("the module was asked")
@@ -208,7 +208,7 @@ class TestNamedClasses:
         made = prepare_restore(ConvertedNode("ckstore:dataclass:lazily:Config", fields), [], []).finish()
         assert isinstance(made, StandIn)
 
-    def test_a_member_whose_value_is_another_one_today_is_a_stand_in(self, monkeypatch):
+    def test_member_with_changed_value_is_a_placeholder(self, monkeypatch):
         class Other(enum.Enum):
             RED = 2
 
@@ -217,14 +217,14 @@ class TestNamedClasses:
         monkeypatch.setattr(sys.modules[__name__], "Colour", Other)
         assert isinstance(kept.fill(kept.place())["c"], StandIn)
 
-    def test_a_named_tuple_with_other_fields_today_is_a_stand_in(self, monkeypatch):
+    def test_named_tuple_with_changed_fields_is_a_placeholder(self, monkeypatch):
         other = namedtuple("Point", "y x")
         other.__module__ = __name__
         kept = CopiedState.of(capture({"p": Point(1, 2)}))
         monkeypatch.setattr(sys.modules[__name__], "Point", other)
         assert kept.fill(kept.place())["p"] == StandIn("namedtuple", f"{__name__}:Point", {"x": 1, "y": 2})
 
-    def test_a_field_that_a_dataclass_got_since_has_its_default(self, monkeypatch):
+    def test_new_dataclass_field_has_its_default(self, monkeypatch):
         @dataclasses.dataclass
         class Newer:
             rate: object
@@ -237,7 +237,7 @@ class TestNamedClasses:
         monkeypatch.setattr(sys.modules[__name__], "Options", Newer)
         assert vars(kept.fill(kept.place())["o"]) == {"rate": 1, "names": [], "clip": 1.0, "more": {}}
 
-    def test_a_class_within_a_function_is_warned_of(self):
+    def test_local_class_warns(self):
         @dataclasses.dataclass
         class Inner:
             x: int = 1
@@ -259,7 +259,7 @@ class TestNamedClasses:
         ],
     )
     @pytest.mark.parametrize("is_again", [False, True])
-    def test_a_class_within_a_function_is_warned_of_as_key_and_attribute(self, state_of, is_again):
+    def test_local_class_as_key_or_attribute_warns(self, state_of, is_again):
         class Inner(enum.Enum):
             ONE = 1
 
@@ -269,7 +269,7 @@ class TestNamedClasses:
             (warning,) = recapture.capture(state, adapters).warnings
             assert "Inner will be restored as ckstore.StandIn" in warning
 
-    def test_a_dataclass_that_says_itself_how_it_is_stored_is_refused(self):
+    def test_dataclass_with_getstate_is_refused(self):
         @dataclasses.dataclass
         class Own:
             x: int = 1
@@ -285,7 +285,7 @@ class TestNamedClasses:
             with pytest.raises(LeafTypeError, match="dataclass"):
                 capture({"a": leaf})
 
-    def test_attributes_beside_the_fields_come_back(self):
+    def test_extra_attributes_of_a_dataclass_come_back(self):
         options = Options(1)
         options.device = "cpu"
         assert vars(round_trip(options)) == {"rate": 1, "names": [], "device": "cpu"}

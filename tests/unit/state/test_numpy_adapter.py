@@ -49,12 +49,12 @@ def test_every_dtype_without_objects_comes_back_bit_for_bit(dtype):
 @pytest.mark.parametrize(
     "dtype", [d for d in [*DTYPES, PAIR, *STRUCTURED[2:]] if d.itemsize and d.kind != "U"], ids=str
 )
-def test_scalars_of_every_dtype_come_back_with_type_and_bits(dtype):
+def test_scalars_of_every_dtype_come_back(dtype):
     scalar = _array(dtype)[0, 0]
     back = round_trip([scalar])[0]
     assert type(back) is type(scalar)
     assert back.dtype == scalar.dtype
-    # Bytes between the fields are nobody's; the fields themselves are compared one by one.
+    # Bytes between the fields are padding. The fields are compared one by one.
     assert [back[name].tobytes() for name in dtype.names or ()] == [
         scalar[name].tobytes() for name in dtype.names or ()
     ]
@@ -69,7 +69,7 @@ def test_text_scalars_keep_their_zeros(scalar):
 
 
 @given(st.data())
-def test_any_view_of_any_array_comes_back_with_its_strides(data):
+def test_any_view_comes_back_with_its_strides(data):
     dtype = data.draw(st.sampled_from(DTYPES))
     base = _array(dtype, data.draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)))
     view = base[data.draw(hnp.basic_indices(base.shape, allow_newaxis=True, allow_ellipsis=True))]
@@ -109,7 +109,7 @@ RECORDS = np.ndarray((7,), np.dtype([("x", "i1"), ("y", "<f8")]), bytearray(rang
         _two_widths(402, 400, "<f4", "<i2"),
         _two_widths(812, 800, "<c16", "<i4"),
         _two_widths(403, 400, "<U2", "u1"),
-        # Whole elements, but not from the start of the span on.
+        # Whole elements, but not aligned to the start of the span.
         _two_widths(404, 4, "u1", "<f8"),
         _two_widths(402, 2, "<i2", "<f4"),
         [RECORDS["y"]],
@@ -117,7 +117,7 @@ RECORDS = np.ndarray((7,), np.dtype([("x", "i1"), ("y", "<f8")]), bytearray(rang
         [RECORDS["x"], RECORDS["y"]],
     ],
 )
-def test_views_of_other_widths_in_one_allocation_are_stored_as_bytes(views, tmp_path):
+def test_views_of_mixed_widths_are_stored_as_bytes(views, tmp_path):
     (storage,) = capture(views).storages
     assert (storage.element_width, storage.is_float) == (1, False)
     with ckstore.open(tmp_path / "store") as store:
@@ -135,7 +135,7 @@ def test_captured_bytes_are_the_arrays_own_memory():
     assert (storage.nbytes, storage.element_width, storage.is_float) == (4000, 4, True)
 
 
-def test_read_only_fortran_expanded_and_negative_arrays_come_back():
+def test_unusual_array_layouts_come_back():
     frozen = np.arange(6.0)
     frozen.flags.writeable = False
     state = [
@@ -159,13 +159,13 @@ def test_the_same_array_twice_is_one_object_again():
     assert back["a"] is back["b"][0]
 
 
-def test_far_apart_views_of_one_allocation_are_stored_without_what_lies_between():
+def test_gap_between_distant_views_is_not_stored():
     base = np.zeros(10 * GAP_NBYTES_MAX, np.uint8)
     captured = capture({"head": base[:10], "tail": base[-10:]})
     assert [storage.nbytes for storage in captured.storages] == [10, 10]
 
 
-def test_a_sparse_view_is_stored_as_its_span_and_warned_of():
+def test_sparse_view_is_stored_as_its_span_with_warning():
     captured = capture({"column": np.zeros((1 << 12, 1 << 12), np.uint16)[:, 0]})
     assert captured.nbytes == (1 << 25) - (1 << 13) + 2
     assert "column is a sparse view" in captured.warnings[0]
@@ -193,7 +193,7 @@ def test_arrays_of_objects_and_subclasses_are_refused_by_path(leaf):
 
 
 @given(st.text(max_size=30))
-def test_dtype_names_from_disk_make_what_they_name_or_are_refused(name):
+def test_dtype_names_are_resolved_or_refused(name):
     try:
         dtype = dtype_named(name)
     except CkstoreError:
@@ -253,7 +253,7 @@ def _prepare(nbytes=48, **changes):
     ],
     ids=repr,
 )
-def test_specs_that_reach_beyond_their_storage_or_are_impossible_are_refused(changes):
+def test_invalid_specs_are_refused(changes):
     assert _prepare() is not None
     with pytest.raises(MalformedError):
         _prepare(**changes)
@@ -279,7 +279,7 @@ def test_an_unknown_library_is_unsupported():
         _prepare(library="jax")
 
 
-def test_memory_that_is_not_there_is_a_capacity_error():
+def test_memory_shortage_is_a_capacity_error():
     with pytest.raises(CapacityError):
         allocate(1 << 62)
     with pytest.raises(CapacityError):
@@ -298,7 +298,7 @@ def test_memory_is_aligned(nbytes, align):
         lambda shape: st.tuples(st.just(shape), st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape)))
     )
 )
-def test_dense_and_overlapping_are_what_counting_bytes_says(layout):
+def test_dense_and_overlapping_match_a_byte_count(layout):
     shape, strides = layout
     touched = [sum(step * at for step, at in zip(strides, index, strict=True)) for index in np.ndindex(*shape)]
     touched = [start + byte for start in touched for byte in range(2)]
@@ -309,14 +309,14 @@ def test_dense_and_overlapping_are_what_counting_bytes_says(layout):
         assert overlaps_itself(tuple(shape), tuple(strides), 2)
 
 
-def test_kept_states_do_not_change_with_their_source():
+def test_kept_state_is_independent_of_its_source():
     array = np.arange(4)
     kept = CopiedState.of(capture(array))
     array[:] = 0
     assert kept.fill(kept.place()).tolist() == [0, 1, 2, 3]
 
 
-def test_only_brings_the_whole_list_of_a_chosen_array():
+def test_only_selects_the_whole_list_of_an_array():
     state = {"layers": [np.arange(3), np.arange(4)], "other": np.arange(5)}
     kept = CopiedState.of(capture(state))
     placement = kept.place(only="layers.0")
@@ -324,7 +324,7 @@ def test_only_brings_the_whole_list_of_a_chosen_array():
     assert difference(kept.fill(placement), {"layers": state["layers"]}) is None
 
 
-def test_device_means_nothing_to_arrays():
+def test_device_is_ignored_for_arrays():
     assert round_trip(np.arange(2), device="cuda").tolist() == [0, 1]
     with pytest.raises(UsageError, match="read-only"):
         round_trip(np.arange(2), into=np.broadcast_to(np.arange(2), (2,)))

@@ -45,7 +45,7 @@ def _blank():
     }
 
 
-def test_into_fills_the_very_tensors_and_containers_of_the_state():
+def test_into_fills_the_given_tensors_and_containers():
     target = _blank()
     held = [target["w"], target["n"], target["list"], target["list"][1]["deep"], target["pair"][0]]
     back = round_trip(_state(), into=target)
@@ -55,7 +55,7 @@ def test_into_fills_the_very_tensors_and_containers_of_the_state():
     assert all(one is other for one, other in zip(held, now, strict=True))
 
 
-def test_contiguous_tensors_are_written_without_a_second_copy():
+def test_contiguous_tensors_need_no_second_copy():
     target = _blank()
     placement = place(_state(), into=target)
     assert all(placement.is_direct(storage) for storage in placement.storages)
@@ -63,7 +63,7 @@ def test_contiguous_tensors_are_written_without_a_second_copy():
     assert target["w"][0, 0] == 5
 
 
-def test_writing_behind_torchs_back_counts_as_a_change():
+def test_direct_write_increments_the_version_counter():
     target = {"w": torch.nn.Parameter(torch.zeros(3))}
     product = (target["w"] * target["w"]).sum()
     before = target["w"]._version
@@ -91,7 +91,7 @@ def test_targets_of_any_layout_are_filled(make, expected_direct):
     assert torch.equal(target["w"], source["w"])
 
 
-def test_only_the_elements_of_a_target_view_are_written():
+def test_only_elements_of_a_target_view_are_written():
     flat = torch.full((10,), -1.0)
     round_trip({"a": torch.arange(3.0), "b": torch.arange(2.0)}, into={"a": flat[1:7:2], "b": flat[8:]})
     assert flat.tolist() == [-1, 0, -1, 1, -1, 2, -1, -1, 0, 1]
@@ -125,7 +125,7 @@ def test_only_leaves_the_bytes_of_other_leaves_alone():
     assert target["own"] == 5
 
 
-def test_expanded_targets_are_filled_if_the_checkpoint_is_expanded_alike():
+def test_equally_expanded_targets_are_filled():
     source = {"w": torch.tensor([[1.0], [2.0]]).expand(2, 5)}
     target = {"w": torch.zeros(4, 1)[::2].expand(2, 5)}
     with pytest.raises(UsageError, match="share memory"):
@@ -141,7 +141,7 @@ def test_expanded_targets_are_filled_if_the_checkpoint_is_expanded_alike():
     assert difference(into, {"a": torch.tensor([1.0, 2.0]).expand(3, 2), "b": odd["b"]}) is None
 
 
-def test_missing_leaves_are_created_and_plain_values_replaced():
+def test_missing_leaves_are_created():
     target = {"w": torch.zeros(2, 3), "list": [torch.zeros(2), None], "step": 1.5}
     back = round_trip(_state(), into=target)
     assert back is target
@@ -155,7 +155,7 @@ def _wrong(change):
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
+    ("target", "expected"),
     [
         (_wrong(lambda t: t.update(more=1)), "more"),
         (_wrong(lambda t: t["list"].append(torch.ones(1))), r"list\.2"),
@@ -175,16 +175,16 @@ def _wrong(change):
     ],
     ids=range(15),
 )
-def test_what_does_not_fit_is_refused_by_path_before_anything_is_written(target, told):
+def test_misfits_are_refused_by_path_before_writing(target, expected):
     before = CopiedState.of(capture({"t": _blank()}, ADAPTERS)).contents
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=expected):
         place(_state(), into=target)
     if isinstance(target, dict):
         same = {"t": {key: target[key] if key == "n" else value for key, value in _blank().items()}}
         assert CopiedState.of(capture(same, ADAPTERS)).contents == before
 
 
-def test_many_misfits_are_counted_and_the_first_five_named():
+def test_first_five_misfits_are_named():
     with pytest.raises(UsageError, match=r"9 leaves .* x4 and 4 more") as caught:
         place({}, into={f"x{index}": 1 for index in range(9)})
     assert len(caught.value.paths) == 9
@@ -198,7 +198,7 @@ def test_lists_of_plain_values_are_replaced_whole():
     assert back["losses"] is held
 
 
-def test_a_state_that_ties_what_the_checkpoint_keeps_apart_is_refused():
+def test_state_with_extra_ties_is_refused():
     tensor = torch.zeros(4)
     with pytest.raises(UsageError, match="b shares memory with a only in the state"):
         place({"a": torch.zeros(4), "b": torch.ones(4)}, into={"a": tensor, "b": tensor})
@@ -245,7 +245,7 @@ def test_any_layout_goes_into_any_layout(source_order, target_order, step):
     assert int((buffer != 0).sum()) == 23
 
 
-def test_a_placement_reads_no_storage_that_nothing_chosen_needs():
+def test_placement_reads_only_needed_storages():
     state = {"a": torch.ones(3), "b": torch.ones(4), "empty": torch.ones(0)}
     assert place(state, only="b").storages == [1]
     assert place(state, only="empty").storages == []

@@ -43,7 +43,7 @@ def _words(tensor):
 
 
 @pytest.mark.parametrize("name", ALL_DTYPES)
-def test_every_dtype_of_this_torch_comes_back_bit_for_bit_or_is_quantized(name):
+def test_every_torch_dtype_comes_back_bit_for_bit(name):
     dtype = getattr(torch, name.removeprefix("torch."))
     if name in QUANTIZED:
         assert name.removeprefix("torch.") not in DTYPES
@@ -107,7 +107,7 @@ def test_values_of_torch_come_back_with_their_types():
 
 @pytest.mark.parametrize("wants", [True, False])
 @pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda data, requires_grad: data.requires_grad_(requires_grad)])
-def test_parameters_and_their_wish_for_a_gradient_come_back(kind, wants):
+def test_parameters_keep_requires_grad(kind, wants):
     tensor = kind(torch.ones(3), requires_grad=wants)
     back = round_trip(tensor)
     assert difference(back, tensor) is None
@@ -177,7 +177,7 @@ def test_conjugate_and_negative_views_keep_their_values():
         round_trip({"a": tensor}, into={"a": tensor.conj()})
 
 
-def test_nothing_of_host_tensors_is_copied():
+def test_host_tensors_are_not_copied():
     tensor = torch.zeros(100, dtype=torch.bfloat16)
     storage = capture(tensor, ADAPTERS).storages[0]
     view = storage.read(0, 2)
@@ -206,7 +206,7 @@ def test_device_is_checked_and_meta_is_refused():
             round_trip(torch.ones(2), device=device)
 
 
-def test_without_the_adapter_torch_tensors_and_values_are_unsupported():
+def test_torch_values_without_adapter_are_unsupported():
     for state in (torch.ones(1), torch.float32):
         kept = CopiedState.of(capture(state, ADAPTERS))
         assert libraries_needed(kept.tree, kept.tensors) == {"torch"}
@@ -283,7 +283,7 @@ def test_hostile_values_from_disk_are_refused(kind, value):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_device_tensors_are_read_in_slices_and_restored_to_their_device():
+def test_device_tensors_are_read_in_slices():
     flat = torch.arange(100_000, dtype=torch.float32, device="cuda")
     state = {"flat": flat, "tail": flat[7:], "t": flat[:6].view(2, 3).t(), "half": flat[:10].bfloat16()}
     on_host = round_trip(state)
@@ -299,7 +299,7 @@ def test_device_tensors_are_read_in_slices_and_restored_to_their_device():
     assert all(torch.equal(target[name], state[name]) for name in state)
 
 
-def test_device_memory_that_became_shorter_is_not_read_and_not_made_longer():
+def test_shrunk_device_storage_is_not_read():
     storage = torch.arange(100, dtype=torch.uint8).untyped_storage()
     read = DeviceBytes(storage, storage.data_ptr(), torch.device("cpu"))
     storage.resize_(60)
@@ -309,7 +309,7 @@ def test_device_memory_that_became_shorter_is_not_read_and_not_made_longer():
     assert storage.nbytes() == 60
 
 
-def test_a_device_that_fails_to_send_is_an_error_of_its_own(monkeypatch):
+def test_failed_device_read_has_its_own_error(monkeypatch):
     def fail(held):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -319,7 +319,7 @@ def test_a_device_that_fails_to_send_is_an_error_of_its_own(monkeypatch):
         DeviceBytes(storage, storage.data_ptr(), torch.device("cpu"))(storage.data_ptr(), storage.data_ptr() + 9)
 
 
-def test_importing_the_rest_of_ckstore_does_not_import_torch():
+def test_importing_ckstore_does_not_import_torch():
     import subprocess
 
     script = "import sys, ckstore.state.placement, ckstore.state.capture; print('torch' in sys.modules)"

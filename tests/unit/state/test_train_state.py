@@ -1,4 +1,4 @@
-"""Protects resumes by name: every parameter gets its own moments, whatever the order of the groups."""
+"""Protects resuming by name: every parameter gets its own moments, in any order of the groups."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def opened(tmp_path):
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_a_resume_goes_on_as_if_nothing_had_happened(opened, split):
+def test_resumed_training_equals_uninterrupted(opened, split):
     model, optimizer = make(split=split)
     train(model, optimizer, 3)
     opened.commit(ckstore.TrainState(model, optimizer, epoch=4), 3)
@@ -54,7 +54,7 @@ def test_a_resume_goes_on_as_if_nothing_had_happened(opened, split):
     assert state.others == {"epoch": 4}
 
 
-def test_the_optimizer_is_told_by_names(opened):
+def test_optimizer_state_is_stored_by_name(opened):
     model, optimizer = make(split=True)
     train(model, optimizer, 1)
     opened.commit(ckstore.TrainState(model, optimizer), 1)
@@ -63,7 +63,7 @@ def test_the_optimizer_is_told_by_names(opened):
     assert found["param_groups"][1]["params"] == ["0.weight", "2.weight"]
 
 
-def test_another_order_of_the_groups_gets_its_own_moments(opened):
+def test_reordered_groups_get_their_own_moments(opened):
     model, optimizer = make(split=True)
     train(model, optimizer, 3)
     opened.commit(ckstore.TrainState(model, optimizer), 3)
@@ -80,7 +80,7 @@ def test_another_order_of_the_groups_gets_its_own_moments(opened):
     assert equal(model, again)
 
 
-def test_a_scheduler_goes_along(opened):
+def test_scheduler_is_included(opened):
     model, optimizer = make()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     train(model, optimizer, 1)
@@ -93,7 +93,7 @@ def test_a_scheduler_goes_along(opened):
     assert its.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 5e-4
 
 
-def test_other_parameters_are_refused_before_anything_is_loaded():
+def test_other_parameters_are_refused_before_loading():
     model, optimizer = make()
     train(model, optimizer, 1)
     state = ckstore.TrainState(model, optimizer).state_dict()
@@ -111,7 +111,7 @@ def test_other_parameters_are_refused_before_anything_is_loaded():
         ckstore.TrainState(model, optimizer).load_state_dict({"model": {}})
 
 
-def test_what_is_no_model_or_optimizer_is_refused():
+def test_wrong_arguments_are_refused():
     model, optimizer = make()
     with pytest.raises(UsageError, match="not a model"):
         ckstore.TrainState({"w": 1}, optimizer)
@@ -122,7 +122,7 @@ def test_what_is_no_model_or_optimizer_is_refused():
         ckstore.TrainState(model, optimizer).state_dict()
 
 
-def test_parameters_that_are_not_the_models_are_told_by_their_place():
+def test_foreign_parameters_are_named_by_position():
     model, _ = make()
     extra = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = torch.optim.SGD([{"params": list(model.parameters())}, {"params": [extra]}], lr=0.1, momentum=0.9)

@@ -83,7 +83,7 @@ Point = namedtuple("Point", "x y")
 
 
 @given(STATES)
-def test_any_plain_state_comes_back_bit_for_bit_through_the_wire(state):
+def test_any_plain_state_round_trips(state):
     kept = CopiedState.of(capture(state))
     tree = decode_tree(encode_tree(kept.tree), tensor_count=len(kept.tensors))
     assert tree == kept.tree
@@ -120,7 +120,7 @@ def test_ordered_dict_keeps_order_and_metadata():
     assert difference(back._metadata, state._metadata) is None
 
 
-def test_attributes_of_dicts_come_back_where_plain_and_are_warned_of_where_not():
+def test_plain_dict_attributes_come_back_others_warn():
     state, count = OrderedDict(a=1), Counter("aab")
     state.extra, state.lost, count.note = (1, "x"), object(), {"n": 2}
     captured = capture({"here": [state, count]})
@@ -137,7 +137,7 @@ def test_long_text_and_bytes_are_chunks_and_come_back():
     assert round_trip(state) == state
 
 
-def test_the_same_container_twice_is_stored_twice():
+def test_repeated_container_is_stored_twice():
     shared = [1, 2]
     assert round_trip({"a": shared, "b": shared}) == {"a": [1, 2], "b": [1, 2]}
 
@@ -149,7 +149,7 @@ def test_a_cycle_is_refused_by_its_path():
         capture(state)
 
 
-def test_nesting_is_bounded_and_the_bound_itself_comes_back():
+def test_nesting_is_bounded():
     def nested(levels, core):
         for _ in range(levels):
             core = [core]
@@ -186,12 +186,12 @@ def test_leaves_of_other_types_are_refused_by_path(leaf):
     assert "a.1" in str(caught.value)
 
 
-def test_a_class_that_can_have_a_converter_is_told_of_it():
+def test_unknown_class_error_advises_a_converter():
     with pytest.raises(LeafTypeError, match=r"register_converter\(Celsius"):
         capture({"a": Celsius(1)})
 
 
-def test_a_default_factory_that_is_no_plain_type_is_refused():
+def test_custom_default_factory_is_refused():
     with pytest.raises(LeafTypeError, match="default factory") as caught:
         capture(defaultdict(lambda: 0))
     assert "register_converter" not in str(caught.value)
@@ -212,7 +212,7 @@ def test_a_converter_is_used_by_exact_type_and_name():
         capture(Kelvin(1))
 
 
-def test_a_converter_that_is_not_registered_here_is_refused_before_anything_is_read():
+def test_unregistered_converter_is_refused_before_reading():
     tree = ConvertedNode("test.nobody", ValueNode("none", None))
     with pytest.raises(UnsupportedError, match=r"test\.nobody"):
         prepare_restore(tree, [], [])
@@ -253,7 +253,7 @@ def test_only_returns_nested_dicts_and_sequences_whole(only, expected):
     assert difference(round_trip(STATE, only=only), expected) is None
 
 
-def test_only_that_matches_nothing_is_told():
+def test_only_without_match_is_reported():
     with pytest.raises(NotFoundError, match="no leaf"):
         round_trip(STATE, only="model.z*")
     with pytest.raises(UsageError, match="glob"):
@@ -279,13 +279,13 @@ NOTHING = ValueNode("none", None)
     ],
     ids=lambda leaf: type(leaf).__name__,
 )
-def test_trees_that_no_capture_makes_are_refused(tree):
+def test_invalid_trees_are_refused(tree):
     for held in (tree, ListNode((tree,)), TupleNode((tree,)), ConvertedNode("x", tree)):
         with pytest.raises(MalformedError):
             check_tree(held, 1)
 
 
-def test_a_tree_deeper_than_any_capture_is_refused_before_python_overflows():
+def test_too_deep_tree_is_refused_without_overflow():
     node = NOTHING
     for _ in range(DEPTH_MAX + 2):
         node = ListNode((node,))
@@ -297,7 +297,7 @@ def test_a_tree_deeper_than_any_capture_is_refused_before_python_overflows():
     st.sampled_from(["none", "bool", "int", "bigint", "float", "complex", "str", "surrogates", "bytes"]),
     st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(max_size=20)),
 )
-def test_values_from_disk_are_made_again_or_refused_but_never_mistyped(kind, value):
+def test_values_are_decoded_with_right_type_or_refused(kind, value):
     node = ValueNode(kind, value)
     try:
         made = decode_plain(node)
@@ -327,7 +327,7 @@ class Place:
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "expected"),
     [
         ((math.nan, float("nan")), "nan"),
         ((complex(math.nan, 1), complex(math.nan, 1)), r"\(nan\+1j\)"),
@@ -337,8 +337,8 @@ class Place:
     ],
 )
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
-def test_keys_that_would_be_stored_alike_are_refused_by_path(keys, told, kind):
-    with pytest.raises(UsageError, match=told) as caught:
+def test_colliding_keys_are_refused_by_path(keys, expected, kind):
+    with pytest.raises(UsageError, match=expected) as caught:
         capture({"log": [kind((key, number) for number, key in enumerate(keys))]})
     assert caught.value.path[:2] == ("log", 0)
     assert len(set(capture({"log": kind([(keys[0], 1), (0.5, 2)])}).tree.children[0].keys)) == 2

@@ -1,7 +1,6 @@
-"""Protects residuals and roundings: every twin does what FORMAT.md says, for every pattern of bits.
+"""Protects deltas and roundings: every implementation follows FORMAT.md for every bit pattern.
 
-The definitions are written here once more, one Python integer at a time, and rounding to fp16 is also held against
-numpy's own.
+The definitions are written again here, for single Python integers. Rounding to fp16 is also compared with numpy's.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ GUARD = 64
 
 
 def edges(nbytes: int) -> np.ndarray:
-    """Zeros of both signs, infinities, NaNs, the smallest and the largest, of every float width."""
+    """Zeros of both signs, infinities, NaNs, the smallest and the largest value, of every float width."""
     words = [0, 1, 0x7F, 0x80, 0x81, 0xFF, 0x7C00, 0x7C01, 0xFC00, 0xFFFF, 0x7F800000, 0x7F800001, 0xFF800000]
     words += [0x7FC00000, 0x80000000, 0x80000001, 0xFFFFFFFF, 0x7FF0000000000000, 1 << 63, (1 << 64) - 1]
     return np.resize(np.array(words, "<u8").view(np.uint8), nbytes)
 
 
 def near(source: np.ndarray, width: int) -> np.ndarray:
-    """Elements a little off."""
+    """Return elements that differ a little."""
     words = source.view(f"<u{width}")
     return (words + np.random.default_rng(1).integers(0, 5, words.size).astype(words.dtype)).view(np.uint8)
 
@@ -60,7 +59,7 @@ def planes_by_definition(source: np.ndarray, base: np.ndarray, width: int, order
 @both
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_residuals_are_what_the_definition_says_and_come_back(loops: ModuleType, width: int, ordered: bool) -> None:
+def test_residuals_match_the_definition(loops: ModuleType, width: int, ordered: bool) -> None:
     for count in COUNTS:
         for name, (source, base) in pairs(count * width, width).items():
             planes = np.full(source.size, 0xAA, np.uint8)
@@ -75,9 +74,7 @@ def test_residuals_are_what_the_definition_says_and_come_back(loops: ModuleType,
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("shift", [0, 1, 7])
-def test_a_base_may_be_overwritten_by_what_is_made_of_it(
-    loops: ModuleType, width: int, ordered: bool, shift: int
-) -> None:
+def test_base_may_be_overwritten_by_the_result(loops: ModuleType, width: int, ordered: bool, shift: int) -> None:
     for count in (1, 63, 64, 65, 5003):
         source, base = pairs(count * width, width)["random"]
         planes = np.empty(source.size + shift, np.uint8)[shift:]
@@ -93,7 +90,7 @@ def test_a_base_may_be_overwritten_by_what_is_made_of_it(
 
 @both
 @pytest.mark.parametrize("ordered", [False, True])
-def test_all_patterns_of_16_bits_less_each_other_come_back(loops: ModuleType, ordered: bool) -> None:
+def test_all_16_bit_residuals_come_back(loops: ModuleType, ordered: bool) -> None:
     source = np.arange(1 << 16, dtype=np.uint16)
     for step in range(0, 1 << 16, 4099):
         base = np.roll(source, step)
@@ -104,7 +101,7 @@ def test_all_patterns_of_16_bits_less_each_other_come_back(loops: ModuleType, or
 
 
 @both
-def test_floats_that_are_close_leave_small_residuals_across_zero_too(loops: ModuleType) -> None:
+def test_close_floats_have_small_residuals(loops: ModuleType) -> None:
     source, base = np.array([-0.0, 1e-45, -1e-45, 2.0], "<f4"), np.array([0.0, -1e-45, 1e-45, 1.9999999], "<f4")
     planes = np.empty(16, np.uint8)
     loops.split_delta(source, base, planes, 4, True)
@@ -118,7 +115,7 @@ def bf16_by_definition(word: int) -> int:
 
 
 def words_to_round() -> np.ndarray:
-    """All values of 16 bits, both kinds, what lies half way between two of them, and what is next to that."""
+    """All 16-bit values of both kinds, the midpoints between neighbours, and the neighbours of these midpoints."""
     rng = np.random.default_rng(2)
     sixteen = np.arange(1 << 16, dtype=np.uint32)
     halves = sixteen.astype(np.uint16).view(np.float16)
@@ -138,13 +135,13 @@ def rounded_by(loops: ModuleType, words: np.ndarray, kind: int) -> np.ndarray:
 
 
 @both
-def test_rounding_to_bf16_is_what_the_definition_says(loops: ModuleType) -> None:
+def test_rounding_to_bf16_matches_the_definition(loops: ModuleType) -> None:
     words = words_to_round()
     assert rounded_by(loops, words, 1).tolist() == [bf16_by_definition(word) for word in words.tolist()]
 
 
 @both
-def test_rounding_to_fp16_is_that_of_ieee_and_keeps_something_of_nan(loops: ModuleType) -> None:
+def test_rounding_to_fp16_is_ieee_and_keeps_nan(loops: ModuleType) -> None:
     words = words_to_round()
     with np.errstate(all="ignore"):
         expected = words.view(np.float32).astype(np.float16).view(np.uint16)
@@ -155,7 +152,7 @@ def test_rounding_to_fp16_is_that_of_ieee_and_keeps_something_of_nan(loops: Modu
 
 @both
 @pytest.mark.parametrize("kind", [1, 2])
-def test_a_rounding_is_told_from_every_other_one(loops: ModuleType, kind: int) -> None:
+def test_only_exact_roundings_are_recognized(loops: ModuleType, kind: int) -> None:
     assert loops.is_rounding(b"", b"", kind) is True
     for count in (1, 63, 64, 65, 4096 + 70, 9000):
         words = np.random.default_rng(count).standard_normal(count).astype(np.float32)
@@ -169,7 +166,7 @@ def test_a_rounding_is_told_from_every_other_one(loops: ModuleType, kind: int) -
 
 
 @both
-def test_roundings_of_any_length_and_place_touch_nothing_else(loops: ModuleType) -> None:
+def test_roundings_write_only_their_destination(loops: ModuleType) -> None:
     for kind in (1, 2):
         for count in COUNTS:
             source = np.random.default_rng(count).bytes(4 * count + 1)[1:]
@@ -182,7 +179,7 @@ def test_roundings_of_any_length_and_place_touch_nothing_else(loops: ModuleType)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_twins_estimate_alike_to_the_last_bit(width: int) -> None:
+def test_estimates_are_equal_in_numpy_and_native(width: int) -> None:
     on_native = pytest.importorskip("ckstore._native")
     rng = np.random.default_rng(width)
     for count in (1, 2, 15, 16, 17, 255, 1000, 16384 // width, 16384 // width + 1, 70_001):

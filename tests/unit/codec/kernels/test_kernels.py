@@ -1,7 +1,7 @@
-"""Protects the claim that every twin of the hot loops does what on_numpy does, bit for bit.
+"""Protects the kernels: every native implementation equals on_numpy, bit for bit.
 
-Without the extension the native side is skipped; the numpy side is held to a definition written here, one
-Python integer at a time.
+Without the extension the native part is skipped. The numpy part is compared with a definition for single Python
+integers, written here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def cut(planes: np.ndarray, width: int) -> list[np.ndarray]:
 @both
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_split_is_what_the_definition_says(loops: ModuleType, width: int, rotate: bool) -> None:
+def test_split_matches_the_definition(loops: ModuleType, width: int, rotate: bool) -> None:
     for name in ("random", "edges", "ones", "zeros"):
         for count in COUNTS[:-1]:
             source = pattern(name, count * width)
@@ -77,7 +77,7 @@ def test_merge_inverts_the_numpy_split(loops: ModuleType, width: int, rotate: bo
 
 @both
 @pytest.mark.parametrize("shift", [1, 3, 7])
-def test_unaligned_buffers_give_the_same_and_neighbours_stay_untouched(loops: ModuleType, shift: int) -> None:
+def test_unaligned_buffers_give_the_same(loops: ModuleType, shift: int) -> None:
     for width in WIDTHS:
         nbytes = 1003 * width
         source = pattern("random", nbytes + 16)[shift : shift + nbytes]
@@ -93,7 +93,7 @@ def test_unaligned_buffers_give_the_same_and_neighbours_stay_untouched(loops: Mo
 
 
 @both
-def test_every_kind_of_contiguous_buffer_is_taken(loops: ModuleType) -> None:
+def test_every_contiguous_buffer_is_accepted(loops: ModuleType) -> None:
     content = bytes(range(256)) * 4
     mapped = mmap.mmap(-1, len(content))
     for source in (content, bytearray(content), memoryview(content), np.frombuffer(content, np.float32)):
@@ -139,7 +139,7 @@ def test_histogram_counts_every_byte(loops: ModuleType) -> None:
 
 
 @both
-def test_wrong_sizes_widths_and_buffers_raise_value_error(loops: ModuleType) -> None:
+def test_wrong_arguments_raise_value_error(loops: ModuleType) -> None:
     eight, nine = np.zeros(8, np.uint8), np.zeros(9, np.uint8)
     halves = [np.zeros(4, np.uint8), np.zeros(4, np.uint8)]
     spread = np.zeros(16, np.uint8)[::2]
@@ -168,14 +168,14 @@ def test_wrong_sizes_widths_and_buffers_raise_value_error(loops: ModuleType) -> 
             pytest.fail(f"call {index} returned {call()!r}")
 
 
-def test_kernels_say_what_was_chosen() -> None:
+def test_kernels_report_the_chosen_implementation() -> None:
     names = {name for name in kernels.__all__ if name.islower()}
     assert set(kernels.IMPLEMENTATION) == names
     for name, chosen in kernels.IMPLEMENTATION.items():
         assert (getattr(kernels, name) is getattr(reference, name)) == (chosen == "numpy")
 
 
-def test_native_loops_run_while_another_thread_runs_python() -> None:
+def test_native_kernels_release_the_gil() -> None:
     on_native = pytest.importorskip("ckstore._native")
     source = np.zeros(256 << 20, np.uint8)
 
@@ -193,5 +193,5 @@ def test_native_loops_run_while_another_thread_runs_python() -> None:
         thread.join()
         return ticks
 
-    # With the GIL held there would be one tick, whatever the length of the call; with a busy machine there may be.
+    # If the call held the GIL, there would be one tick for any length of call. On a busy machine that may happen too.
     assert any(ticks_of_a_call() > 5 for _ in range(40))

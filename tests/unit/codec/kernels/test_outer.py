@@ -1,4 +1,4 @@
-"""Protects products of narrow matrices: exact on both twins, and the same elements made of them, bit for bit."""
+"""Protects products of narrow matrices: numpy and native give exact products and the same elements, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("loops", [reference, on_native], ids=["numpy", "n
 PORTABLE = SimpleNamespace(
     multiply_floats=_native.multiply_floats_portably, multiply_words=_native.multiply_words_portably
 )
-"""What processors without pairs of bf16 and of words run."""
+"""Instruction sets of processors without bf16 and word pairs."""
 
 ALL = pytest.mark.parametrize("loops", [reference, on_native, PORTABLE], ids=["numpy", "native", "portable"])
 V_MIN = np.float32(2.0**-126)
@@ -46,7 +46,7 @@ SIDES = pytest.mark.parametrize(
 @pytest.mark.parametrize("rounds", [False, True], ids=["", "rounded"])
 def test_products_of_integers_are_exact(loops: Any, rows: int, inner: int, cols: int, rounds: bool) -> None:
     rng = np.random.default_rng(rows)
-    # Integers that bf16 has, too.
+    # Integers that bf16 represents exactly.
     left, right = rng.integers(-99, 100, (rows, inner)), rng.integers(-99, 100, (inner, cols))
     out = np.full((rows, cols), 7, np.float32)
     loops.multiply_floats(left.astype(np.float32), right.astype(np.float32), out, rows, inner, cols, rounds=rounds)
@@ -60,9 +60,9 @@ def test_products_of_integers_are_exact(loops: Any, rows: int, inner: int, cols:
 
 @ALL
 @SIDES
-def test_products_of_words_are_exact_up_to_the_greatest_word(loops: Any, rows: int, inner: int, cols: int) -> None:
+def test_products_of_largest_words_are_exact(loops: Any, rows: int, inner: int, cols: int) -> None:
     rng = np.random.default_rng(cols)
-    # Sums stay below 2**24, as callers make sure; zeros of the product are +0.
+    # Sums stay below 2**24, as callers ensure. Zeros of the product are +0.
     left, right = rng.integers(-9, 10, (rows, inner)), rng.integers(-99, 100, (inner, cols))
     left[:, 3:] = np.where(rng.random(left[:, 3:].shape) < 0.5, 0, left[:, 3:])
     right[:2] = rng.choice([-(2**15), 2**15 - 1, 0], right[:2].shape)
@@ -72,7 +72,7 @@ def test_products_of_words_are_exact_up_to_the_greatest_word(loops: Any, rows: i
 
 
 @ALL
-def test_factors_are_rounded_to_the_nearest_bf16_and_ties_to_even(loops: Any) -> None:
+def test_factors_are_rounded_to_nearest_even_bf16(loops: Any) -> None:
     rng = np.random.default_rng(11)
     left, right = (rng.normal(size=shape).astype(np.float32) for shape in ((29, 700), (700, 77)))
     # Halfway between two neighbours, on either side of an even one.
@@ -89,7 +89,7 @@ def test_factors_are_rounded_to_the_nearest_bf16_and_ties_to_even(loops: Any) ->
 
 @pytest.mark.parametrize("loops", [on_native, PORTABLE], ids=["native", "portable"])
 @pytest.mark.parametrize("rounds", [False, True], ids=["", "rounded"])
-def test_sums_do_not_depend_on_the_tile_or_on_which_side_is_turned(loops: Any, rounds: bool) -> None:
+def test_sums_do_not_depend_on_tile_or_transposition(loops: Any, rounds: bool) -> None:
     rng = np.random.default_rng(3)
     left, right = (rng.normal(size=shape).astype(np.float32) for shape in ((29, 700), (700, 77)))
     out, turned = np.empty((29, 77), np.float32), np.empty((77, 29), np.float32)
@@ -99,7 +99,7 @@ def test_sums_do_not_depend_on_the_tile_or_on_which_side_is_turned(loops: Any, r
     for row in range(29):
         alone = np.empty(77, np.float32)
         loops.multiply_floats(left[row], right, alone, 1, 700, 77, rounds=rounds)
-        assert np.array_equal(alone, out[row]), "what is stored must not depend on how much is computed at once"
+        assert np.array_equal(alone, out[row]), "what is stored must not depend on the size of a call"
 
 
 @BOTH
@@ -115,7 +115,7 @@ def test_products_of_rows_are_summed_in_double(loops: ModuleType, count: int, in
 
 @BOTH
 @pytest.mark.parametrize("count", [0, 1, 2, 17, 104])
-def test_the_inverse_of_a_root_makes_a_matrix_one(loops: ModuleType, count: int) -> None:
+def test_inverse_root_gives_the_identity(loops: ModuleType, count: int) -> None:
     rows = np.random.default_rng(count).normal(size=(count, count + 9))
     square, inverse = rows @ rows.T, np.full((count, count), 7.0)
     given = square.copy()
@@ -127,7 +127,7 @@ def test_the_inverse_of_a_root_makes_a_matrix_one(loops: ModuleType, count: int)
 
 @BOTH
 @pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
-def test_a_matrix_that_is_not_finite_has_no_eigenvectors(loops: ModuleType, wrong: float) -> None:
+def test_non_finite_matrix_has_no_eigenvectors(loops: ModuleType, wrong: float) -> None:
     square = np.eye(5)
     square[3, 1] = square[1, 3] = wrong
     assert not loops.symmetric_eigen(square, np.empty((5, 5)), np.empty(5), np.empty(15))
@@ -191,7 +191,7 @@ def test_elements_are_the_same_bit_for_bit(count: int, row: int, phase: int, rul
 
 
 @BOTH
-def test_second_moments_never_vanish_but_where_a_row_or_column_does(loops: ModuleType) -> None:
+def test_second_moments_vanish_only_with_a_factor(loops: ModuleType) -> None:
     product = np.full(64, -1000, np.float32)
     rows, cols = np.full(4, 1e-30, np.float32), np.full(16, 1e-12, np.float32)
     rows[2] = 0
@@ -202,7 +202,7 @@ def test_second_moments_never_vanish_but_where_a_row_or_column_does(loops: Modul
 
 
 @BOTH
-def test_wrong_sizes_and_numbers_raise_value_error(loops: ModuleType) -> None:
+def test_wrong_arguments_raise_value_error(loops: ModuleType) -> None:
     product, plain, side = np.zeros(64, np.float32), np.zeros(64, np.float32), np.zeros(16, np.float32)
     square, few, short = np.zeros((4, 4)), np.zeros(12), np.zeros(16, np.int16)
     for call in (

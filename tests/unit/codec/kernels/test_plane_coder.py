@@ -1,7 +1,7 @@
-"""Protects the plane coder: every twin makes the same bytes, and no payload makes a decoder do harm.
+"""Protects the plane coder: every implementation makes the same bytes, and no payload can harm a decoder.
 
-The twins are numpy and every set of native loops that this processor runs. Payloads are judged alike by all of
-them, however they were mutated; what is accepted decodes alike, and nothing beside the destination is written.
+The implementations are numpy and every native instruction set of this processor. All accept or refuse the same
+mutated payloads, decode them to the same bytes, and write only to the destination.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def extreme(nbytes: int) -> Plane:
 
 
 def changing(nbytes: int) -> Plane:
-    """Parts of other kinds, so that blocks are constant, raw, and behind old and new tables."""
+    """Return parts of different kinds, so that blocks are constant, raw, and with old and new tables."""
     rng = np.random.default_rng(5)
     repository = [
         skewed(BLOCK, 1),
@@ -92,7 +92,7 @@ def decoded_by(decode: Callable[[Plane, Plane], bool], payload: bytes, nbytes: i
 
 
 @pytest.mark.parametrize("name", PLANES)
-def test_all_twins_make_and_read_the_same_bytes(name: str) -> None:
+def test_all_implementations_make_and_read_the_same_bytes(name: str) -> None:
     plane = PLANES[name]()
     payloads = {twin: encoded_by(encode, plane) for twin, encode in ENCODERS.items()}
     assert len(set(payloads.values())) == 1
@@ -129,12 +129,12 @@ def test_a_coded_plane_comes_close_to_its_entropy() -> None:
         shares = np.bincount(plane, minlength=256) / plane.size
         shares = shares[shares > 0]
         entropy_nbytes = float(-(shares * np.log2(shares)).sum()) * plane.size / 8
-        # Each block has 64 states; each table at most 2 bytes a symbol.
+        # Each block has 64 states, and each table at most 2 bytes per symbol.
         assert len(encoded_by(ENCODERS[NATIVE[0]], plane)) < 1.005 * entropy_nbytes + 4 * (260 + 32 + 2 * shares.size)
 
 
 def test_every_quotient_is_right() -> None:
-    # The vector loops divide by floats: two symbols of every possible share, coded both ways.
+    # The vector loops divide floats: two symbols of every possible share are coded in both orders.
     rng = np.random.default_rng(3)
     for freq in range(1, 4096, 3):
         plane = (rng.random(64 * 64) < freq / 4096).astype(np.uint8)
@@ -142,7 +142,7 @@ def test_every_quotient_is_right() -> None:
 
 
 @pytest.mark.parametrize("twin", ENCODERS)
-def test_wrong_room_raises_value_error(twin: str) -> None:
+def test_wrong_buffer_size_raises_value_error(twin: str) -> None:
     plane = skewed(1000)
     with pytest.raises(ValueError, match="length"):
         ENCODERS[twin](plane, np.empty(reference.plane_bound(1000) - 1, np.uint8))
@@ -153,7 +153,7 @@ def test_wrong_room_raises_value_error(twin: str) -> None:
 
 
 def mutations(count: int, seed: int) -> Iterator[tuple[bytes, int]]:
-    """Yield hostile payloads and the length to decode: bytes changed, cut, doubled, swapped, or made up."""
+    """Yield hostile payloads and the length to decode: bytes changed, cut, repeated, swapped, or invented."""
     rng = np.random.default_rng(seed)
     planes = [skewed(n, n) for n in (64, 700, 1500, 4096 + 17)]
     planes += [extreme(1400), np.full(300, 4, np.uint8), skewed(3000, 1, 0.01), np.arange(999).astype(np.uint8)]
@@ -163,7 +163,7 @@ def mutations(count: int, seed: int) -> Iterator[tuple[bytes, int]]:
         payload = bytearray(content)
         kind = int(rng.integers(8))
         if kind < 4:
-            # Headers, tables and states lie in front, where a change does most.
+            # Headers, tables and states are at the front, where a change has most effect.
             reach = len(payload) if kind < 2 else min(len(payload), 400)
             for place in rng.integers(0, reach, rng.integers(1, 4)):
                 payload[place] = int(rng.integers(256))
@@ -172,7 +172,7 @@ def mutations(count: int, seed: int) -> Iterator[tuple[bytes, int]]:
         elif kind == 5:
             nbytes = max(0, nbytes + int(rng.integers(-130, 130)))
         elif kind == 6:
-            # The right length for another content: an honest header, a body of noise.
+            # The right length for another content: a valid header with a body of noise.
             payload[4:] = rng.bytes(len(payload) - 4)
         else:
             payload = bytearray(rng.bytes(int(rng.integers(0, 1200))))
@@ -180,27 +180,27 @@ def mutations(count: int, seed: int) -> Iterator[tuple[bytes, int]]:
         yield bytes(payload), nbytes
 
 
-def judged_alike(payload: bytes, nbytes: int, twins: Sequence[str]) -> bool:
+def same_verdict(payload: bytes, nbytes: int, twins: Sequence[str]) -> bool:
     found = {decoded_by(DECODERS[twin], payload, nbytes) for twin in twins}
     assert len(found) == 1
     return found != {None}
 
 
 @pytest.mark.deep
-def test_mutated_payloads_get_the_same_verdict_from_every_native_decoder(sample) -> None:
+def test_native_decoders_agree_on_mutated_payloads(sample) -> None:
     count = sample.count(200_000, parts=40)
-    verdicts = [judged_alike(payload, nbytes, NATIVE) for payload, nbytes in mutations(count, sample.seed(3))]
+    verdicts = [same_verdict(payload, nbytes, NATIVE) for payload, nbytes in mutations(count, sample.seed(3))]
     assert len(verdicts) == count >= (200_000 if sample.is_whole else 5000)
-    # A changed byte among those that fill no step cannot be noticed here; nearly all else is.
+    # A change in the final fill bytes cannot be detected here. Nearly all other changes are.
     assert 0 < sum(verdicts) < 0.3 * count
 
 
-def test_numpy_judges_mutated_payloads_as_native_does() -> None:
+def test_numpy_and_native_agree_on_mutated_payloads() -> None:
     for payload, nbytes in mutations(300, 2):
-        judged_alike(payload, nbytes, (NATIVE[0], "numpy"))
+        same_verdict(payload, nbytes, (NATIVE[0], "numpy"))
 
 
-def test_tables_that_no_writer_makes_are_refused() -> None:
+def test_invalid_tables_are_refused() -> None:
     plane = skewed(2000, 8)
     payload = encoded_by(ENCODERS["portable"], plane)
     assert payload[0] == 2
@@ -211,7 +211,7 @@ def test_tables_that_no_writer_makes_are_refused() -> None:
             assert decoded_by(decode, hostile, plane.size) is None, twin
 
 
-def test_a_block_without_a_table_before_it_is_refused() -> None:
+def test_block_without_a_previous_table_is_refused() -> None:
     plane = np.concatenate([skewed(BLOCK, 1), skewed(BLOCK, 1)])
     payload = encoded_by(ENCODERS[NATIVE[0]], plane)
     second = 4 + int.from_bytes(payload[1:4], "little")
@@ -220,7 +220,7 @@ def test_a_block_without_a_table_before_it_is_refused() -> None:
         assert decoded_by(DECODERS[twin], payload[second:], BLOCK) is None
 
 
-def test_loops_are_named_the_fastest_first_and_others_are_refused() -> None:
+def test_instruction_sets_are_listed_fastest_first() -> None:
     assert [name for name in ("avx512", "avx2", "portable") if name in NATIVE] == NATIVE
     plane = skewed(1000)
     room = np.empty(reference.plane_bound(1000), np.uint8)

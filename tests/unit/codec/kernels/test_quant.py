@@ -1,6 +1,6 @@
-"""Protects reconstructions: both twins of the quantizers' loops give the same bits, sums included, wherever they lie.
+"""Protects reconstructions: numpy and native quantizer kernels give the same bits, sums included, at any address.
 
-What restores a lossy checkpoint is computed again on another machine; one bit of difference is a checkpoint lost.
+Restoring a lossy checkpoint computes it again on another machine. One different bit makes the checkpoint unreadable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def stored(values: np.ndarray, kind: int) -> np.ndarray:
 
 
 def heavy(count: int, seed: int, size: float = 1e-3) -> np.ndarray:
-    """Values of heavy tails, with zeros of both signs, and subnormal ones."""
+    """Return values with heavy tails, with zeros of both signs and subnormal values."""
     rng = np.random.default_rng(seed)
     values = (rng.standard_t(3, count) * size).astype(np.float32)
     values[rng.random(count) < 0.05] = 0.0
@@ -50,7 +50,7 @@ def row_count(count: int, row: int, phase: int) -> int:
 
 
 def same(call, *outs: np.ndarray) -> object:
-    """Call both twins with outputs of their own, filled alike, and compare all they give."""
+    """Call both implementations with their own, equally filled outputs, and compare all results."""
     filled = [[np.full_like(out, 7) for out in outs] for _ in range(2)]
     results = [call(loops, *made) for loops, made in zip((reference, on_native), filled, strict=True)]
     assert results[0] == results[1]
@@ -74,7 +74,7 @@ def test_values_changes_and_quotients_are_the_same(count: int, row: int, phase: 
 
 
 @kinds
-def test_every_pattern_of_16_bits_is_the_same_value(kind: int) -> None:
+def test_every_16_bit_pattern_has_the_same_value(kind: int) -> None:
     if kind == 0:
         words = np.random.default_rng(5).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
         words[:3] = [1, 0x007FFFFF, 0x80000001]
@@ -90,7 +90,7 @@ def test_every_pattern_of_16_bits_is_the_same_value(kind: int) -> None:
 
 @kinds
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_told(kind: int, bad: float) -> None:
+def test_non_finite_values_are_reported(kind: int, bad: float) -> None:
     for count, place in ((1, 0), (64, 63), (1000, 999), (1000, 17)):
         sound = stored(np.ones(count), kind)
         wrong = sound.copy()
@@ -107,7 +107,7 @@ def test_what_is_not_finite_is_told(kind: int, bad: float) -> None:
 
 
 @pytest.mark.parametrize("loops", [reference, on_native], ids=["numpy", "native"])
-def test_quotients_are_clipped_where_the_second_moment_vanishes(loops: ModuleType) -> None:
+def test_quotients_are_clipped_at_zero_second_moments(loops: ModuleType) -> None:
     first = np.array([0.0, 1.0, -1.0, -0.0, 2.0, 3.0], "<f4")
     second = np.array([0.0, 0.0, -0.0, 1.0, 4.0, 1e-30], "<f4")
     out = np.empty(6, np.float32)
@@ -170,7 +170,7 @@ def test_reconstructions_are_the_same(count: int, row: int, phase: int, rule: in
         destination,
     )
     if rule == 0:
-        # Onto the base, at an odd place in memory.
+        # Onto the base, at an odd address.
         for loops in (reference, on_native):
             room = np.full(base.nbytes + 129, 0x5A, np.uint8)
             place = room[65 : 65 + base.nbytes]
@@ -196,7 +196,7 @@ def test_measures_are_the_same_to_the_last_bit(count: int, row: int, phase: int,
 
 
 @shapes
-def test_streams_are_the_same_and_come_together_again(count: int, row: int, phase: int) -> None:
+def test_streams_are_equal_and_can_be_merged(count: int, row: int, phase: int) -> None:
     rng, rows = np.random.default_rng(16), row_count(count, row, phase)
     symbols = rng.integers(0, 256, count, dtype=np.uint8)
     above, beside = (rng.integers(0, 16, size, dtype=np.uint8) for size in (rows, row))
@@ -220,7 +220,7 @@ ALPHABETS = [(2, 8), (3, 5), (4, 4), (5, 3), (6, 3), (7, 2), (16, 2), (17, 1), (
 
 
 @pytest.mark.parametrize(("alphabet", "most"), ALPHABETS)
-def test_packed_symbols_are_the_same_and_come_back(alphabet: int, most: int) -> None:
+def test_packed_symbols_are_equal_and_come_back(alphabet: int, most: int) -> None:
     rng = np.random.default_rng(17)
     for count in (0, 1, 2, 7, 8, 9, 63, 64, 1001):
         for per_byte in range(1, most + 1):
@@ -231,16 +231,16 @@ def test_packed_symbols_are_the_same_and_come_back(alphabet: int, most: int) -> 
             same(lambda loops, out, s=symbols, h=how: loops.pack_symbols(s, out, *h), packed)
             assert same(lambda loops, out, p=packed, h=how: loops.unpack_symbols(p, out, *h), back) is True
             assert (back == symbols).all()
-            # Whatever the bytes, both say the same of them.
+            # For any bytes, both report the same.
             noise = rng.integers(0, 256, packed.size, dtype=np.uint8)
-            told = same(lambda loops, out, p=noise, h=how: loops.unpack_symbols(p, out, *h), back)
+            is_valid = same(lambda loops, out, p=noise, h=how: loops.unpack_symbols(p, out, *h), back)
             digits = alphabet**per_byte
             last = alphabet ** (count % per_byte or per_byte)
-            assert told is bool((noise < digits).all() and (count == 0 or noise[-1] < last))
+            assert is_valid is bool((noise < digits).all() and (count == 0 or noise[-1] < last))
 
 
 @pytest.mark.parametrize("loops", [reference, on_native], ids=["numpy", "native"])
-def test_wrong_sizes_and_numbers_raise_value_error(loops: ModuleType) -> None:
+def test_wrong_arguments_raise_value_error(loops: ModuleType) -> None:
     x, codes, book = np.zeros(40, np.float32), np.zeros(40, np.uint8), np.zeros(256, np.float32)
     rows, cols, row_classes, col_classes = np.ones(3, "f4"), np.ones(16, "f4"), np.zeros(3, "u1"), np.zeros(16, "u1")
     streams, out = np.zeros(31, np.uint8), np.zeros(40, np.float32)

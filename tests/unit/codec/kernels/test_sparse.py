@@ -1,4 +1,4 @@
-"""Protects sparse planes: every twin makes and reads the same bytes, and no payload makes a decoder do harm."""
+"""Protects sparse planes: every implementation makes and reads the same bytes, and no payload harms a decoder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DECODERS: dict[str, Callable[[Plane, Plane, Plane], bool]] = {
 
 
 def plane_of(nbytes: int, share: float, common: int = 0, seed: int = 1) -> Plane:
-    """A plane of which a share of the bytes are others than the common one."""
+    """Return a plane in which a share of the bytes differ from the common one."""
     rng = np.random.default_rng(seed)
     others = np.minimum(rng.geometric(0.5, nbytes), 255).astype(np.uint8) + np.uint8(common)
     return np.where(rng.random(nbytes) < share, others, np.uint8(common)).astype(np.uint8)
@@ -72,7 +72,7 @@ def decoded_by(decode: Callable[[Plane, Plane, Plane], bool], payload: bytes, nb
 
 
 def payload_by_hand(plane: Plane, common: int, count: int | None = None, beyond: int = 0) -> bytes:
-    """What FORMAT.md says, of planes of any length; a count and bits that are wrong, if they are given."""
+    """Return the payload as FORMAT.md defines it, for any length, with a wrong count and wrong bits if given."""
     is_other = plane != common
     bits = np.packbits(is_other, bitorder="little")
     if beyond:
@@ -87,7 +87,7 @@ def coded_by_numpy(part: Plane) -> bytes:
 
 
 @pytest.mark.parametrize("name", PLANES)
-def test_all_twins_make_and_read_the_same_bytes(name: str) -> None:
+def test_all_implementations_make_and_read_the_same_bytes(name: str) -> None:
     plane = PLANES[name]()
     payloads = {twin: encoded_by(encode, plane) for twin, encode in ENCODERS.items()}
     assert len(set(payloads.values())) == 1
@@ -100,7 +100,7 @@ def test_all_twins_make_and_read_the_same_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("twin", ENCODERS)
-def test_planes_that_are_not_sparse_are_left_alone(twin: str) -> None:
+def test_dense_planes_are_not_coded(twin: str) -> None:
     deceiving = np.zeros(1 << 20, np.uint8)
     deceiving[1 << 19 :] = 1
     for plane in (
@@ -123,7 +123,7 @@ def test_sparse_planes_are_as_small_as_coded_ones() -> None:
 
 
 @pytest.mark.parametrize("twin", DECODERS)
-def test_payloads_that_format_forbids_are_refused(twin: str) -> None:
+def test_forbidden_payloads_are_refused(twin: str) -> None:
     plane = plane_of(1001, 0.1)
     others = int((plane != 0).sum())
     payload = payload_by_hand(plane, 0)
@@ -136,13 +136,13 @@ def test_payloads_that_format_forbids_are_refused(twin: str) -> None:
         assert decoded_by(decode, payload, nbytes) is None, nbytes
     for cut in range(0, len(payload), 3):
         assert decoded_by(decode, payload[:cut], plane.size) is None, cut
-    # None at all must be a constant plane, not a sparse one.
+    # A plane without other bytes must be constant, not sparse.
     nothing = struct.pack("<BII", 0, 0, 5) + coded_by_numpy(np.zeros(126, np.uint8))
     assert decoded_by(decode, nothing, plane.size) is None
 
 
 @pytest.mark.parametrize("twin", DECODERS)
-def test_all_bytes_may_be_others_and_equal_to_the_common_one(twin: str) -> None:
+def test_all_bytes_may_be_listed_as_others(twin: str) -> None:
     plane = np.resize(np.array([3, 4], np.uint8), 130)
     bits = coded_by_numpy(np.append(np.full(16, 0xFF, np.uint8), np.uint8(3)))
     payload = struct.pack("<BII", 3, plane.size, len(bits)) + bits + coded_by_numpy(plane)
@@ -150,7 +150,7 @@ def test_all_bytes_may_be_others_and_equal_to_the_common_one(twin: str) -> None:
 
 
 @pytest.mark.parametrize("twin", ENCODERS)
-def test_wrong_room_raises_value_error(twin: str) -> None:
+def test_wrong_buffer_size_raises_value_error(twin: str) -> None:
     plane, bound = plane_of(SPARSE_FROM, 0.1), reference.plane_bound(SPARSE_FROM)
     with pytest.raises(ValueError, match="length"):
         ENCODERS[twin](plane, np.empty(bound - 1, np.uint8))
@@ -161,7 +161,7 @@ def test_wrong_room_raises_value_error(twin: str) -> None:
 
 
 def mutations(count: int, seed: int) -> Iterator[tuple[bytes, int]]:
-    """Yield payloads of which some bytes were changed, or a piece cut out, and the length to decode."""
+    """Yield payloads with changed bytes, or with a piece cut out, and the length to decode."""
     rng = np.random.default_rng(seed)
     planes = [plane_of(nbytes, share, 7) for nbytes, share in ((700, 0.3), (5000, 0.1), (64 * 40, 0.02), (333, 0.9))]
     valid = [(payload_by_hand(plane, 7), plane.size) for plane in planes]
@@ -178,12 +178,12 @@ def mutations(count: int, seed: int) -> Iterator[tuple[bytes, int]]:
         yield bytes(payload), nbytes
 
 
-def test_mutated_payloads_are_judged_alike() -> None:
+def test_implementations_agree_on_mutated_payloads() -> None:
     accepted = 0
     for number, (payload, nbytes) in enumerate(mutations(3000, 1)):
         chosen = list(DECODERS.values())[: None if number % 20 == 0 else -1]
         found = {decoded_by(decode, payload, nbytes) for decode in chosen}
         assert len(found) == 1, payload
         accepted += found != {None}
-    # The common byte, and the bytes that fill no step, may change unnoticed here; nearly all else may not.
+    # Changes in the common byte and in the final fill bits cannot be detected here. Nearly all others are.
     assert 0 < accepted < 1000

@@ -325,15 +325,15 @@ def test_store_without_any_commit_is_collected(store):
 
 
 def test_stored_policy_is_the_default(history, backend):
-    keeping = other_handle(history)
-    assert keeping.retention is None
-    keeping.set_retention(Retention(keep_last=2))
+    handle = other_handle(history)
+    assert handle.retention is None
+    handle.set_retention(Retention(keep_last=2))
     assert other_handle(history).retention == Retention(keep_last=2)
     other_handle(history).gc()
     check_restores(history, [4, 5])
     other_handle(history).gc(LAST_ONE)
     check_restores(history, [5])
-    keeping.set_retention(None)
+    handle.set_retention(None)
     assert other_handle(history).retention is None
     assert history.verify().is_clean
 
@@ -359,7 +359,7 @@ def test_storing_a_policy_keeps_other_settings(history, backend):
 
 @pytest.mark.parametrize(
     "options",
-    [{"min_age": "soon"}, {"trash_for": -1}, {"waste_max": 0}, {"repack_nbytes_max": -1}, {"max_delete": -1}],
+    [{"min_age": "later"}, {"trash_for": -1}, {"waste_max": 0}, {"repack_nbytes_max": -1}, {"max_delete": -1}],
 )
 def test_invalid_limits_are_refused(history, options):
     with pytest.raises(UsageError):

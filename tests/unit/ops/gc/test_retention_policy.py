@@ -157,7 +157,7 @@ def test_misspelled_rule_names_the_nearest(given, meant):
     "rules",
     [
         {"keep_last": 0}, {"keep_last": -1}, {"keep_last": True}, {"keep_last": "3"}, {"keep_last": 1.5},
-        {"keep_every": 0}, {"keep_within": "soon"}, {"keep_daily": 10**10}, {"keep_best": 3}, {"keep_best": [""]},
+        {"keep_every": 0}, {"keep_within": "later"}, {"keep_daily": 10**10}, {"keep_best": 3}, {"keep_best": [""]},
         {"keep_tag": [3]}, {"keep_last": 1, "time_zone": "CET"},
     ],
 )  # fmt: skip

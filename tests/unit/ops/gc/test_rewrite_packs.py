@@ -208,7 +208,7 @@ def test_deltas_keep_their_bases(backend, clock):
         assert store.info(4).depth_max >= 1
         clock.now += 2 * HOUR
         report = other_handle(store).gc(LAST_ONE, now=True)
-        assert report.done.repacked.pack_ids, "the base lies in a pack of which the rest is needed by nobody"
+        assert report.done.repacked.pack_ids, "the base is in a pack whose other frames are not needed"
         restores(store, {4: states[4]})
         assert store.verify("decode").is_clean
 

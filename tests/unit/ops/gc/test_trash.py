@@ -190,8 +190,8 @@ def test_restoring_a_trash_folder_restores_all_of_it(store, backend):
     before = packs_in_place(backend)
     other_handle(store).gc(Retention(keep_last=2))
     assert len(before - packs_in_place(backend)) == 1
-    keeping = other_handle(store)
-    restored = [keeping.restore_from_trash(entry.trash_id[:10]) for entry in keeping.trash()]
+    handle = other_handle(store)
+    restored = [handle.restore_from_trash(entry.trash_id[:10]) for entry in handle.trash()]
     assert packs_in_place(backend) == before
     assert sorted(info.step for each in restored for info in each.undeleted) == [0, 1]
     check_restores(store, [0, 1, 2, 3])
@@ -211,11 +211,11 @@ def test_missing_or_invalid_trash_folder_is_refused(store):
 
 def test_purge_frees_one_folder_or_all(store, backend):
     other_handle(store).gc(LAST_ONE)
-    keeping = other_handle(store)
-    first, *others = keeping.trash()
-    assert keeping.purge(first.trash_id) == first.nbytes
-    assert keeping.purge() == sum(entry.nbytes for entry in others)
-    assert keeping.trash() == []
+    handle = other_handle(store)
+    first, *others = handle.trash()
+    assert handle.purge(first.trash_id) == first.nbytes
+    assert handle.purge() == sum(entry.nbytes for entry in others)
+    assert handle.trash() == []
     check_restores(store, [3])
 
 

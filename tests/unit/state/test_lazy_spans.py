@@ -37,7 +37,7 @@ def test_span_is_created_once(spans):
     assert spans[1] is spans[1] is list(spans)[1] is spans[-2]
 
 
-def test_spans_are_sliced_as_a_list_and_end_where_it_does(spans):
+def test_spans_are_sliced_like_a_list(spans):
     assert spans[1:] == [spans[1], spans[2]]
     assert spans[::-2] == [spans[2], spans[0]]
     for index in (3, -4):
@@ -45,7 +45,7 @@ def test_spans_are_sliced_as_a_list_and_end_where_it_does(spans):
             spans[index]
 
 
-def test_what_keeps_storages_alive_is_told_without_making_them(spans, made, arrays, monkeypatch):
+def test_keeps_are_returned_without_creating_spans(spans, made, arrays, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(memory, "MemorySpan", lambda *_: pytest.fail("it is made"))
         assert [kept[0] for kept in keeps_of(spans, [2, 0])] == [arrays[2], arrays[0]]
@@ -53,6 +53,6 @@ def test_what_keeps_storages_alive_is_told_without_making_them(spans, made, arra
     assert keeps_of([object()], [0]) == [()]
 
 
-def test_where_spans_begin_cannot_be_changed(spans):
+def test_span_starts_are_read_only(spans):
     with pytest.raises(ValueError, match="read-only"):
         spans.starts[0] = 1

@@ -38,22 +38,22 @@ class TestLongPlainValues:
     """A manifest must not grow with a sampler's order: every commit writes, reads and checks all of it."""
 
     @pytest.mark.parametrize("name", LONG)
-    def test_they_leave_the_tree_short_and_come_back(self, name):
+    def test_long_value_is_not_in_the_tree(self, name):
         state = {"x": {"here": LONG[name], "epoch": 3}}
         assert len(encode_tree(capture(state).tree)) < 300
-        assert difference(through_the_wire(state), state) is None
+        assert difference(wire_round_trip(state), state) is None
 
     @pytest.mark.parametrize("name", LONG)
-    def test_a_second_capture_is_the_same(self, name):
+    def test_second_capture_is_equal(self, name):
         state, recapture = {"x": {"here": LONG[name]}, "w": np.ones(3)}, CaptureCache()
         for _ in range(2):
-            again, copy_error = recapture.capture(state), capture(state)
-            assert (again.tree, again.tensors) == (copy_error.tree, copy_error.tensors)
+            again, fresh = recapture.capture(state), capture(state)
+            assert (again.tree, again.tensors) == (fresh.tree, fresh.tensors)
             assert [bytes(each.read(0, each.nbytes)) for each in again.storages] == [
-                bytes(each.read(0, each.nbytes)) for each in copy_error.storages
+                bytes(each.read(0, each.nbytes)) for each in fresh.storages
             ]
 
-    def test_lists_that_change_what_they_are_are_captured_as_if_anew(self):
+    def test_changed_list_is_captured_again(self):
         lists = [
             list(range(2_000)),
             [1.5] * 2_000,
@@ -67,27 +67,27 @@ class TestLongPlainValues:
             state = {"x": items, "w": np.ones(2)}
             assert recapture.capture(state).tree == capture(state).tree
 
-    def test_what_an_optimizer_says_stays_in_the_tree(self):
+    def test_optimizer_values_stay_in_the_tree(self):
         groups = [{"params": [number], "lr": 0.1, "betas": (0.9, 0.99)} for number in range(3_000)]
         tree = capture({"opt": {"state": {}, "param_groups": groups}}).tree
         assert isinstance(tree.children[0].children[1], ListNode)
 
-    def test_a_path_into_one_brings_it_whole(self):
+    def test_path_into_a_long_value_selects_all_of_it(self):
         state = {"x": {"order": ORDER, "words": LONG["words"], "epoch": 3}}
         assert round_trip(state, only="x.order.5") == {"x": {"order": ORDER}}
         assert round_trip(state, only="x.words.w5") == {"x": {"words": LONG["words"]}}
         assert round_trip(state, only="x.ep*") == {"x": {"epoch": 3}}
 
 
-def through_the_wire(state):
-    """Take a state apart, write its tree, read it, and restore it."""
+def wire_round_trip(state):
+    """Capture a state, encode and decode its tree, and restore it."""
     kept = CopiedState.of(capture(state))
     tree = decode_tree(encode_tree(kept.tree), tensor_count=len(kept.tensors))
     again = CopiedState(tree, kept.tensors, kept.storages, kept.contents)
     return again.fill(again.place())
 
 
-def test_a_commit_of_an_unchanged_list_writes_no_chunk_and_a_short_manifest(tmp_path):
+def test_unchanged_list_writes_no_chunk(tmp_path):
     state = {"sampler": {"order": ORDER * 5, "epoch": 1, "log": LONG["log"]}, "w": np.ones(3)}
     with ckstore.open(tmp_path / "store") as store:
         store.commit(state, 0)
@@ -102,7 +102,7 @@ def test_a_commit_of_an_unchanged_list_writes_no_chunk_and_a_short_manifest(tmp_
     assert max(sizes) < 5_000
 
 
-def test_an_optimizer_of_thousands_of_parameters_is_filled_in_place():
+def test_large_optimizer_is_filled_in_place():
     torch = pytest.importorskip("torch")
     from ckstore.state.torch_adapter import TorchAdapter
 

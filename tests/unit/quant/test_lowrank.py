@@ -1,4 +1,4 @@
-"""Protects how directions are found, multiplied and grouped: at any magnitude, exactly, and in the fewest bits."""
+"""Protects low-rank directions: found at any magnitude, multiplied exactly, and grouped in the fewest bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def left_over(matrix: np.ndarray, product: lowrank.Product) -> float:
 
 @pytest.mark.parametrize("shape", [(96, 160), (160, 96), (20, 300), (301, 33)])
 @pytest.mark.parametrize("exponent", [-13, -8, 0, 4, 8, 12])
-def test_changes_have_the_same_directions_at_any_magnitude(shape: tuple[int, int], exponent: int) -> None:
+def test_directions_do_not_depend_on_magnitude(shape: tuple[int, int], exponent: int) -> None:
     matrix = directed(*shape)
     found = {}
     for scale in (1.0, 10.0**exponent):
@@ -44,8 +44,8 @@ def test_changes_have_the_same_directions_at_any_magnitude(shape: tuple[int, int
     assert error < 0.02
 
 
-def test_directions_are_as_near_as_those_of_the_singular_values() -> None:
-    # A flat tail, in which the last of the kept directions are hard to tell from those that are not kept.
+def test_directions_are_close_to_singular_vectors() -> None:
+    # With a flat spectrum, the last kept directions are hard to separate from the dropped ones.
     rng = np.random.default_rng(4)
     matrix = (rng.normal(size=(200, 300)) * np.exp(-np.arange(300) / 40)) @ np.linalg.qr(rng.normal(size=(300, 300)))[0]
     matrix = matrix.astype(np.float32)
@@ -55,12 +55,12 @@ def test_directions_are_as_near_as_those_of_the_singular_values() -> None:
     sizes = np.linalg.svd(matrix.astype(np.float64), compute_uv=False)
     ideal = float((sizes[product.rank :] ** 2).sum() / (sizes**2).sum())
     assert product.rank == 48
-    # So few random vectors miss a quarter here, rounding to steps included; a basis that is not orthogonal misses more.
+    # This few random vectors and the rounding lose a quarter here. A basis that is not orthogonal loses more.
     assert ideal < left_over(matrix, product) < 1.35 * ideal
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_a_matrix_of_hardly_any_directions_is_told_by_them(rank: int) -> None:
+def test_low_rank_matrix_is_described_by_its_rank(rank: int) -> None:
     matrix = directed(64, 80, rank, noise=0.0).astype(np.float32)
     product = lowrank.fit(matrix, 0.1, 32)
     assert product is not None
@@ -71,8 +71,8 @@ def test_a_matrix_of_hardly_any_directions_is_told_by_them(rank: int) -> None:
 @pytest.mark.parametrize("shape", [(300, 768), (768, 300), (1024, 1024), (100, 100)])
 @pytest.mark.parametrize("kind", ["constant", "one direction", "nearly constant", "two directions and noise"])
 @pytest.mark.parametrize("seed", range(3))
-def test_one_direction_may_be_much_stronger_than_all_others(shape: tuple[int, int], kind: str, seed: int) -> None:
-    # Rounding errors of products in fp32 are larger than the weakest directions of what becomes of such a matrix.
+def test_one_direction_may_dominate(shape: tuple[int, int], kind: str, seed: int) -> None:
+    # Rounding errors of fp32 products are larger than the weakest directions of what remains of such a matrix.
     rng = np.random.default_rng(seed)
     matrix = np.full(shape, 0.37)
     if kind == "one direction":
@@ -88,7 +88,7 @@ def test_one_direction_may_be_much_stronger_than_all_others(shape: tuple[int, in
 
 
 @pytest.mark.parametrize(("row", "phase"), [(16, 0), (24, 0), (32, 5)])
-def test_a_chunk_of_two_bytes_may_touch_more_rows_than_a_row_may_be_long(row: int, phase: int) -> None:
+def test_two_byte_chunk_may_have_many_rows(row: int, phase: int) -> None:
     count = (4 << 20) // 2
     grid = Grid(count, row, phase)
     rng = np.random.default_rng(row)
@@ -115,7 +115,7 @@ def test_most_rows_may_be_zero() -> None:
     # As words, as floats for a right side that is too wide for words, and as doubles.
     [(60, 60, 0), (60, 60, 9), (3, 20_000, 0), (1, 20_000, 3), (9, 9, 15), (2000, 2000, 0), (32_767, 32_767, 15)],
 )
-def test_products_are_exact_however_large_their_integers(left_max: int, right_max: int, shift: int) -> None:
+def test_products_of_large_integers_are_exact(left_max: int, right_max: int, shift: int) -> None:
     rng = np.random.default_rng(left_max)
     left = rng.integers(-left_max, left_max + 1, (70, 19)).astype(np.int16)
     right = rng.integers(-right_max, right_max + 1, (19, 90)).astype(np.int16)
@@ -131,7 +131,7 @@ def test_products_are_exact_however_large_their_integers(left_max: int, right_ma
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_groups_take_the_fewest_bits_of_all_ways_to_part_them(seed: int) -> None:
+def test_groups_take_the_fewest_bits(seed: int) -> None:
     rng = np.random.default_rng(seed)
     spreads = np.sort(rng.choice([1, 2, 3, 8, 20, 60, 200, 900], 6))
     counts = np.zeros((6, 2, 256), np.int64)
@@ -152,9 +152,9 @@ def test_groups_take_the_fewest_bits_of_all_ways_to_part_them(seed: int) -> None
     assert bits(chosen) == pytest.approx(min(bits(starts) for starts in ways), rel=1e-12)
 
 
-def test_vectors_of_every_spread_come_back_from_their_groups() -> None:
+def test_vectors_of_every_spread_come_back() -> None:
     rng = np.random.default_rng(9)
-    # From all zero to the greatest words: more octaves than there are classes.
+    # From all zero to the largest words: more octaves than there are classes.
     sizes = np.array([0, *2.0 ** np.arange(14)])
     left = (rng.normal(size=(50, 15)) * sizes).clip(-(2**15), 2**15 - 1).astype(np.int16)
     right = (rng.normal(size=(15, 20)) * sizes[::-1, None]).clip(-(2**15), 2**15 - 1).astype(np.int16)
@@ -166,7 +166,7 @@ def test_vectors_of_every_spread_come_back_from_their_groups() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("number", "fits"), [(32_767.4, True), (-32_767.4, True), (32_767.6, False), (np.nan, False)])
-def test_directions_that_words_do_not_hold_make_no_product(side: str, number: float, fits: bool) -> None:
+def test_directions_out_of_range_make_no_product(side: str, number: float, fits: bool) -> None:
     left, right = np.full((5, 1), 0.25, np.float32), np.full((1, 6), 0.25, np.float32)
     {"left": left, "right": right}[side].flat[3] = number
     found = lowrank.product_of(left, np.ones(1), right, 1.0)

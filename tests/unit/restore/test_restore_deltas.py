@@ -1,6 +1,6 @@
-"""States whose chunks rest on others come back bit for bit, level by level, or with an error that names the frame.
+"""Protects restores of chunks with bases: they return the committed bits, or an error that names the frame.
 
-Checkpoints are written by hand, so that every shape of chain is here, whatever commits choose.
+The tests choose the bases themselves, so that every shape of chain occurs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CHUNK_NBYTES = 64 * KIB
 COUNT = 100_000  # Seven chunks of floats.
 
 
-def moved(array, step):
-    """Return what training makes of an array: every element moves a little with every step."""
+def trained(array, step):
+    """Return an array after a training step: every element changes a little."""
     for number in range(step):
         noise = np.random.default_rng(number).standard_normal(array.size).astype(np.float32)
         array = array + noise * np.float32(1e-4)
@@ -43,7 +43,7 @@ def moved(array, step):
 
 
 def state_at(step):
-    """Return a state as training leaves it: large and small tensors, a frozen one, and plain values."""
+    """Return a training state: large and small tensors, a frozen one, and plain values."""
     return copy.deepcopy(made_state(step))
 
 
@@ -51,12 +51,12 @@ def state_at(step):
 def made_state(step):
     source = np.random.default_rng(7)
     large, other, frozen = (source.standard_normal(COUNT).astype(np.float32) for _ in range(3))
-    small = [moved(np.ones(900 + k, np.float32), step) for k in range(5)]
-    return {"w": moved(large, step), "m": {"v": moved(other, step), "small": small}, "frozen": frozen, "n": step}
+    small = [trained(np.ones(900 + k, np.float32), step) for k in range(5)]
+    return {"w": trained(large, step), "m": {"v": trained(other, step), "small": small}, "frozen": frozen, "n": step}
 
 
 class Shuffled(MemoryBackend):
-    """Gives ranges back in another order than they were asked for: all that there are buffers for, the last first."""
+    """Return ranges in another order than requested: as many as there are buffers, the last one first."""
 
     def read_ranges(self, requests, pool):
         held: list[ReadResult] = []
@@ -75,7 +75,7 @@ def open_small(backend, **policy):
 
 
 def commit_chain(store, count):
-    """Commit so many states, each resting on the one before."""
+    """Commit this many states, each based on the previous one."""
     writer = ChainWriter(store)
     for step in range(count):
         writer.commit(state_at(step), step, base=None if step == 0 else -1)
@@ -83,7 +83,7 @@ def commit_chain(store, count):
 
 @pytest.fixture(params=["memory", "shuffled", "folder"])
 def opened(request, tmp_path):
-    """A store of small chunks: in memory, where reads come back in another order, and on disk."""
+    """A store of small chunks: in memory with reordered reads, and on disk."""
     makes = {"memory": MemoryBackend, "shuffled": Shuffled, "folder": lambda: LocalBackend(tmp_path / "store")}
     with open_small(makes[request.param](), threads=3) as store:
         yield store
@@ -98,7 +98,7 @@ def small_store(backend):
 
 @pytest.fixture
 def chain(opened):
-    """Four checkpoints, each resting on the one before."""
+    """Four checkpoints, each based on the previous one."""
     commit_chain(opened, 4)
     return opened
 
@@ -114,18 +114,18 @@ def flip(store, manifest, frame, at=FRAME_HEADER_NBYTES + 20):
     memory_files.flip(repository_of(store).backend, pack, frame.offset + at, mask=64)
 
 
-# What comes back
+# Content
 
 
 @pytest.mark.parametrize("step", range(4))
-def test_every_depth_comes_back(chain, step):
+def test_every_depth_is_restored(chain, step):
     assert manifest_of(chain, step).header.depth_max == step
     assert difference(chain.restore(step), state_at(step)) is None
 
 
 @pytest.mark.parametrize("check", ["blake3", "xxh3"])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_both_checks_and_any_number_of_threads_restore_the_same(backend, check, threads):
+def test_checks_and_threads_do_not_change_the_result(backend, check, threads):
     with open_small(backend, verify_restored=check, threads=threads, memory_nbytes_max=56 * MIB) as store:
         commit_chain(store, 3)
         assert difference(store.restore(), state_at(2)) is None
@@ -165,7 +165,7 @@ def test_tensors_of_other_strides_are_filled_wave_by_wave(chain, monkeypatch):
     assert difference({**live, "w": live["w"].copy()}, state_at(3)) is None
 
 
-def test_equal_tensors_that_share_no_memory_come_back_each_with_its_own(opened):
+def test_equal_tensors_do_not_share_memory(opened):
     def state(step):
         w = state_at(step)["w"]
         return {"a": w, "b": w.copy(), "reversed": w[::-1].copy(), "c": w.copy()}
@@ -179,7 +179,7 @@ def test_equal_tensors_that_share_no_memory_come_back_each_with_its_own(opened):
     assert difference(back["c"], state(2)["c"]) is None
 
 
-def test_base_that_is_wanted_itself_stays_where_it_is(opened):
+def test_base_that_is_also_selected_is_kept(opened):
     old, new = state_at(0)["w"], state_at(1)["w"]
     writer = ChainWriter(opened)
     writer.commit({"x": old}, 0)
@@ -188,7 +188,7 @@ def test_base_that_is_wanted_itself_stays_where_it_is(opened):
     assert difference(opened.restore(1), {"x": new, "ema": old, "same": new}) is None
 
 
-def test_zeros_as_base_of_everything_are_read_in_several_goes(opened):
+def test_base_of_all_chunks_is_read_in_portions(opened):
     zeros = {f"t{k}": np.zeros(20_000, np.int32) for k in range(20)}
     counts = {name: np.full(20_000, 1 + k, np.int32) + np.arange(20_000) % 3 for k, name in enumerate(zeros)}
     writer = ChainWriter(opened)
@@ -204,14 +204,14 @@ def test_zeros_as_base_of_everything_are_read_in_several_goes(opened):
 
 
 def halves(step):
-    """Return a state of masters and of what they are in fp16."""
+    """Return a state of masters and their fp16 roundings."""
     masters = {"w": state_at(step)["w"], "v": state_at(step)["m"]["v"][: COUNT // 2]}
     return {"model": {name: master.astype(np.float16) for name, master in masters.items()}, "master": masters}
 
 
 @pytest.fixture
 def rounded(tmp_path, request):
-    """Three checkpoints of halves; chunks of halves are half as long as those of their masters."""
+    """Three checkpoints of masters and roundings. Chunks of roundings are half as long."""
     backend = Shuffled()
     with open_small(backend, threads=2) as store:
         writer = ChainWriter(store)
@@ -228,12 +228,12 @@ def test_roundings_are_made_from_their_masters(rounded, step):
 
 
 @pytest.mark.parametrize("step", range(3))
-def test_roundings_alone_are_made_aside(rounded, step):
+def test_roundings_without_masters_use_a_buffer(rounded, step):
     assert difference(rounded.restore(step, only="model.*"), {"model": halves(step)["model"]}) is None
 
 
-def test_masters_that_move_on_are_kept_until_they_were_rounded(rounded, monkeypatch):
-    """A destination that is copied on when it is complete must not be given back before its roundings are made."""
+def test_masters_are_kept_until_rounded(rounded, monkeypatch):
+    """A destination may not be released before the roundings of its chunks are made."""
     monkeypatch.setattr(restore, "WAVE_NBYTES", 1)
     live = halves(0)
     for part in live.values():
@@ -243,8 +243,8 @@ def test_masters_that_move_on_are_kept_until_they_were_rounded(rounded, monkeypa
     assert difference({part: {name: a.copy() for name, a in live[part].items()} for part in live}, halves(2)) is None
 
 
-def test_rounding_of_the_master_before_is_made_aside(small_store):
-    """The halves did not change although their master did: they still rest on its chunk of the commit before."""
+def test_rounding_of_previous_master_uses_a_buffer(small_store):
+    """The roundings did not change although their masters did. They still refer to the previous commit's chunks."""
     first = halves(0)
     later = {"model": first["model"], "master": {name: m.copy() for name, m in first["master"].items()}}
     for master in later["master"].values():
@@ -258,7 +258,7 @@ def test_rounding_of_the_master_before_is_made_aside(small_store):
     assert difference(small_store.restore(1, only="model.w"), {"model": {"w": later["model"]["w"]}}) is None
 
 
-def test_residual_upon_a_rounding_is_made_aside(small_store):
+def test_delta_on_a_rounding_uses_a_buffer(small_store):
     first = halves(0)
     later = {"model": {"w": (first["model"]["w"].astype(np.float32) * 1.01).astype(np.float16)}}
     writer = ChainWriter(small_store)
@@ -274,7 +274,7 @@ def test_residual_upon_a_rounding_is_made_aside(small_store):
 
 
 @pytest.mark.parametrize("depth", range(4))
-def test_damage_anywhere_in_a_chain_names_the_frame_the_chain_and_who_suffers(backend, depth, no_threads_left):
+def test_damage_in_a_chain_names_frame_and_dependents(backend, depth, no_threads_left):
     with open_small(backend, threads=2) as store:
         commit_chain(store, 4)
         manifest = manifest_of(store, 3)
@@ -301,7 +301,7 @@ def test_damage_anywhere_in_a_chain_names_the_frame_the_chain_and_who_suffers(ba
             assert difference(store.restore(step), state_at(step)) is None
 
 
-def test_damage_met_aside_names_the_frame_too(small_store):
+def test_damage_in_a_buffered_frame_is_named(small_store):
     commit_chain(small_store, 3)
     manifest = manifest_of(small_store, 2)
     shared = next(chunk for chunk in manifest.chunks if chunk.nbytes == 4 * sum(900 + k for k in range(5)))
@@ -315,7 +315,7 @@ def test_damage_met_aside_names_the_frame_too(small_store):
     assert len(caught.value.chain) == 3
 
 
-def test_base_of_which_a_pack_is_missing_is_a_missing_chunk(small_store, backend, caplog):
+def test_missing_base_pack_is_a_missing_chunk(small_store, backend, caplog):
     commit_chain(small_store, 3)
     backend.unlink(pack_name(manifest_of(small_store, 1).packs[-1].pack_id))
     for step in (1, 2):
@@ -325,8 +325,8 @@ def test_base_of_which_a_pack_is_missing_is_a_missing_chunk(small_store, backend
 
 
 @pytest.mark.parametrize("at", [20, FRAME_HEADER_NBYTES + 40])
-def test_failure_lets_go_of_frames_that_were_set_aside(no_threads_left, at, monkeypatch):
-    """Also where every buffer is held by a frame that waits: finding out what is damaged must not need one."""
+def test_failure_releases_buffered_frames(no_threads_left, at, monkeypatch):
+    """Also when waiting frames hold every buffer: finding the damage must not need one."""
     monkeypatch.setattr(memory_budget, "READ_BUFFERS", 4)
     with open_small(Shuffled(), threads=4) as store:
         commit_chain(store, 3)
@@ -341,14 +341,14 @@ def test_failure_lets_go_of_frames_that_were_set_aside(no_threads_left, at, monk
         assert difference(store.restore(2), state_at(2)) is None
 
 
-def test_frame_that_names_another_base_than_the_manifest_is_refused(small_store):
-    """Frames of one length can be applied to any base: only the ids in header and manifest tell."""
+def test_frame_with_other_base_id_is_refused(small_store):
+    """Frames of one length can be applied to any base. Only the ids in header and manifest show the mistake."""
     writer = ChainWriter(small_store)
     writer.commit(state_at(0), 0)
     writer.commit(state_at(1), 1, base=0)
     manifest = manifest_of(small_store, 1)
     frames = list(manifest.frames)
-    # Two bases come first, then what rests on them, so that each may rest on either.
+    # Two bases come first, then their dependents, so that each dependent may use either base.
     frames.sort(key=lambda frame: frame.depth)
     index_of = {frame.chunk_id: index for index, frame in enumerate(frames)}
     frames = [
@@ -370,9 +370,9 @@ def test_frame_that_names_another_base_than_the_manifest_is_refused(small_store)
 
 
 class CountedPool(BufferPool):
-    """Says how many of its buffers were out at once."""
+    """Record how many of its buffers were in use at the same time."""
 
-    made: list[CountedPool] = []  # noqa: RUF012 - what the test looks at
+    made: list[CountedPool] = []  # noqa: RUF012 - the test reads it
 
     def __init__(self, block_nbytes, count):
         super().__init__(block_nbytes, count)
@@ -386,7 +386,7 @@ class CountedPool(BufferPool):
 
 
 @pytest.mark.parametrize("only", [None, "m.small*"])
-def test_reading_chains_keeps_within_the_memory_of_its_policy(monkeypatch, only):
+def test_restore_of_chains_obeys_the_memory_bound(monkeypatch, only):
     CountedPool.made.clear()
     monkeypatch.setattr(reader, "BufferPool", CountedPool)
     with open_small(Shuffled(), threads=64, memory_nbytes_max=56 * MIB) as store:
@@ -398,7 +398,7 @@ def test_reading_chains_keeps_within_the_memory_of_its_policy(monkeypatch, only)
     assert pool.out_max <= pool.count
 
 
-def test_progress_counts_the_state_and_not_its_bases(chain):
+def test_progress_does_not_count_bases(chain):
     seen = []
     chain.restore(3, on_progress=lambda done, total: seen.append((done, total)))
     total = manifest_of(chain, 3).header.bytes_state

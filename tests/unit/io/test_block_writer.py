@@ -1,4 +1,4 @@
-"""Protects what lies in a pack: every byte where it was reserved, zeros between, no deadlock, no lost buffer."""
+"""Protects the block writer: every byte at its reserved offset, zeros between, no deadlock, no lost buffer."""
 
 import random
 import threading
@@ -16,7 +16,7 @@ BLOCK = 4 * PAGE
 
 
 class SlowSink:
-    """A sink that keeps blocks until told, and may fail."""
+    """A sink that holds blocks until released, and may fail."""
 
     name = "slow"
 
@@ -42,7 +42,7 @@ class SlowSink:
 @pytest.fixture
 def pool():
     with BufferPool(BLOCK, 4) as pool:
-        # Buffers are never clean: what was in them must not get into a pack.
+        # Buffers contain old data, which must not get into a pack.
         blocks = [pool.acquire() for _ in range(4)]
         for block in blocks:
             block.view[:] = b"\xaa" * BLOCK
@@ -101,7 +101,7 @@ def test_parts_are_joined_across_blocks(pool):
     assert backend.read_bytes("x", nbytes_max=1 << 20)[BLOCK - 100 : 2 * BLOCK + 100] == b"".join(parts)
 
 
-def test_block_goes_out_only_when_every_place_in_it_is_done(pool):
+def test_block_is_written_after_all_its_slots_are_done(pool):
     sink = SlowSink()
     writer = BlockWriter(sink, pool)
     first, second = writer.reserve(PAGE), writer.reserve(BLOCK)
@@ -141,14 +141,14 @@ def test_many_threads_fill_one_pack_with_few_buffers(pool):
     assert pool.free_count == 4
 
 
-def test_place_larger_than_the_pool_is_refused(pool):
+def test_slot_larger_than_the_pool_is_refused(pool):
     writer = BlockWriter(SlowSink(), pool)
     with pytest.raises(UsageError):
         writer.reserve(4 * BLOCK + 1)
     writer.abandon()
 
 
-def test_stop_wakes_who_waits_for_a_block(pool):
+def test_stop_wakes_waiting_threads(pool):
     writer = BlockWriter(SlowSink(), pool)
     writer.reserve(4 * BLOCK)
     threading.Timer(0.05, writer.stop).start()
@@ -174,7 +174,7 @@ def test_failed_write_is_raised_by_every_later_call(pool):
     assert pool.free_count == 4
 
 
-def test_unforeseen_error_of_a_sink_stops_the_writer_too(pool):
+def test_unexpected_sink_error_stops_the_writer(pool):
     sink = SlowSink()
     sink.error = BackendError("disk")
     writer = BlockWriter(sink, pool)
@@ -184,7 +184,7 @@ def test_unforeseen_error_of_a_sink_stops_the_writer_too(pool):
     assert pool.free_count == 4
 
 
-def test_finish_with_an_open_place_is_a_bug(pool):
+def test_finish_with_an_open_slot_is_a_bug(pool):
     writer = BlockWriter(SlowSink(), pool)
     writer.reserve(10)
     with pytest.raises(AssertionError):
@@ -192,7 +192,7 @@ def test_finish_with_an_open_place_is_a_bug(pool):
     writer.abandon()
 
 
-def test_parts_that_do_not_fit_their_place_are_a_bug(pool):
+def test_parts_that_do_not_fit_their_slot_are_a_bug(pool):
     writer = BlockWriter(SlowSink(), pool)
     place = writer.reserve(10)
     with pytest.raises(AssertionError):

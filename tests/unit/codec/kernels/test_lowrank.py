@@ -1,4 +1,4 @@
-"""Protects what encoders do around products: both twins give the same values, words and sums, bit for bit."""
+"""Protects the kernels around products: numpy and native give the same values, words and sums, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VECTORS = pytest.mark.parametrize(("count", "length"), [(0, 0), (1, 1), (3, 64),
 
 
 def both(call, *outs: np.ndarray) -> tuple[object, list[np.ndarray]]:
-    """Call both twins with arrays of their own, compare all they give and write, and return that."""
+    """Call both implementations with their own arrays, compare all results, and return them."""
     filled = [[out.copy() for out in outs] for _ in range(2)]
     results = [call(loops, *made) for loops, made in zip((reference, on_native), filled, strict=True)]
     assert results[0] == results[1]
@@ -52,7 +52,7 @@ def test_roots_are_taken_and_summed(count: int, row: int, phase: int) -> None:
 
 
 @BOTH
-def test_values_that_have_no_root_are_told_by_the_least(loops: ModuleType) -> None:
+def test_negative_value_is_reported_by_the_minimum(loops: ModuleType) -> None:
     values = np.array([4.0, -1.0, 9.0], np.float32)
     assert loops.take_roots(values, np.empty(1), np.empty(16), 16, 0) == (-1.0, 9.0)
     assert values[0] == 2
@@ -61,7 +61,7 @@ def test_values_that_have_no_root_are_told_by_the_least(loops: ModuleType) -> No
 
 @pytest.mark.parametrize("place", [0, 1, 15, 63, 64, 100, 139])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e-42])
-def test_one_value_that_is_no_number_is_told(place: int, wrong: float) -> None:
+def test_single_nan_is_reported(place: int, wrong: float) -> None:
     values = np.ones(140, np.float32)
     values[place] = wrong
     for loops in (reference, on_native):
@@ -71,7 +71,7 @@ def test_one_value_that_is_no_number_is_told(place: int, wrong: float) -> None:
 
 
 @SHAPES
-def test_values_become_what_they_are_beside_one(count: int, row: int, phase: int) -> None:
+def test_subtract_ones_matches_numpy(count: int, row: int, phase: int) -> None:
     rng = np.random.default_rng(count)
     values, height = rng.normal(size=count).astype(np.float32), row_count(count, row, phase)
     above, beside = (np.exp2(rng.normal(size=each)).astype(np.float32) for each in (height, row))
@@ -82,7 +82,7 @@ def test_values_become_what_they_are_beside_one(count: int, row: int, phase: int
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 100_003])
-def test_what_a_product_misses_is_summed_in_double(count: int) -> None:
+def test_product_error_is_summed_in_double(count: int) -> None:
     rng = np.random.default_rng(count)
     values, integers = rng.normal(size=count).astype(np.float32), rng.integers(-99, 99, count).astype(np.float32)
     (missed, given), _ = both(lambda loops: loops.missed_squares(values, integers, 0.0123))
@@ -111,7 +111,7 @@ def test_vectors_are_rounded_to_the_nearest_words(count: int, length: int) -> No
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 1e30, -1e30, 40_000.0, 2.0**20 + 1])
-def test_words_that_do_not_hold_a_number_are_told_by_the_greatest(wrong: float) -> None:
+def test_word_overflow_is_reported_by_the_maximum(wrong: float) -> None:
     vectors = np.ones((2, 70), np.float32)
     vectors[1, 66] = wrong
     greatest, _ = both(
@@ -138,7 +138,7 @@ def test_words_are_folded_and_split(count: int, length: int) -> None:
 
 
 @BOTH
-def test_wrong_sizes_and_numbers_raise_value_error(loops: ModuleType) -> None:
+def test_wrong_arguments_raise_value_error(loops: ModuleType) -> None:
     x, words, low, two = np.zeros(16, np.float32), np.zeros(16, np.int16), np.zeros(16, np.uint8), np.zeros(2)
     frozen = np.zeros(16, np.float32)
     frozen.flags.writeable = False

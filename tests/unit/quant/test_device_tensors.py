@@ -1,6 +1,6 @@
-"""Protects commits with a loss of tensors on a device: they store, bit for bit, what they store of tensors of the host.
+"""Protects lossy commits of device tensors: they store the same bits as commits of host tensors.
 
-Without a GPU, tensors of the host are taken for tensors on a device.
+Without a GPU, host tensors play the device tensors.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ NEAR, SMALL = Residual.near(), Residual.small()
 
 
 class Traffic:
-    """Counts the bytes that are copied from a device to the host."""
+    """Count the bytes that are copied from a device to the host."""
 
     def __init__(self, device):
         self.device, self.nbytes = device, 0
 
     @contextmanager
     def counted(self, monkeypatch):
-        """Count what is copied; on the CPU, take every tensor of torch for one on a device."""
+        """Count copied bytes. On the CPU, treat every torch tensor as a device tensor."""
         copy = torch_adapter.copy_to_host
 
         def counting(held):
             self.nbytes += held.nbytes
-            # A copy, as a device makes it.
+            # A copy, as from a device.
             return memoryview(bytearray(copy(held)))
 
         with monkeypatch.context() as patched:
@@ -55,7 +55,7 @@ class Traffic:
 
 
 class Training:
-    """A pretended training with Adam; its gradients are few directions with some noise, or noise alone."""
+    """A simulated training with Adam. Gradients are a few directions with some noise, or only noise."""
 
     def __init__(self, device, seed=1, *, dtype=torch.float32, noise=0.05, shape=SHAPE):
         self.rng = np.random.default_rng(seed)
@@ -91,7 +91,7 @@ def entry_of(state):
 
 
 def on_host(state):
-    """Return a state whose tensors are in host memory, and lie in it as they lie on the device."""
+    """Return the state in host memory, with the same strides as on the device."""
     moved = {}
 
     def move(part):
@@ -103,13 +103,13 @@ def on_host(state):
 
 
 def same_bits(one, other):
-    """Whether two tensors have the same bytes, wherever they lie."""
+    """Whether two tensors have the same bytes, on any device."""
     return torch.equal(one.cpu().reshape(-1).view(torch.uint8), other.cpu().reshape(-1).view(torch.uint8))
 
 
 @pytest.fixture(params=["pretended", "cuda"])
 def device(request):
-    """A device that is there, or the CPU, where what lies on it is taken to lie on a device."""
+    """A real device, or the CPU, whose tensors then count as device tensors."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU here")
     return "cuda" if request.param == "cuda" else "cpu"
@@ -122,14 +122,14 @@ def traffic(device):
 
 @pytest.fixture
 def stores(tmp_path):
-    """Two stores: one for tensors on a device, one for tensors of the host."""
+    """Two stores: one for device tensors, one for host tensors."""
     with ckstore.open(tmp_path / "one") as one, ckstore.open(tmp_path / "other") as other:
         yield one, other
 
 
 @pytest.fixture
 def commit_both(stores, traffic, monkeypatch):
-    """Commits a state on a device and the same state on the host, and compares what they store."""
+    """Commit a state on a device and the same state on the host, and compare what they store."""
 
     def commit(state, step, fidelity=NEAR, **changes):
         policy = lossy_policy(fidelity, **changes)
@@ -149,7 +149,7 @@ def commit_both(stores, traffic, monkeypatch):
 @pytest.mark.parametrize("noise", [0.05, 1.0], ids=["directions", "noise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("fidelity", [NEAR, SMALL], ids=["near", "small"])
-def test_a_history_is_stored_as_on_the_host(stores, commit_both, traffic, device, fidelity, dtype, noise):
+def test_device_history_is_stored_as_on_the_host(stores, commit_both, traffic, device, fidelity, dtype, noise):
     training = Training(device, dtype=dtype, noise=noise)
     for step in range(4):
         traffic.nbytes = 0
@@ -192,13 +192,13 @@ WRONG = {
     "inf squared": (V, lambda state: entry_of(state)["exp_avg_sq"].view(-1)[7:8].fill_(math.inf)),
     "negative": (V, lambda state: entry_of(state)["exp_avg_sq"].view(-1)[7:8].fill_(-1e-9)),
     "denormal": (V, lambda state: entry_of(state)["exp_avg_sq"].mul_(0).add_(1e-40)),
-    "beside zeros": (M, lambda state: entry_of(state)["exp_avg_sq"][::2].zero_()),
+    "next to zeros": (M, lambda state: entry_of(state)["exp_avg_sq"][::2].zero_()),
     "stays": (M, lambda state: entry_of(state)["exp_avg_sq"][:, :140].zero_()),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_cannot_be_quantized_is_exact_and_warned_of(stores, commit_both, device, wrong):
+def test_unquantizable_tensor_is_exact_with_warning(stores, commit_both, device, wrong):
     training, (path, spoil) = Training(device), WRONG[wrong]
     for step in range(2):
         state = training.train().state()
@@ -213,7 +213,7 @@ def test_what_cannot_be_quantized_is_exact_and_warned_of(stores, commit_both, de
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0], ids=["all", "some"])
-def test_tiny_second_moments_are_quantized_without_a_warning(commit_both, device, scale):
+def test_tiny_second_moments_do_not_warn(commit_both, device, scale):
     training = Training(device, noise=1.0)
     for step in range(2):
         state = training.train().state()
@@ -227,7 +227,7 @@ def test_tiny_second_moments_are_quantized_without_a_warning(commit_both, device
     assert receipt.chunks_lossy == 3
 
 
-def test_values_whose_products_are_too_large_are_quantized_all_the_same(commit_both, device):
+def test_values_with_overflowing_products_are_quantized(commit_both, device):
     training = Training(device)
     for step in range(2):
         state = training.train().state()
@@ -246,12 +246,12 @@ def test_nan_in_exact_tensors_is_warned_of(commit_both, device):
             state["model"]["bias"][3] = math.nan
             state["totals"] = torch.tensor([1.0, -math.inf], dtype=torch.float64, device=device)
         receipt = commit_both(state, step)
-        told = ("model.bias, totals hold NaN or infinity: the run may have diverged",)
-        assert receipt.warnings == (() if step == 1 else told)
+        expected = ("model.bias, totals hold NaN or infinity: the run may have diverged",)
+        assert receipt.warnings == (() if step == 1 else expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_roundings_of_masters_become_those_of_what_the_masters_become(stores, commit_both, device, dtype):
+def test_roundings_follow_the_quantized_masters(stores, commit_both, device, dtype):
     training = Training(device)
     for step in range(3):
         state = training.train().state()
@@ -264,7 +264,7 @@ def test_roundings_of_masters_become_those_of_what_the_masters_become(stores, co
     assert torch.equal(found["model"]["w"], found["optimizer"]["master"][0].to(dtype))
 
 
-def test_what_only_looks_like_a_rounding_is_stored_by_itself(stores, commit_both, device):
+def test_inexact_rounding_is_stored_separately(stores, commit_both, device):
     training = Training(device)
     for step in range(2):
         state = training.train().state()
@@ -279,7 +279,7 @@ def test_what_only_looks_like_a_rounding_is_stored_by_itself(stores, commit_both
 @pytest.mark.parametrize(
     "parts", [{"first": "exact"}, {"second": "exact"}, {"weights": "exact"}, {"first": "exact", "second": "exact"}]
 )
-def test_parts_that_stay_exact_stay_so(stores, commit_both, device, parts):
+def test_exact_parts_stay_exact(stores, commit_both, device, parts):
     training = Training(device)
     for step in range(2):
         state = training.train().state()
@@ -289,7 +289,7 @@ def test_parts_that_stay_exact_stay_so(stores, commit_both, device, parts):
         assert same_bits(leaf(stores[0].restore(), path), leaf(state, path))
 
 
-def test_a_weight_that_lies_turned_and_twice_is_stored_once(stores, commit_both, device):
+def test_transposed_and_tied_weight_is_stored_once(stores, commit_both, device):
     training = Training(device)
     for step in range(2):
         state = training.train().state()
@@ -301,7 +301,7 @@ def test_a_weight_that_lies_turned_and_twice_is_stored_once(stores, commit_both,
 
 
 @pytest.mark.parametrize("mode", ["as it is", "inference", "autocast"])
-def test_a_real_training_is_stored_whatever_its_thread_has_set_up(stores, traffic, device, monkeypatch, mode):
+def test_commit_works_in_any_torch_mode(stores, traffic, device, monkeypatch, mode):
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(300, 280), torch.nn.Tanh(), torch.nn.Linear(280, 300)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -319,7 +319,7 @@ def test_a_real_training_is_stored_whatever_its_thread_has_set_up(stores, traffi
     assert stores[0].verify("decode").damage == []
 
 
-def test_a_matrix_of_many_chunks_beside_an_array_of_numpy(tmp_path, traffic, device, monkeypatch):
+def test_large_matrix_with_a_numpy_array(tmp_path, traffic, device, monkeypatch):
     training, other = Training(device, noise=1.0, shape=(401, 501)), Training(device, 3)
     with open_small(tmp_path / "one", 256 * KIB) as one, open_small(tmp_path / "other", 256 * KIB) as two:
         for step in range(2):
@@ -333,7 +333,7 @@ def test_a_matrix_of_many_chunks_beside_an_array_of_numpy(tmp_path, traffic, dev
         assert one.verify("decode").damage == []
 
 
-def test_a_base_that_cannot_be_read_makes_the_weight_exact(stores, commit_both, device, monkeypatch):
+def test_unreadable_base_makes_the_weight_exact(stores, commit_both, device, monkeypatch):
     training = Training(device)
     for step in range(2):
         commit_both(training.train().state(), step)
@@ -350,7 +350,7 @@ def test_a_base_that_cannot_be_read_makes_the_weight_exact(stores, commit_both, 
     assert stores[0].verify("decode").damage == []
 
 
-def test_a_commit_that_is_written_anew_quantizes_anew(commit_both, stores, device, monkeypatch):
+def test_retried_commit_quantizes_again(commit_both, stores, device, monkeypatch):
     training = Training(device)
     commit_both(training.train().state(), 0)
     flush, failures = LossyChunkWriter.flush, [BackendError("the disk has failed")]
@@ -367,7 +367,7 @@ def test_a_commit_that_is_written_anew_quantizes_anew(commit_both, stores, devic
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
-def test_a_commit_waits_for_what_the_trainer_computes_on_a_stream_of_its_own(stores):
+def test_commit_waits_for_the_trainers_stream(stores):
     state = Training("cuda").train().state()
     stores[0].commit(state, 0, policy=lossy_policy())
     side = torch.cuda.Stream()
@@ -380,11 +380,11 @@ def test_a_commit_waits_for_what_the_trainer_computes_on_a_stream_of_its_own(sto
     assert float(off.abs().max()) < 0.6
 
 
-# Roundings beyond the greatest half
+# Roundings above the largest fp16 value
 
 
 def with_rounding(training, change):
-    """Return a state of a weight and its rounding to halves, where some of the weight was changed."""
+    """Return a state of a weight and its fp16 rounding, with a change in the weight."""
     state = training.train().state()
     del state["optimizer"]
     change(state["model"]["w"])
@@ -392,7 +392,7 @@ def with_rounding(training, change):
 
 
 @pytest.mark.parametrize("row", [3, -1])
-def test_a_rounding_that_is_infinite_somewhere_has_its_loss_recorded(traffic, device, tmp_path, monkeypatch, row):
+def test_infinite_rounding_has_its_loss_recorded(traffic, device, tmp_path, monkeypatch, row):
     training = Training(device, shape=(256, 500))
 
     def change(weight):
@@ -414,12 +414,12 @@ def test_a_rounding_that_is_infinite_somewhere_has_its_loss_recorded(traffic, de
             store.commit(with_rounding(training, change), 2, policy=bounded)
 
 
-def test_a_weight_whose_rounding_would_become_infinite_is_stored_exactly(traffic, device, tmp_path, monkeypatch):
+def test_weight_with_overflowing_rounding_is_exact(traffic, device, tmp_path, monkeypatch):
     training = Training(device, noise=1.0)
     numbers = torch.Generator().manual_seed(0)
 
     def change(weight):
-        # The least that rounds to infinity is 65520.
+        # The smallest value that rounds to infinity is 65520.
         weight[3] = (65_520 + 5 * torch.randn(SHAPE[1], generator=numbers)).to(weight.device)
 
     with ckstore.open(tmp_path / "store") as store, traffic.counted(monkeypatch):

@@ -13,6 +13,6 @@ from ckstore.hashing import chunk_id_of
 @pytest.mark.parametrize(
     "nbytes", [0, 1, 1023, _PIECE_NBYTES - 1, _PIECE_NBYTES, _PIECE_NBYTES + 1, 5 * _PIECE_NBYTES + 77, 4 << 20]
 )
-def test_identity_and_checksum_are_those_of_the_bytes_in_one_piece(nbytes):
+def test_pieces_have_the_identity_of_the_whole_chunk(nbytes):
     plain = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8).data
     assert identity_and_checksum(plain) == (chunk_id_of(plain), xxh3_64(plain))

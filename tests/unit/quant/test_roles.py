@@ -1,4 +1,4 @@
-"""Protects what must stay exact: a tensor is taken for a weight or a moment only where its place and shape say so."""
+"""Protects tensors that must stay exact: only a clear place and shape make a tensor a weight or a moment."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def adam(names=tuple(SHAPES), *, betas=(0.9, 0.95), groups=None, by_name=False):
     }
 
 
-def told(state):
-    """Return role by path, and the weight of each moment by path."""
+def roles_in(state):
+    """Return the role by path, and each moment's weight by path."""
     captured = capture(state)
     found = pair(captured.tree, captured.tensors)
     name = {index: format_path(path) for index, path in found.paths.items()}
@@ -45,7 +45,7 @@ def told(state):
 
 
 def test_a_plain_optimizer_is_paired_by_order_and_shape():
-    roles, weight_of, found = told({"model": model(), "optimizer": adam()})
+    roles, weight_of, found = roles_in({"model": model(), "optimizer": adam()})
     assert roles["optimizer.state.0.exp_avg"] == "first"
     assert roles["optimizer.state.3.exp_avg_sq"] == "second"
     assert "optimizer.state.0.step" not in roles
@@ -57,35 +57,35 @@ def test_a_plain_optimizer_is_paired_by_order_and_shape():
     assert len(found.second_of) == 4
 
 
-def test_groups_with_other_parameters_first_are_paired_by_shape():
+def test_reordered_groups_are_paired_by_shape():
     # The second and the fourth parameter are in the first group, as with and without weight decay.
     names = ("a.bias", "c.weight", "a.weight", "b.weight")
-    _, weight_of, _ = told({"model": model(), "optimizer": adam(names, groups=[[0, 1], [2, 3]])})
+    _, weight_of, _ = roles_in({"model": model(), "optimizer": adam(names, groups=[[0, 1], [2, 3]])})
     assert weight_of["optimizer.state.1.exp_avg"] == "model.c.weight"
     assert weight_of["optimizer.state.2.exp_avg"] == "model.a.weight"
     assert weight_of["optimizer.state.3.exp_avg"] == "model.b.weight"
 
 
-def test_names_tell_weights_whatever_their_order():
+def test_names_identify_weights_in_any_order():
     names = ("c.weight", "b.weight", "a.weight")
     state = {"average": model(), "model": {"net": model()}, "optimizer": adam(names, by_name=True)}
-    _, weight_of, _ = told(state)
+    _, weight_of, _ = roles_in(state)
     assert weight_of["optimizer.state.b.weight.exp_avg"] == "average.b.weight", "the shortest path"
     del state["average"]
-    _, weight_of, _ = told(state)
+    _, weight_of, _ = roles_in(state)
     assert weight_of["optimizer.state.b.weight.exp_avg"] == "model.net.b.weight"
     assert weight_of["optimizer.state.a.weight.exp_avg_sq"] == "model.net.a.weight"
 
 
 def test_moments_without_a_weight_are_still_a_pair():
-    roles, weight_of, found = told(adam())
+    roles, weight_of, found = roles_in(adam())
     assert set(roles.values()) == {"first", "second"}
     assert weight_of == {}
     assert len(found.second_of) == 4
 
 
-def test_a_model_alone_is_weights():
-    roles, _, _ = told(model())
+def test_model_without_optimizer_is_weights():
+    roles, _, _ = roles_in(model())
     assert roles == {"a.weight": "weight", "b.weight": "weight", "c.weight": "weight"}
 
 
@@ -109,14 +109,14 @@ OTHERS = {
 def test_states_of_other_optimizers_stay_exact(kept):
     entry = {"step": 3, **{name: np.ones(shape, np.float32) for name, shape in kept.items()}}
     optimizer = {"state": {0: entry}, "param_groups": [{"params": [0]}]}
-    roles, _, _ = told({"model": model(), "optimizer": optimizer})
+    roles, _, _ = roles_in({"model": model(), "optimizer": optimizer})
     assert {path for path in roles if path.startswith("optimizer")} == set()
     assert roles["model.a.weight"] == "weight"
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i4", "u1", "c8"])
-def test_what_is_no_float_of_two_or_four_bytes_has_no_role(dtype):
-    roles, _, _ = told({"model": model(dtype=dtype)})
+def test_other_dtypes_have_no_role(dtype):
+    roles, _, _ = roles_in({"model": model(dtype=dtype)})
     assert roles == {}
 
 
@@ -124,11 +124,11 @@ def test_what_is_no_float_of_two_or_four_bytes_has_no_role(dtype):
     "key",
     ["optimizer", "optim_state", "opt", "exp_avg_sq", "momentum", "rng", "lr_scheduler", "loader", "m", "v", "scaler"],
 )
-def test_nothing_is_a_weight_below_a_key_that_says_otherwise(key):
-    roles, _, _ = told({"model": model(), key: {"x": np.ones((8, 8), np.float32)}})
+def test_excluded_keys_contain_no_weights(key):
+    roles, _, _ = roles_in({"model": model(), key: {"x": np.ones((8, 8), np.float32)}})
     assert all(path.startswith("model") for path in roles)
-    # Deep inside a model such a name is a name like others.
-    roles, _, _ = told({"model": {"net": {"inner": {"loader.weight": np.ones((8, 8), np.float32)}}}})
+    # Deep inside a model such a name has no special meaning.
+    roles, _, _ = roles_in({"model": {"net": {"inner": {"loader.weight": np.ones((8, 8), np.float32)}}}})
     assert roles == {"model.net.inner.loader.weight": "weight"}
 
 
@@ -147,14 +147,14 @@ def test_nothing_is_a_weight_below_a_key_that_says_otherwise(key):
 )
 @pytest.mark.parametrize("optimizer", [None, adam(), adam(by_name=True)], ids=["none", "numbered", "named"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_what_nothing_says_is_a_weight_is_none(key, held, optimizer, is_first):
+def test_unidentified_tensor_is_not_a_weight(key, held, optimizer, is_first):
     def made(part):
         if isinstance(part, dict):
             return {name: made(each) for name, each in part.items()}
         return [made(each) for each in part] if isinstance(part, list) else np.ones(part, np.float32)
 
     parts = {"model": model(), **({} if optimizer is None else {"optimizer": optimizer})}
-    roles, weight_of, _ = told({key: made(held), **parts} if is_first else {**parts, key: made(held)})
+    roles, weight_of, _ = roles_in({key: made(held), **parts} if is_first else {**parts, key: made(held)})
     assert not [path for path in roles if not path.startswith(("model", "optimizer"))]
     assert {path for path, role in roles.items() if role == "weight"} == {
         *("model.a.weight", "model.b.weight", "model.c.weight")
@@ -176,46 +176,46 @@ def test_what_nothing_says_is_a_weight_is_none(key, held, optimizer, is_first):
         {"lstm.weight_hh_l0": (4, 6), "x": (4, 6)},
     ],
 )
-def test_containers_and_names_say_what_is_a_weight(state):
+def test_containers_and_names_identify_weights(state):
     def made(part):
         if isinstance(part, dict):
             return {name: made(each) for name, each in part.items()}
         return [made(each) for each in part] if isinstance(part, list) else np.ones(part, np.float32)
 
-    roles, _, _ = told(made(state))
+    roles, _, _ = roles_in(made(state))
     assert list(roles.values()) == ["weight"]
     assert next(iter(roles)).replace("'", "").startswith(next(iter(state)))
 
 
-def test_what_moments_belong_to_is_a_weight_where_there_is_no_doubt():
+def test_unambiguous_owner_of_moments_is_a_weight():
     layers = {"first": model(), "rest": {"x": np.ones((2, 9), np.float32)}}
     for optimizer in (adam(), adam(by_name=True)):
-        roles, weight_of, _ = told({**layers, "optimizer": optimizer})
+        roles, weight_of, _ = roles_in({**layers, "optimizer": optimizer})
         assert {path for path, role in roles.items() if role == "weight"} == {
             *("first.a.weight", "first.b.weight", "first.c.weight")
         }
         assert len(weight_of) == 6
-        # Twice as many of a shape: which are the weights?
-        roles, weight_of, _ = told({"copy": model(), **layers, "optimizer": optimizer})
+        # Twice as many tensors of one shape: their weights are ambiguous.
+        roles, weight_of, _ = roles_in({"copy": model(), **layers, "optimizer": optimizer})
         assert set(roles.values()) == {"first", "second"}
         assert weight_of == {}
 
 
-def test_the_optimizer_says_what_the_next_step_depends_on():
+def test_hyperparameters_come_from_the_optimizer():
     optimizer = adam(betas=(0.8, 0.99))
     optimizer["state"][0]["step"] = 7
     optimizer["state"][1]["step"] = np.array(8.0, np.float32)
-    _, _, found = told({"model": model(), "optimizer": optimizer})
+    _, _, found = roles_in({"model": model(), "optimizer": optimizer})
     plain, tensor, *_ = found.constants.values()
     assert (plain.beta1, plain.beta2, plain.step, plain.step_tensor) == (0.8, 0.99, 7, None)
     assert tensor.step is None
     assert format_path(found.paths[tensor.step_tensor]) == "optimizer.state.1.step"
     for betas in ((0.9,), (0.9, 1.0), (1.0, 0.9), (0.99, 0.9), None, ("a", "b"), (float("nan"), 0.9)):
-        _, _, found = told({"model": model(), "optimizer": adam(betas=betas)})
+        _, _, found = roles_in({"model": model(), "optimizer": adam(betas=betas)})
         assert found.constants == {}, betas
 
 
-def test_a_state_without_tensors_and_odd_optimizers_have_no_roles():
+def test_unusual_states_have_no_roles():
     for state in (
         None,
         {"state": {}, "param_groups": []},
@@ -223,10 +223,10 @@ def test_a_state_without_tensors_and_odd_optimizers_have_no_roles():
         {"state": {0: 1}, "param_groups": [{"params": 3}, 4]},
         {"optimizer": {"state": {0: {"exp_avg": 1, "exp_avg_sq": 2}}, "param_groups": [{"params": [0]}]}},
     ):
-        assert told(state)[0] == {}
+        assert roles_in(state)[0] == {}
 
 
-def test_one_tensor_for_both_moments_is_no_pair():
+def test_shared_tensor_is_not_a_moment_pair():
     same = np.ones((4, 6), np.float32)
     optimizer = {"state": {0: {"exp_avg": same, "exp_avg_sq": same}}, "param_groups": [{"params": [0]}]}
-    assert told(optimizer)[0] == {}
+    assert roles_in(optimizer)[0] == {}

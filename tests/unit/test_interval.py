@@ -1,6 +1,6 @@
-"""Protects what is advised: commits cost no more than the bound, are not wanted faster than written, and adapt.
+"""Protects commit intervals: commits cost no more than the bound, wait for the writer, and follow changes.
 
-The loops are simulated on a clock that stands still until a step or a commit takes its time.
+Training loops are simulated on a clock that advances only for steps and commits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckstore.interval import COMMITS_MAX, DAY_SECONDS, Costs, Measured, advice_f
 
 
 class Run:
-    """A training loop whose steps and commits take as long as a test says."""
+    """A training loop whose steps and commits take the time that a test sets."""
 
     def __init__(self, clock, *, step=1.0, stall=0.1, write=5.0, slower=1.0, **options):
         self.clock, self.costs = clock, Costs(clock)
@@ -30,7 +30,7 @@ class Run:
         self.auto.due(0)
 
     def run(self, steps, *, loses=()):
-        """Train on; return the share of the time that was lost to commits."""
+        """Train these steps, and return the share of time that commits cost."""
         begun, worked = self.clock.now, 0.0
         for _ in range(steps):
             self.number += 1
@@ -79,7 +79,7 @@ def test_advice_keeps_the_bound_on_overhead():
         assert fewer == 0 or stall / fewer > overhead, "one step less would have kept it too"
 
 
-def test_advice_is_never_more_often_than_can_be_written():
+def test_advice_is_not_faster_than_writing():
     advice = advice_for(measured(stall=0.001, write=7.3), 2.0)
     assert (advice.steps, advice.reason) == (4, "writing")
     assert advice.seconds >= 7.3
@@ -90,15 +90,15 @@ def test_advice_is_never_more_often_than_can_be_written():
     assert (barely.steps, barely.reason) == (2, "writing")
 
 
-def test_a_longest_interval_wins_over_the_bound_on_overhead():
+def test_longest_interval_overrides_the_overhead_bound():
     advice = advice_for(measured(stall=5.0), 2.0, overhead=0.01, seconds_max=100.0)
     assert (advice.steps, advice.reason) == (50, "seconds_max")
     assert advice.stall_share > 0.01
 
 
 @pytest.mark.parametrize(("cost", "mtbf"), [(0.5, 3600.0), (30.0, 4000.0), (600.0, 7200.0), (5.0, 864_000.0)])
-def test_the_optimum_is_where_exact_arithmetic_finds_it(cost, mtbf):
-    """Daly's expected time to finish a second of work, with restarts that cost nothing, searched by trying."""
+def test_optimum_matches_a_search(cost, mtbf):
+    """Minimize Daly's expected time to finish a second of work, with free restarts, by search."""
 
     def expected(tau):
         return mtbf * math.expm1((tau + cost) / mtbf) / tau
@@ -108,12 +108,12 @@ def test_the_optimum_is_where_exact_arithmetic_finds_it(cost, mtbf):
     assert optimal_seconds(cost, mtbf) == pytest.approx(tried, rel=0.03)
 
 
-def test_the_optimum_tends_to_youngs_and_ends_at_the_time_between_failures():
+def test_optimum_has_the_right_limits():
     assert optimal_seconds(0.01, 1e6) == pytest.approx(math.sqrt(2 * 0.01 * 1e6), rel=1e-3)
     assert optimal_seconds(50.0, 10.0) == 10.0
 
 
-def test_a_rate_of_failures_makes_commits_rarer_than_the_bounds_ask_and_tells_what_is_lost():
+def test_failure_rate_lengthens_the_interval():
     often = advice_for(measured(stall=0.005, write=2.0), 0.5)
     rare = advice_for(measured(stall=0.005, write=2.0), 0.5, failures_per_day=1)
     assert (often.reason, rare.reason) == ("writing", "failures")
@@ -137,7 +137,7 @@ def test_advice_reads_as_a_sentence():
     )
 
 
-def test_numbers_that_cannot_be_are_refused():
+def test_invalid_numbers_are_refused():
     for arguments in (
         {"step_seconds": 0.0},
         {"step_seconds": math.nan},
@@ -153,28 +153,28 @@ def test_numbers_that_cannot_be_are_refused():
             ckstore.AutoInterval(**arguments)
 
 
-def test_commits_of_a_simulated_run_take_the_share_they_may(clock):
+def test_simulated_run_obeys_the_overhead_bound(clock):
     run = Run(clock, step=0.5, stall=0.4, write=3.0)
     assert run.run(20_000) == pytest.approx(0.03, rel=0.1)
     assert run.committed[0] == 3
     assert run.auto.advice.reason == "overhead"
 
 
-def test_what_steps_lose_while_the_saver_writes_counts(clock):
+def test_slower_steps_during_writing_count(clock):
     run = Run(clock, step=0.5, stall=0.01, write=10.0, slower=1.3)
     assert run.run(20_000) == pytest.approx(0.03, rel=0.2)
     assert run.auto.advice.measured.slowdown_seconds == pytest.approx(0.15 * 20, rel=0.35)
 
 
-def test_a_store_advises_by_what_an_interval_that_follows_it_has_measured(clock):
+def test_store_advice_uses_measured_intervals(clock):
     run = Run(clock, step=0.5, stall=0.005, write=10.0, slower=1.2)
     run.run(5_000)
-    told = advice_for(run.costs.measured(), 0.5)
-    assert told.measured.slowdown_seconds == pytest.approx(0.1 * 20, rel=0.2)
-    assert told.seconds == run.auto.advice.seconds > 50, "writing alone would let it commit every 10 s"
+    advice = advice_for(run.costs.measured(), 0.5)
+    assert advice.measured.slowdown_seconds == pytest.approx(0.1 * 20, rel=0.2)
+    assert advice.seconds == run.auto.advice.seconds > 50, "writing alone would let it commit every 10 s"
 
 
-def test_commits_that_fail_are_not_tried_more_often_than_commits_are_wanted(clock):
+def test_failed_commits_are_not_retried_early(clock):
     run = Run(clock, step=1.0, stall=0.1, write=1.0, seconds_min=60.0)
     run.run(600)
     assert min(run.intervals()) >= 60
@@ -194,7 +194,7 @@ def test_commits_that_fail_are_not_tried_more_often_than_commits_are_wanted(cloc
     assert min(never.intervals()) >= 60
 
 
-def test_a_commit_that_fails_in_its_call_is_not_due_again_at_once(disk_store, clock):
+def test_failed_call_is_not_due_immediately(disk_store, clock):
     auto = ckstore.AutoInterval(seconds_min=60.0, clock=clock).follow(disk_store)
     tried = []
     for step in range(300):
@@ -215,7 +215,7 @@ def test_writing_is_never_overtaken(clock):
     assert np.median(run.intervals()) * 0.5 <= 21.5
 
 
-def test_the_interval_follows_steps_and_commits_that_change(clock):
+def test_interval_follows_changing_costs(clock):
     run = Run(clock, step=0.5, stall=0.3, write=2.0)
     run.run(1_000)
     before = np.median(run.intervals())
@@ -228,11 +228,11 @@ def test_the_interval_follows_steps_and_commits_that_change(clock):
     assert np.median(run.intervals(since)) == pytest.approx(before, rel=0.1)
 
 
-def test_an_outlier_changes_nothing_and_counts_as_time_passed(clock):
+def test_outlier_counts_only_as_elapsed_time(clock):
     run = Run(clock, step=0.5, stall=0.3, write=2.0)
     run.run(1_000)
     before = run.auto.advice
-    # A disk that hangs once, then an evaluation that looks like a step.
+    # A disk that hangs once, then an evaluation that takes as long as a slow step.
     run.stall, run.write = 30.0, 100.0
     while len(run.committed) < COMMITS_MAX + 2 and run.stall > 1:
         count = len(run.committed)
@@ -250,7 +250,7 @@ def test_an_outlier_changes_nothing_and_counts_as_time_passed(clock):
     assert run.auto.advice.seconds == before.seconds
 
 
-def test_a_least_and_a_longest_interval_hold(clock):
+def test_shortest_and_longest_interval_are_kept(clock):
     run = Run(clock, step=0.5, stall=0.001, write=0.1, seconds_min=60.0)
     run.run(2_000)
     assert set(run.intervals()) == {120}
@@ -268,7 +268,7 @@ def test_commits_that_failed_are_not_measured(clock):
     assert run.committed == [3, 6, 13]
 
 
-def test_observed_steps_are_believed(clock):
+def test_observed_steps_are_used(clock):
     run = Run(clock, stall=0.3, write=0.1)
     for number in range(1, 41):
         run.auto.observe(2.0)
@@ -277,7 +277,7 @@ def test_observed_steps_are_believed(clock):
             run.commit()
             run.write_on(1.0)
     assert run.auto.advice.step_seconds == 2.0
-    # 0.3 s may be spent in 10 s: in five steps.
+    # 0.3 s may be spent in 10 s, which is in five steps.
     assert set(run.intervals(3)) == {5}
 
 
@@ -286,7 +286,7 @@ def test_without_a_store_nothing_is_due():
         ckstore.AutoInterval().due(1)
 
 
-def test_a_store_advises_from_what_its_commits_have_cost(disk_store):
+def test_store_advice_uses_its_commit_costs(disk_store):
     with pytest.raises(UsageError, match="Commit once"):
         disk_store.advise(0.5)
     state = {"w": np.random.default_rng(0).standard_normal(1 << 20)}
@@ -302,7 +302,7 @@ def test_a_store_advises_from_what_its_commits_have_cost(disk_store):
     assert both.stall_seconds == pytest.approx((pending.stall_seconds + receipt.seconds["total"]) / 2)
 
 
-def test_a_loop_commits_by_itself_through_a_real_saver(disk_store):
+def test_loop_commits_through_a_real_saver(disk_store):
     state = {"w": np.zeros(1 << 18)}
     auto = ckstore.AutoInterval(overhead=1.0, seconds_min=0.0).follow(disk_store)
     assert "nothing measured" in repr(ckstore.AutoInterval())
@@ -322,7 +322,7 @@ def test_a_loop_commits_by_itself_through_a_real_saver(disk_store):
     assert "commit every" in repr(auto)
 
 
-def test_commits_that_are_watched_are_forgotten_again(clock):
+def test_finished_commits_are_not_kept(clock):
     costs = Costs(clock)
     for step in range(50):
         pending = Pending(step)
