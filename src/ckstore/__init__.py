@@ -144,7 +144,7 @@ __all__ = [
 ]
 
 
-_DOORS = ("accelerate",)
+_DOORS = ("accelerate", "transformers")
 """Modules for frameworks, which are imported only when they are used."""
 
 

@@ -46,7 +46,8 @@ DOORS = {
         "ops/interop/",
     },
     "safetensors": {"ops/interop/"},
-    "accelerate": {"integrations/accelerate.py"},
+    "accelerate": {"integrations/accelerate.py", "integrations/transformers.py"},
+    "transformers": {"integrations/transformers.py"},
     "time": {"clock.py"},
     # obstore takes timeouts as timedeltas; it reads no clock.
     "datetime": {"cli/", "io/remote/client.py", "state/standard_types.py", "ops/interop/plain_fields.py"},

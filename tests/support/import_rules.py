@@ -35,6 +35,7 @@ ALLOWED = {
     "api": CHECKPOINTS | {"quant", "ops", "tiers", "background", "interval", "preemption"},
     "integrations": FORMAT | {"background", "api"},
     "accelerate": {"integrations"},
+    "transformers": {"integrations"},
     "run": {"integrations"},
     "cli": FORMAT | {"store", "ops", "tiers", "api"},
     "_testing": CHECKPOINTS | {"background", "api"},
