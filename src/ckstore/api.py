@@ -1489,7 +1489,7 @@ class Store:
             return self._repository.manifests.load(name)
         except FileNotFoundError:
             raise NotFoundError(
-                f"seq {name.seq} was dropped or replaced while it was read",
+                f"seq {name.seq} was deleted or replaced while it was read",
                 where=self._repository.backend.root,
                 todo="list the checkpoints (`ckstore ls`), and repeat the call",
             ) from None

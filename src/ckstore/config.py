@@ -237,7 +237,7 @@ class Residual:
 
     @staticmethod
     def near(**changes: object) -> Residual:
-        """Return the fidelity for resuming: 20 to 60 times smaller, meant to train on like exact state."""
+        """Return the fidelity for resuming, meant to train on like exact state: about 50 times smaller."""
         # Higher ranks cost more bytes than they save: near() of 96 / 96 / 64 in bench/resume_gap, see docs/BENCH.md.
         settings = TensorSettings(
             WeightSettings(step=0.5, low_rank=LowRank(step=0.7, rank_max=80, error_max=0.2)),
@@ -248,7 +248,7 @@ class Residual:
 
     @staticmethod
     def small(**changes: object) -> Residual:
-        """Return the fidelity for history and evaluation, not for resuming: 50 to 120 times smaller."""
+        """Return the fidelity for history and evaluation, not for resuming: about 100 times smaller."""
         settings = TensorSettings(
             WeightSettings(step=2.0, low_rank=LowRank(step=1.5, error_max=0.6)),
             FirstMomentSettings(form="ternary", step=1.5, low_rank=LowRank(step=0.4, error_max=0.6)),

@@ -251,6 +251,6 @@ def test_delete_reports_concurrently_dropped(store, monkeypatch):
         return name
 
     monkeypatch.setattr(history, "resolve", dropped_meanwhile)
-    with pytest.raises(NotFoundError, match="dropped meanwhile"):
+    with pytest.raises(NotFoundError, match="deleted meanwhile"):
         store.delete(0)
     check_restores(store, [2])

@@ -155,7 +155,7 @@ def test_load_of_withdrawn_generation_returns_lower(torn, monkeypatch):
 def test_load_reports_concurrently_dropped(torn, monkeypatch):
     torn_one = resolve(repository_of(torn), 1)
     once(monkeypatch, type(repository_of(torn)), "require_packs", before=lambda: torn.delete(1))
-    with pytest.raises(NotFoundError, match="dropped while"):
+    with pytest.raises(NotFoundError, match="deleted while"):
         load_whole(repository_of(torn), torn_one)
 
 
@@ -163,7 +163,7 @@ def test_load_reports_concurrently_marked_as_dropped(torn, monkeypatch):
     parts = repository_of(torn)
     torn_one = resolve(parts, 1)
     once(monkeypatch, type(parts), "require_packs", before=lambda: mark_dropped(parts, torn_one.seq))
-    with pytest.raises(NotFoundError, match="dropped while"):
+    with pytest.raises(NotFoundError, match="deleted while"):
         load_whole(parts, torn_one, takes_lower=True)
 
 

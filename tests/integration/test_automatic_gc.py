@@ -72,7 +72,7 @@ def test_collection_that_fails_is_told_and_raises_nothing(disk_store, caplog):
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         collected(disk_store, LAST_ONE)
     assert "failed with exit code 12" in caplog.text
-    assert "no checkpoint of run main was dropped" in caplog.text
+    assert "no checkpoint of run main was deleted" in caplog.text
     assert disk_store.steps() == [1, 2]
 
 

@@ -26,7 +26,7 @@ _VERDICTS = Table(
     SEQ,
     STEP,
     Column("time (local)", "time_ns", local_time, worth=1),
-    Column("", lambda verdict: "keep" if verdict.is_kept else "drop"),
+    Column("", lambda verdict: "keep" if verdict.is_kept else "delete"),
     Column("why", lambda verdict: "; ".join(verdict.reasons), is_elastic=True),
 )
 _UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -212,14 +212,14 @@ def _print(report: GcReport, *, as_json: bool) -> None:
     blocked = [plan for plan in report.runs if plan.blocked]
     if blocked:
         todo = "`ckstore verify` shows the damage, `ckstore repair` repairs what it can; then collect again"
-        raise CorruptError(f"no checkpoint of run {blocked[0].run} was dropped: {blocked[0].blocked}", todo=todo)
+        raise CorruptError(f"no checkpoint of run {blocked[0].run} was deleted: {blocked[0].blocked}", todo=todo)
     require_proof(report.unproven.values())
 
 
 def _print_run(plan: RunPlan) -> None:
     if not plan.rules:
         return
-    title = f"run {plan.run}: {len(plan.kept)} kept, {len(plan.dropped)} dropped by {plan.rules}"
+    title = f"run {plan.run}: {len(plan.kept)} kept, {len(plan.dropped)} deleted by {plan.rules}"
     _VERDICTS.print(plan.verdicts, title=title)
     for note in plan.notes:
         render.say(note)
@@ -233,12 +233,12 @@ def _lines_of(report: GcReport) -> list[str]:
     if report.refused:
         lines.append(f"Refused: {report.refused}.")
     if not any(run_plan.rules for run_plan in report.runs):
-        lines.append("No rules: no checkpoint is dropped, only unreferenced packs are collected.")
+        lines.append("No rules: no checkpoint is deleted, only unreferenced packs are collected.")
     if done is None:
         if plan.is_empty:
             lines.append("Nothing to do.")
         if plan.drops:
-            lines.append(f"{count(len(plan.drops), 'checkpoint')} would be dropped.")
+            lines.append(f"{count(len(plan.drops), 'checkpoint')} would be deleted.")
         if plan.moves:
             where = "be removed" if plan.is_final else "move to the trash"
             lines.append(f"{count(len(plan.moves), 'pack')} would {where}: {size(plan.moved_nbytes)}.")
@@ -251,7 +251,7 @@ def _lines_of(report: GcReport) -> list[str]:
             lines.append(f"{size(report.freed_nbytes)} would be freed immediately.")
     else:
         if done.dropped:
-            lines.append(f"{count(len(done.dropped), 'checkpoint')} dropped.")
+            lines.append(f"{count(len(done.dropped), 'checkpoint')} deleted.")
         if not plan.is_final:
             lines.append(f"{count(done.moved_packs, 'pack')} moved to the trash: {size(done.moved_nbytes)}.")
         if done.repacked.pack_ids:
@@ -401,7 +401,7 @@ def _json_of_tier(report: TierGc) -> dict[str, Any]:
 def _lines_of_tier(report: TierGc) -> list[str]:
     would = "would be " if report.is_dry_run else ""
     lines = [
-        f"{count(len(report.dropped), 'dropped checkpoint')} {would}removed from {report.address}.",
+        f"{count(len(report.dropped), 'deleted checkpoint')} {would}removed from {report.address}.",
         f"{count(len(report.packs), 'pack')} {would}removed there: {size(report.freed_nbytes)}.",
     ]
     if report.superseded:

@@ -150,7 +150,7 @@ def rewind(
 
 
 _KINDS = {
-    "dropped": "dropped",
+    "dropped": "deleted",
     "demoted": "exact form of a demoted one",
     "made exact": "lossy form of one that is exact again",
     "pushed": "form before a push",

@@ -161,8 +161,8 @@ def demote(
     bases. Until the trash is emptied, `ckstore undelete` makes a checkpoint exact again.
 
     \b
-    near       for resuming: about 20 times smaller than the state
-    small      for history and evaluation: 50 times and more
+    near       for resuming: about 50 times smaller than the state
+    small      for history and evaluation: about 100 times smaller
     rms error  largest of any tensor, relative to the RMS of its values
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     given = {"fidelity": fidelity, "keep_newest": keep_newest, "keep_every": keep_every}

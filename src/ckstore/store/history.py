@@ -198,7 +198,7 @@ def tag_seq(repository: Repository, name: str, target: ManifestName) -> None:
     """Point a tag at this entry; ConflictError if it is being dropped."""
     header = header_or_none(repository.manifests, target)
     if header is None:
-        raise NotFoundError(f"seq {target.seq} was dropped meanwhile", where=repository.backend.root)
+        raise NotFoundError(f"seq {target.seq} was deleted meanwhile", where=repository.backend.root)
 
     def is_dropped(seq: int) -> bool:
         return all(other.seq != seq for other in repository.manifests.listing().names)
@@ -259,7 +259,7 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
         if name.seq == target.seq or (is_step and name.step == target.step)
     ]
     if not names:
-        raise NotFoundError(f"seq {target.seq} was dropped meanwhile", where=repository.backend.root)
+        raise NotFoundError(f"seq {target.seq} was deleted meanwhile", where=repository.backend.root)
     intents: list[str] = []
     try:
         for name in names:
@@ -277,7 +277,7 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
         demoted = newest_in_demotion(repository, names)
         if demoted is not None:
             raise ConflictError(
-                f"seq {demoted}, which would become the newest checkpoint, is being demoted or dropped",
+                f"seq {demoted}, which would become the newest checkpoint, is being demoted or deleted",
                 where=repository.backend.root,
                 todo="try again when that has ended",
             )
@@ -350,7 +350,7 @@ def find_in_trash(repository: Repository, reference: Reference) -> TrashedManife
         [*dropped_in_trash(repository), *exact_in_trash(repository)], key=lambda trashed: trashed.name.seq
     )
     if isinstance(reference, bool) or not isinstance(reference, (int, str)):
-        raise UsageError("a dropped checkpoint is given as a step, seq:N or id:PREFIX", where=repr(reference))
+        raise UsageError("a deleted checkpoint is given as a step, seq:N or id:PREFIX", where=repr(reference))
     kind, _, rest = str(reference).partition(":")
     if re.fullmatch(r"[0-9]{1,18}", str(reference)):
         found = [trashed for trashed in candidates if trashed.name.step == int(reference)]
@@ -361,11 +361,11 @@ def find_in_trash(repository: Repository, reference: Reference) -> TrashedManife
         if len(found) > 1:
             raise UsageError(f"{len(found)} checkpoint ids begin with {rest}", todo="give more digits")
     else:
-        raise UsageError("a dropped checkpoint is given as a step, seq:N or id:PREFIX", where=repr(reference))
+        raise UsageError("a deleted checkpoint is given as a step, seq:N or id:PREFIX", where=repr(reference))
     if not found:
         available = ", ".join(f"{trashed.name.step} (seq:{trashed.name.seq})" for trashed in candidates[-5:])
         raise NotFoundError(
-            f"the trash has neither a dropped checkpoint {reference} of run {repository.run!r} nor its exact form",
+            f"the trash has neither a deleted checkpoint {reference} of run {repository.run!r} nor its exact form",
             where=repository.backend.root,
             todo=f"it has steps {available}" if available else "it has no checkpoint of this run",
         )

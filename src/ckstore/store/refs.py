@@ -353,7 +353,7 @@ def load_whole(repository: Repository, name: ManifestName, *, takes_lower: bool 
         # A missing pack may have been rewritten and deleted meanwhile. Then a higher generation names the new one.
         generations = generations_of(repository.manifests, name.seq)
         if not generations:
-            raise DroppedError(f"seq {name.seq} was dropped while it was being read", where=repository.backend.root)
+            raise DroppedError(f"seq {name.seq} was deleted while it was being read", where=repository.backend.root)
         generations = generations if takes_lower else generations[:1]
         if problem is not None and generations == candidates:
             raise problem

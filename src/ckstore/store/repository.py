@@ -373,7 +373,7 @@ def finish_replacement(
         # The manifest was published before this check. So a drop that missed this generation has set its mark by now.
         manifests.withdraw(name)
         raise DroppedError(
-            f"seq {header.seq} was dropped while its manifest was replaced", where=repository.backend.root
+            f"seq {header.seq} was deleted while its manifest was replaced", where=repository.backend.root
         )
     if intent is not None:
         # If the intent is still in place after publishing, every accepted tag was set after that.

@@ -88,7 +88,7 @@ def require_intent(backend: Backend, path: str) -> None:
 def intent_removed_error(backend: Backend, path: str) -> ConflictError:
     """Return the error for a process whose intent was removed."""
     return ConflictError(
-        "a collection removed the intent of this process, which it took for dead; nothing was dropped or demoted",
+        "a collection removed the intent of this process, which it took for dead; nothing was deleted or demoted",
         where=backend.location_of(path),
         todo="run the command again",
     )
@@ -236,13 +236,13 @@ class Tags:
     def _refuse_if_dropped(self, name: str, seq: int, is_dropped: Callable[[int], bool]) -> None:
         if is_dropped(seq):
             raise ConflictError(
-                f"seq {seq} is being dropped; tag {name!r} was not set",
+                f"seq {seq} is being deleted; tag {name!r} was not set",
                 where=self._backend.location_of(paths.tag_name(self._run, name)),
                 todo="tag another checkpoint",
             )
         for intent in self.intents_on(seq):
             raise ConflictError(
-                f"seq {seq} is being dropped or demoted; tag {name!r} was not set. Found {intent.words}",
+                f"seq {seq} is being deleted or demoted; tag {name!r} was not set. Found {intent.words}",
                 where=self._backend.location_of(intent.path),
                 todo="wait until that has ended, or tag another checkpoint"
                 + ("" if intent.is_known else f"; {CLEAR_INTENTS}"),

@@ -134,7 +134,7 @@ def _loaded(repository: Repository, name: ManifestName, *, is_asked_for: bool) -
     except FileNotFoundError:
         if is_asked_for:
             raise NotFoundError(
-                f"seq {name.seq} was dropped or replaced while it was being read",
+                f"seq {name.seq} was deleted or replaced while it was being read",
                 where=repository.backend.root,
                 todo="run `ckstore ls` and try again",
             ) from None

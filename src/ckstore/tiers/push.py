@@ -294,7 +294,7 @@ class _Pusher:
                 self._repository.tiers.require_present(self._tier)
                 raise
             except DroppedError as error:
-                _log.warning("seq %d was dropped while it was being pushed: %s", name.seq, error.what)
+                _log.warning("seq %d was deleted while it was being pushed: %s", name.seq, error.what)
                 return False
             except _ReplacedError:
                 continue

@@ -49,27 +49,27 @@ def test_dry_run_prints_the_plan(call, store):
     assert real["later_time"] is not None
 
 
-def test_gc_table_shows_reasons_to_keep_and_drop(call, store):
+def test_gc_table_shows_reasons_to_keep_and_delete(call, store):
     code, out, _ = call("gc", store, "--keep-last", "1", "--keep-best", "loss:1:max", "--dry-run")
     assert code == 0
-    assert "run main: 3 kept, 2 dropped by keep_last 1, keep_best loss:1:max (highest)" in out
+    assert "run main: 3 kept, 2 deleted by keep_last 1, keep_best loss:1:max (highest)" in out
     assert "tag good" in out
     assert "3 is number 1" in out
     code, out, _ = call("gc", store, "--keep-last", "1", "--dry-run")
-    assert "drop  keep_last 1: number 3 from the newest" in out
-    assert "3 checkpoints would be dropped." in out
+    assert "delete  keep_last 1: number 3 from the newest" in out
+    assert "3 checkpoints would be deleted." in out
     assert "would move to the trash" in out
 
 
 def test_gc_prints_moved_and_freed_bytes(call, store):
     code, out, _ = call("gc", store, "--keep-last", "1")
     assert code == 0
-    assert "3 checkpoints dropped" in out
+    assert "3 checkpoints deleted" in out
     assert "moved to the trash" in out
     assert "0 B freed." in out
     assert "frees all of it; --now frees it immediately." in out
     code, out, _ = call("gc", store, "--now")
-    assert "No rules: no checkpoint is dropped" in out
+    assert "No rules: no checkpoint is deleted" in out
     assert "freed." in out
     assert "0 B freed." not in out
     code, out, _ = call("gc", store, "--dry-run")
@@ -151,7 +151,7 @@ def test_gc_of_a_damaged_store_exits_with_12(call, store):
     tag.write_bytes(b"{}")
     code, _, err = call("gc", store, "--keep-last", "1")
     assert code == 12
-    assert "no checkpoint of run main was dropped" in err
+    assert "no checkpoint of run main was deleted" in err
 
 
 def test_gc_with_damage_while_collecting_exits_with_12(call, store, monkeypatch):
@@ -252,7 +252,7 @@ def test_tier_is_collected_by_name(call, store, tmp_path):
     assert real["packs"] == dry["packs"] != []
     assert (dry["is_dry_run"], real["is_dry_run"]) == (True, False)
     code, out, _ = call("gc", store, "--tier", "attic", "--clear-lists")
-    assert (code, out.splitlines()[0]) == (0, f"0 dropped checkpoints removed from {attic}.")
+    assert (code, out.splitlines()[0]) == (0, f"0 deleted checkpoints removed from {attic}.")
     assert 400 not in steps_of(attic)
     assert set(steps_of(attic)) < set(steps_of(store))
 

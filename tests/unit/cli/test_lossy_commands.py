@@ -249,7 +249,7 @@ def test_demotion_is_undone_by_undelete_and_trash(call, aged):
     call("demote", aged, 2)
     code, out, _ = call("trash", "ls", aged)
     assert "exact form of a demoted one: main step 1 (seq:1)" in out
-    assert "dropped" not in out
+    assert "deleted" not in out
     code, out, _ = call("undelete", aged, 1)
     assert code == 0
     assert "Exact again: step 1 (seq 1) of run main" in out

@@ -77,7 +77,7 @@ def test_repack_warns_that_the_store_grows_until_gc(call, history):
     assert ("not smaller" in after) == (used() >= before)
 
 
-def test_trash_distinguishes_dropped_from_pushed(call, history, tmp_path):
+def test_trash_distinguishes_deleted_from_pushed(call, history, tmp_path):
     call("repack", history)
     out = call("trash", "ls", history)[1]
     assert "form before its packs were rewritten: main step 0 (seq:0)" in out
@@ -85,6 +85,6 @@ def test_trash_distinguishes_dropped_from_pushed(call, history, tmp_path):
     out = call("trash", "ls", history)[1]
     assert "form before a push: main step 0 (seq:0)" in out
     assert "form before a push: main step 1 (seq:1)" in out
-    assert "dropped" not in out
+    assert "deleted" not in out
     call("delete", history, 0, "--yes")
-    assert "dropped: main step 0 (seq:0)" in call("trash", "ls", history)[1]
+    assert "deleted: main step 0 (seq:0)" in call("trash", "ls", history)[1]

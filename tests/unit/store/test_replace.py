@@ -52,7 +52,7 @@ def test_second_replacement_is_a_conflict(repository, next_manifest):
 def test_replacement_of_dropped_checkpoint_is_withdrawn(repository, next_manifest):
     name = repository.manifests.publish(next_manifest)
     mark_dropped(repository, 0)
-    with pytest.raises(NotFoundError, match="dropped"):
+    with pytest.raises(NotFoundError, match="deleted"):
         finish_replacement(repository, next_manifest, name)
     listing = repository.manifests.listing()
     assert listing.lower == (name_of(next_manifest, 0),), "what the drop moves is still there to be moved"

@@ -83,7 +83,7 @@ def test_damaged_tag_is_reported_and_can_be_reset(tags, backend):
 
 
 def test_tag_on_dropped_checkpoint_is_undone(tags):
-    with pytest.raises(ConflictError, match="is being dropped"):
+    with pytest.raises(ConflictError, match="is being deleted"):
         put(tags, "good", is_dropped=lambda seq: True)
     assert tags.all() == {}
 
@@ -102,14 +102,14 @@ def dropped_after_write():
 
 
 def test_tag_is_undone_if_dropped_while_writing(tags):
-    with pytest.raises(ConflictError, match="is being dropped"):
+    with pytest.raises(ConflictError, match="is being deleted"):
         put(tags, "good", is_dropped=dropped_after_write())
     assert tags.all() == {}
 
 
 def test_move_is_undone_if_target_is_dropped_meanwhile(tags):
     put(tags, "good", 1)
-    with pytest.raises(ConflictError, match="is being dropped"):
+    with pytest.raises(ConflictError, match="is being deleted"):
         put(tags, "good", 2, is_dropped=dropped_after_write())
     assert tags.get("good").seq == 1
 
@@ -117,7 +117,7 @@ def test_move_is_undone_if_target_is_dropped_meanwhile(tags):
 def test_intent_made_while_writing_refuses_the_tag(tags, monkeypatch):
     put(tags, "good", 1)
     once(monkeypatch, MemoryBackend, "rename", after=lambda: tags.declare(2, "delete"))
-    with pytest.raises(ConflictError, match="is being dropped"):
+    with pytest.raises(ConflictError, match="is being deleted"):
         put(tags, "good", 2)
     assert tags.get("good").seq == 1
 
@@ -132,7 +132,7 @@ def test_refused_move_never_leaves_the_old_checkpoint(tags, monkeypatch, is_inte
         raise AssertionError("a drop might have read it")
 
     monkeypatch.setattr(type(tags), "_replace", written)
-    with pytest.raises(ConflictError, match="is being dropped"):
+    with pytest.raises(ConflictError, match="is being deleted"):
         put(tags, "good", 2, is_dropped=lambda seq: not is_intended)
     assert tags.get("good").seq == 1
 

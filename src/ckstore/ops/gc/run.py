@@ -102,7 +102,7 @@ class GcReport:
         spared = {} if self.done is None else self.done.spared
         lines = [self.refused] if self.refused else []
         lines += [f"packs were not collected: {self.stop}"] if self.stop else []
-        lines += [f"no checkpoint of run {run.run} was dropped: {run.blocked}" for run in self.runs if run.blocked]
+        lines += [f"no checkpoint of run {run.run} was deleted: {run.blocked}" for run in self.runs if run.blocked]
         lines += [f"seq {name.seq} of run {name.run} was kept: {why}" for name, why in sorted(spared.items())]
         lines += [f"tier {tier} does not answer: {said}" for tier, said in self.waits]
         damaged = [each for each in self.unproven.values() if each.is_damage]
@@ -215,7 +215,7 @@ def _plan_collection(
     refused = collection_obstacle(repository)
     if max_delete is not None and len(drops) > max_delete:
         checkpoints = f"{len(drops)} checkpoint{'' if len(drops) == 1 else 's'}"
-        refused = f"{checkpoints} would be dropped, but max_delete is {max_delete}"
+        refused = f"{checkpoints} would be deleted, but max_delete is {max_delete}"
     return GcReport(True, plans, _pack_plan(repository, marker, found, drops, limits), None, limits, refused)
 
 

@@ -79,7 +79,7 @@
     ];
     if (data.gc) {
       const soon = data.gc.freed, later = data.gc.moved + data.gc.rewritten + data.gc.waiting;
-      found.push(tile(size(soon + later), data.gc.dropped ? "a collection would free, dropping " + data.gc.dropped : "a collection would free"));
+      found.push(tile(size(soon + later), data.gc.dropped ? "a collection would free, deleting " + data.gc.dropped : "a collection would free"));
     }
     fill(byId("tiles"), found);
     const broken = all.filter((entry) => entry.damage), partial = all.filter((entry) => entry.lost_count);
@@ -191,7 +191,7 @@
     const items = [
       [box("raw"), "state: bytes not stored before"], [box("reused"), "state: bytes reused"],
       [box("whole"), "stored whole"], [box("delta"), "stored as a difference"], [box("depth"), "longest chain of bases"],
-      [shape("keep", "M6 1a5 5 0 1 0 .01 0z"), "kept"], [shape("go", "M1 1h10l-5 10z"), "a collection would drop it"],
+      [shape("keep", "M6 1a5 5 0 1 0 .01 0z"), "kept"], [shape("go", "M1 1h10l-5 10z"), "a collection would delete it"],
       [shape("bad", "M1 1h10v10h-10z"), "damaged, or partial"], [shape("flag", "M2 0h8v12l-4-4l-4 4z"), "tagged"],
     ];
     if (state.metric) items.push([box("point"), state.metric]);
@@ -253,7 +253,7 @@
     if (!data.gc) { fill(byId("gc"), make("p", { class: "empty" }, data.gc_problem || "Not known.")); return; }
     const gc = data.gc, plan = gc.runs[run().name] || { blocked: "", notes: [], verdicts: {} }, facts = [];
     const fact = (name, ...words) => facts.push(make("dt", {}, name), make("dd", {}, ...words));
-    fact("policy", gc.rules || "none is stored: a collection drops nothing, and collects garbage only");
+    fact("policy", gc.rules || "none is stored: a collection deletes nothing, and collects garbage only");
     const kept = Object.values(plan.verdicts).filter((each) => each[0]).length;
     fact("this run", plural(kept, "checkpoint") + " kept, " + grouped(Object.keys(plan.verdicts).length - kept) + " would go");
     fact("store: freed at once", size(gc.freed));

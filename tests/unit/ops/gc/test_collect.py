@@ -264,7 +264,7 @@ def test_newer_entry_of_late_tagged_step_is_kept(store, monkeypatch):
 
 def test_more_than_max_delete_is_refused_first(history, backend):
     before = files_of(backend)
-    with pytest.raises(UsageError, match="5 checkpoints would be dropped, but max_delete is 4"):
+    with pytest.raises(UsageError, match="5 checkpoints would be deleted, but max_delete is 4"):
         other_handle(history).gc(LAST_ONE, max_delete=4)
     assert files_of(backend) == before
     assert other_handle(history).gc(LAST_ONE, max_delete=4, dry_run=True).refused
