@@ -11,12 +11,12 @@ TESTS  ?= tests
 # The suite starts thousands of processes. Without .pyc files each of them would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-unit test-slice test-deep lint bench bench-table clean
+.PHONY: demo test test-unit test-slice test-deep lint bench bench-table wheel clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)
 	$(PYTHON) -c 'import sys; sys.exit("ckstore needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt 'scikit-build-core>=0.10' 'nanobind>=2.4'
+	$(PIP) install -c constraints.txt 'scikit-build-core>=0.11' 'nanobind>=2.4'
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[torch,test]'
 	touch $@
 
@@ -50,5 +50,8 @@ bench: $(VENV)/.bench-installed  ## ckstore and its peers in one interleaved run
 bench-table:  ## Make README's table, and those of docs/BENCH.md, from the newest results.
 	$(BIN)/python -m bench.table
 
+wheel:  ## Wheels in dist/ for other machines, audited, and tried where there is no compiler. PYTHONS="python3.12 ..."
+	$(PYTHON) tests/support/wheels.py $(PYTHONS)
+
 clean:
-	rm -rf $(VENV) build demo-store .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo-store .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -6,12 +6,10 @@ Start with ``ckstore.open(path)``, which returns a ``Store``. Its ``commit``, ``
 Names are imported on first use, so that ``ckstore ls`` loads neither numpy nor torch.
 """
 
-from __future__ import annotations
+import typing as _typing
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
+    from ckstore import accelerate as accelerate
     from ckstore.api import Store, open, repair_store
     from ckstore.background.pending import Pending
     from ckstore.config import (
@@ -148,15 +146,19 @@ _DOORS = ("accelerate", "transformers")
 """Modules for frameworks, which are imported only when they are used."""
 
 
-def __getattr__(name: str) -> Any:
-    if name in _DOORS:
-        return importlib.import_module(f"ckstore.{name}")
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'ckstore' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"ckstore.{_MODULE_OF[name]}"), name)
-    globals()[name] = found
-    return found
+if not _typing.TYPE_CHECKING:  # else a type checker would accept every name
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name in _DOORS:
+            return import_module(f"ckstore.{name}")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'ckstore' has no attribute {name!r}")
+        found = getattr(import_module(f"ckstore.{_MODULE_OF[name]}"), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *_DOORS, *(name for name in globals() if name.startswith("__"))})

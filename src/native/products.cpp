@@ -212,7 +212,9 @@ CKSTORE_CLONES void make_tridiagonal(double *a, double *z, double *d, double *e,
 // One step of the implicit QL iteration on the block from `first` to `last`.
 CKSTORE_CLONES void step_ql(double *z, double *d, double *e, std::size_t first, std::size_t last, std::size_t n) {
     const double half = (d[first + 1] - d[first]) / (2.0 * e[first]);
-    const double root = std::hypot(half, 1.0);
+    // Not std::hypot, whose symbol in glibc 2.35 would keep wheels from older systems. Where the square overflows, the
+    // shift below is 0, as good as the true one.
+    const double root = std::sqrt(half * half + 1.0);
     double g = d[last] - d[first] + e[first] / (half + std::copysign(root, half));
     double s = 1.0, c = 1.0, p = 0.0;
     for (std::size_t i = last; i-- > first;) {
