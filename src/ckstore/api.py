@@ -31,14 +31,16 @@ from ckstore.config import (
     check_step,
     check_tags,
 )
+from ckstore.display import html_table
 from ckstore.errors import BackendError, CkstoreError, CorruptError, NotFoundError, UsageError
 from ckstore.format.header import ManifestHeader
 from ckstore.interval import Costs, advice_for
 from ckstore.io.backend import Backend
 from ckstore.io.url import backend_for
 from ckstore.ops.gc.policy import Retention, seconds_of, span_seconds, span_words
-from ckstore.results import Info
+from ckstore.results import Info, Log
 from ckstore.store import history
+from ckstore.store.listing import table_of_newest
 from ckstore.store.manifests import EmptyRunError, missing_sentence
 from ckstore.store.refs import (
     Reference,
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from ckstore.ops.inspect.contents import Contents
     from ckstore.ops.inspect.diff import Diff
     from ckstore.ops.inspect.stats import Coding, Stats
+    from ckstore.ops.inspect.usage import Usage
     from ckstore.ops.interop.run import ImportReport
     from ckstore.ops.pack_copies import QuarantineReport
     from ckstore.ops.repack import RepackReport
@@ -227,7 +230,17 @@ class Store:
         self._last_commits: list[weakref.ref[LastCommit]] = []
 
     def __repr__(self) -> str:
-        return f"ckstore.Store({self._repository.backend.root!r}, run={self.run!r})"
+        state = ", closed" if self._is_closed else ""
+        return f"<ckstore.Store {self._repository.backend.root!r}, run {self.run!r}{state}>"
+
+    def _repr_html_(self) -> str:
+        """Return the newest checkpoints as a table for notebooks. Without a table, notebooks show the repr."""
+        with self._lock:
+            try:
+                self._check_open()
+                return table_of_newest(self._repository)
+            except CkstoreError as error:
+                return html_table(f"{self!r}: {error}", (), ())
 
     # Commit
 
@@ -638,6 +651,8 @@ class Store:
     def log(self) -> list[Info]:
         """Return every entry of the run, newest first. Damaged entries are left out, with a warning in the log.
 
+        Notebooks show the list as a table.
+
         Raises:
             UnreachableError: The store is gone.
             ConflictError: Another store has taken its place.
@@ -651,10 +666,12 @@ class Store:
             headers = headers_newest_first(self._repository.manifests)
             if missing := self._repository.manifests.listing().missing:
                 _log.warning("%s", missing_sentence(self.run, missing))
-            return [
-                Info.of(header, tags=sorted(by_seq.get(header.seq, ())), tiers=tiers)
-                for header, tiers in zip(headers, tiers_of_each(self._repository.manifests, headers), strict=True)
-            ]
+            tiers = tiers_of_each(self._repository.manifests, headers)
+            infos = (
+                Info.of(header, tags=sorted(by_seq.get(header.seq, ())), tiers=each)
+                for header, each in zip(headers, tiers, strict=True)
+            )
+            return Log(infos, title=f"run {self.run}")
 
     def steps(self) -> list[int]:
         """Return the steps that can be restored, ascending, each once. Waits as ``latest`` does."""
@@ -735,6 +752,18 @@ class Store:
             manifests = self._manifest(first), self._manifest(second)
             infos = self._info(manifests[0].header), self._info(manifests[1].header)
             return diff_of(self._repository, manifests, infos, only=only, on_progress=on_progress)
+
+    def usage(self) -> Usage:
+        """Return where the bytes of the store are, of all runs: by kind of file, run, checkpoint and tier.
+
+        Names, sizes and manifests are read. With ``problem`` not empty, a manifest could not be read, and packs that
+        only it names count as needed by no checkpoint.
+        """
+        from ckstore.ops.inspect.usage import usage_of
+
+        with self._lock:
+            self._check_open()
+            return usage_of(self._repository)
 
     def report(self, *, on_progress: Progress | None = None) -> str:
         """Return an HTML page about all runs: what was committed, what it takes, and what gc keeps and why.

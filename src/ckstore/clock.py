@@ -39,3 +39,11 @@ class SystemClock:
 
 
 SYSTEM_CLOCK = SystemClock()
+
+
+def utc_text(time_ns: int) -> str:
+    """Return a time since 1970 as ``2026-11-29 01:10:02 UTC``; if it is beyond the calendar, its nanoseconds."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ns // 10**9))
+    except (ValueError, OverflowError, OSError):
+        return f"{time_ns} ns"

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, SupportsIndex
 
+from ckstore.display import changed_fields, repr_of_changes
 from ckstore.errors import MalformedError, UsageError, shown_object
 
 LEVELS_MAX = 127
@@ -65,6 +66,8 @@ class LowRank:
     rank_max: int = 64
     error_max: float = 0.5
 
+    __repr__ = repr_of_changes
+
     def __post_init__(self) -> None:
         _check_bounds(self, "step", self.step, 1e-3, 100.0)
         _check_bounds(self, "rank_max", self.rank_max, 1, 256)
@@ -93,6 +96,8 @@ class WeightSettings:
     scale: Literal["row", "chunk"] = "row"
     low_rank: LowRank | None = None
 
+    __repr__ = repr_of_changes
+
     def __post_init__(self) -> None:
         _check_bounds(self, "step", self.step, 1e-3, 100.0)
         _check_bounds(self, "dead_zone", self.dead_zone, 0.5, 10.0)
@@ -117,6 +122,8 @@ class SecondMomentSettings:
     form: Literal["rank1", "log"] = "rank1"
     log_step: float = 0.5
     low_rank: LowRank | None = None
+
+    __repr__ = repr_of_changes
 
     def __post_init__(self) -> None:
         _check_one_of(self, "form", self.form, ("rank1", "log"))
@@ -146,6 +153,8 @@ class FirstMomentSettings:
     clip: float = 8.0
     low_rank: LowRank | None = None
 
+    __repr__ = repr_of_changes
+
     def __post_init__(self) -> None:
         _check_one_of(self, "form", self.form, ("grid", "ternary", "dropped"))
         _check_bounds(self, "step", self.step, 1e-3, 100.0)
@@ -160,6 +169,8 @@ class TensorSettings:
     weights: WeightSettings | Literal["exact"] = WeightSettings()
     first: FirstMomentSettings | Literal["exact"] = FirstMomentSettings()
     second: SecondMomentSettings | Literal["exact"] = SecondMomentSettings()
+
+    __repr__ = repr_of_changes
 
 
 Rule = tuple[str, "TensorSettings | Literal['exact']"]
@@ -200,6 +211,11 @@ class Residual:
     on_bound: Literal["raise", "exact"] = "exact"
     keyframe_every: int = 20
     nelements_min: int = 4096
+
+    def __repr__(self) -> str:
+        named = NAMED_RESIDUALS.get(self.name)
+        start = "Residual" if named is None else f"Residual.{self.name}"
+        return f"{start}({changed_fields(self, None if named is None else named())})"
 
     def __post_init__(self) -> None:
         for bound in ("max_rel_rms", "max_abs", "bits_per_parameter"):
@@ -376,6 +392,8 @@ class Policy:
     saver_nice: int = 19
     debug_guard: bool = False
 
+    __repr__ = repr_of_changes
+
     def __post_init__(self) -> None:
         self._check_background()
         _check_one_of(self, "compression", self.compression, ("none", "fast", "best"))
@@ -464,6 +482,8 @@ class RepackPolicy:
     read_amplification_max: float = 1.6
     saving_min: float = 0.03
 
+    __repr__ = repr_of_changes
+
     def __post_init__(self) -> None:
         _check_one_of(self, "compression", self.compression, ("fast", "best"))
         _check_range(self, "keyframes", self.keyframes, 0, 1_000_000)
@@ -491,6 +511,8 @@ class DemotePolicy:
     fidelity: Residual = field(default_factory=Residual.near)
     compression: Literal["fast", "best"] = "fast"
     saving_min: float = 0.03
+
+    __repr__ = repr_of_changes
 
     def __post_init__(self) -> None:
         if not isinstance(self.fidelity, Residual):

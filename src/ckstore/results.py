@@ -5,13 +5,14 @@ Both are made from a manifest, without reading tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex, overload
 
-from ckstore.clock import Clock
-from ckstore.errors import BoundError
+from ckstore.clock import Clock, utc_text
+from ckstore.display import duration, html_table, metrics_text, one_line, size
+from ckstore.errors import BoundError, counted
 from ckstore.format.header import ManifestHeader
 
 if TYPE_CHECKING:
@@ -70,6 +71,17 @@ class Info:
     warnings: tuple[str, ...] = ()
     tiers: tuple[str, ...] = ("local",)
 
+    def __repr__(self) -> str:
+        facts = [f"step {self.step}", f"seq {self.seq}", f"run {self.run}", utc_text(self.time_ns)]
+        facts += [size(self.bytes_state), *([] if self.fidelity == "exact" else [self.fidelity])]
+        facts += [metrics_text(self.metrics)] if self.metrics else []
+        facts += [f"tags {' '.join(self.tags)}"] if self.tags else []
+        return f"<ckstore.Info: {one_line(', '.join(facts))}>"
+
+    def _repr_html_(self) -> str:
+        rows = zip(HEADINGS, cells_of(self), strict=True)
+        return html_table(f"step {self.step} (seq {self.seq}) of run {self.run}", (), [*rows])
+
     @classmethod
     def of(
         cls,
@@ -104,6 +116,37 @@ class Info:
             warnings=tuple(warnings),
             tiers=tuple(tiers),
         )
+
+
+HEADINGS = ("seq", "step", "time", "state", "written", "metrics", "tags", "fidelity")
+
+
+def cells_of(info: Info) -> tuple[object, ...]:
+    """Return the cells of a checkpoint in a table for a notebook."""
+    sizes = size(info.bytes_state), size(info.bytes_written)
+    words = metrics_text(info.metrics), " ".join(info.tags), info.fidelity
+    return (info.seq, info.step, utc_text(info.time_ns), *sizes, *words)
+
+
+class Log(list[Info]):
+    """A list of checkpoints that notebooks show as a table. Otherwise an ordinary list."""
+
+    def __init__(self, infos: Iterable[Info] = (), *, title: str = "") -> None:
+        super().__init__(infos)
+        self._title = title
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Info: ...
+    @overload
+    def __getitem__(self, index: slice) -> Log: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> Info | Log:
+        if isinstance(index, slice):
+            return Log(super().__getitem__(index), title=self._title)
+        return super().__getitem__(index)
+
+    def _repr_html_(self) -> str:
+        title = f"{self._title}: {counted(len(self), 'checkpoint')}" if self._title else ""
+        return html_table(title, HEADINGS, [cells_of(info) for info in self])
 
 
 def require_exact(header: ManifestHeader, where: object) -> None:
@@ -194,6 +237,15 @@ class Receipt:
     bytes_bases: int = 0
     bytes_bases_peak: int = 0
     bytes_bases_staged: int = 0
+
+    def __repr__(self) -> str:
+        facts = [f"step {self.step}", f"seq {self.seq}"]
+        written = f"{size(self.bytes_state)} stored as {size(self.bytes_written)}"
+        facts += [f"{written} ({self.ratio:.3g}x)" if self.bytes_written else written]
+        facts += [duration(self.seconds["total"])] if "total" in self.seconds else []
+        facts += [] if self.fidelity == "exact" else [self.fidelity]
+        facts += [counted(len(self.warnings), "warning")] if self.warnings else []
+        return f"<ckstore.Receipt: {one_line(', '.join(facts))}>"
 
     @property
     def ratio(self) -> float:

@@ -5,7 +5,7 @@ A row changes only in the commit that explains why.
 
 from __future__ import annotations
 
-GROUND = {"errors", "clock", "hashing", "config", "concurrency", "processes"}
+GROUND = {"errors", "clock", "display", "hashing", "config", "concurrency", "processes"}
 FORMAT = GROUND | {"format", "results"}
 STORE = FORMAT | {"state", "io", "codec", "store"}
 CHECKPOINTS = STORE | {"delta", "restore", "commit"}
@@ -13,8 +13,9 @@ CHECKPOINTS = STORE | {"delta", "restore", "commit"}
 ALLOWED = {
     "errors": set(),
     "clock": set(),
+    "display": set(),
     "hashing": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "display"},
     "concurrency": {"clock"},
     "processes": {"hashing"},
     "format": GROUND,

@@ -111,6 +111,7 @@ VERBS = {
     "import_from": ["source", "step", "numbered", "exclude", "skip_leaf", "policy", "dry_run", "on_progress"],
     "quarantine": ["dry_run"],
     "repair": ["dry_run", "sources", "on_progress"],
+    "usage": [],
     "report": ["on_progress"],
     "close": [],
 }
@@ -140,7 +141,23 @@ def run_python(code, *arguments):
 def test_exported_names():
     assert ckstore.__all__ == NAMES
     assert sorted(ckstore.__all__, key=str) == ckstore.__all__
-    assert set(NAMES) <= set(dir(ckstore))
+
+
+def test_namespace_shows_public_names_and_nothing_else(tmp_path):
+    code = """
+import ckstore
+with ckstore.open(sys.argv[1]) as store:
+    store.commit({"a": 1}, 5)
+from importlib.util import find_spec
+from types import ModuleType
+shown = {name for name in dir(ckstore) if not name.startswith("__")}
+own = {name for name, value in vars(ckstore).items() if not name.startswith("_") and not isinstance(value, ModuleType)}
+modules = shown - set(ckstore.__all__)
+print(sorted(set(ckstore.__all__) - shown), sorted(own - shown), all(find_spec(f"ckstore.{name}") for name in modules))
+print(sorted(modules & {"api", "config", "results", "store"}))
+print([name for name in ("importlib", "annotations", "Any", "TYPE_CHECKING") if hasattr(ckstore, name)])
+"""
+    assert run_python(code, tmp_path / "store").splitlines() == ["[] [] True", "[]", "[]"]
 
 
 def test_exported_names_resolve_and_are_documented():

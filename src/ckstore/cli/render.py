@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckstore import display
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import counted
 from ckstore.store.refs import describe_best
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 Advance = Callable[[int, int], None]
 """Called with the amount done and the total amount."""
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
 _BASES = {
     "previous": "the previous",
@@ -55,12 +55,6 @@ def is_terminal() -> bool:
 def row_limit(limit: int | None) -> int | None:
     """Return how many rows of tensors to print; None for all."""
     return ROWS_ON_TERMINAL if limit is None and is_terminal() else limit or None
-
-
-def one_line(text: object) -> str:
-    """Return the text without characters that could control a terminal or break a line."""
-    line = str(text)
-    return line if line.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def say(text: str) -> None:
@@ -106,29 +100,12 @@ def text(value: Any) -> str:
 
 def size(nbytes: int | None) -> str:
     """Return a size with three digits: ``1.25 GiB``."""
-    if nbytes is None:
-        return NOTHING
-    amount, unit = float(nbytes), 0
-    while amount >= 999.5 and unit < len(_UNITS) - 1:
-        amount /= 1024
-        unit += 1
-    if unit == 0:
-        return f"{nbytes} B"
-    return f"{amount:.{2 if amount < 9.995 else 1 if amount < 99.95 else 0}f} {_UNITS[unit]}"
+    return NOTHING if nbytes is None else display.size(nbytes)
 
 
 def rate(nbytes: int, seconds: float) -> str:
     """Return a rate: ``1.25 GiB/s``."""
     return f"{size(int(nbytes / max(seconds, 1e-9)))}/s"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration: ``0.31 s``, ``42 s``, ``3 min 20 s``."""
-    if seconds < 9.95:
-        return f"{seconds:.2f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
 
 
 def ratio(large: int, small: int) -> str:
@@ -143,11 +120,6 @@ def compared(nbytes: int, state_nbytes: int) -> str:
     is_smaller = nbytes < state_nbytes
     times = ratio(state_nbytes, nbytes) if is_smaller else ratio(nbytes, state_nbytes)
     return f"{times} {'smaller' if is_smaller else 'larger'} than the state"
-
-
-def number(value: float) -> str:
-    """Return a metric with five digits."""
-    return f"{value:.5g}"
 
 
 def local_time(time_ns: int) -> str:
@@ -202,6 +174,10 @@ def shape(lengths: Sequence[int]) -> str:
 
 count = counted
 """Returns a number of things: ``1 pack``, ``2 packs``."""
+duration = display.duration
+"""Returns a duration: ``0.31 s``, ``42 s``, ``3 min 20 s``."""
+one_line = display.one_line
+"""Returns a text without characters that could control a terminal or break a line."""
 
 
 def _writable(text: str) -> str:
@@ -362,7 +338,7 @@ def name_of(info: Info, ref: str | None = None) -> str:
 
 def metrics_of(metrics: Mapping[str, float]) -> str:
     """Return all metrics in one cell."""
-    return " ".join(f"{name}={number(value)}" for name, value in sorted(metrics.items())) or NOTHING
+    return display.metrics_text(metrics) or NOTHING
 
 
 def base_facts(coding: Coding) -> list[tuple[str, str]]:

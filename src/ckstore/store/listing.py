@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckstore.config import check_name, is_name
-from ckstore.errors import BackendError, CorruptError, NotFoundError, UnsupportedError, is_refused
+from ckstore.display import html_table
+from ckstore.errors import BackendError, CorruptError, NotFoundError, UnsupportedError, counted, is_refused
 from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, Distant, FileInfo, map_concurrent
 from ckstore.io.url import backend_for
-from ckstore.results import Info
+from ckstore.results import HEADINGS, Info, cells_of
 from ckstore.store.manifests import missing_sentence
 from ckstore.store.refs import header_or_none, tiers_of
 from ckstore.store.repository import Repository
@@ -108,6 +109,11 @@ class Entry:
     damage: str = ""
     refused: str = ""
 
+    @property
+    def is_archival(self) -> bool:
+        """Whether it was restored from the trash, so that ``latest`` skips it."""
+        return self.info is not None and self.info.is_archival
+
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
@@ -118,6 +124,7 @@ class RunLog:
         damaged_tags: Name and problem of every damaged tag.
         refused_tags: Name and problem of every tag that this user may not read.
         missing: A sentence about committed checkpoints whose manifest is missing; empty otherwise.
+        tags: All readable tags, sorted.
     """
 
     run: str
@@ -126,6 +133,7 @@ class RunLog:
     damaged_tags: tuple[tuple[str, str], ...]
     refused_tags: tuple[tuple[str, str], ...] = ()
     missing: str = ""
+    tags: tuple[str, ...] = ()
 
     @property
     def is_damaged(self) -> bool:
@@ -143,9 +151,17 @@ def log_of_store(
     *,
     run: str | None = None,
     limit: int | None = None,
+    skips_archival: bool = False,
     allow_shared_folder: bool = False,
 ) -> list[RunLog]:
     """Return the newest entries of one run, or of every run, sorted by name.
+
+    Args:
+        address: A folder, a URL, or a backend.
+        run: Only this run.
+        limit: How many entries of each run; None: all.
+        skips_archival: Leave out checkpoints that were restored from the trash, as ``latest`` does.
+        allow_shared_folder: Accept a folder that other users can write to.
 
     Raises:
         NotFoundError: There is no store, or no such run.
@@ -158,10 +174,11 @@ def log_of_store(
     if run is not None and run not in runs:
         todo = f"existing runs: {', '.join(runs)}" if runs else "nothing was committed to this store yet"
         raise NotFoundError(f"there is no run {run!r}", where=backend.root, todo=todo)
-    return [log_of_run(Repository(backend, record, name), limit=limit) for name in (runs if run is None else [run])]
+    repositories = (Repository(backend, record, name) for name in (runs if run is None else [run]))
+    return [log_of_run(each, limit=limit, skips_archival=skips_archival) for each in repositories]
 
 
-def log_of_run(repository: Repository, *, limit: int | None = None) -> RunLog:
+def log_of_run(repository: Repository, *, limit: int | None = None, skips_archival: bool = False) -> RunLog:
     """Return the newest ``limit`` entries of the run, or all. Damage is reported, not raised."""
     tags, damaged_tags, refused_tags = _tags_by_seq(repository)
     listing = repository.manifests.listing()
@@ -170,11 +187,29 @@ def log_of_run(repository: Repository, *, limit: int | None = None) -> RunLog:
     entries: list[Entry] = []
     # In a bucket, many entries are read concurrently, and a few more than the limit.
     for entry in map_concurrent(repository.backend, lambda name: _entry(repository, name, tags), names[::-1]):
-        if entry is not None:
+        if entry is not None and not (skips_archival and entry.is_archival):
             entries.append(entry)
         if limit is not None and len(entries) >= limit:
             break
-    return RunLog(repository.run, len(names), tuple(entries), tuple(damaged_tags), tuple(refused_tags), missing)
+    all_tags = tuple(sorted(name for of_seq in tags.values() for name in of_seq))
+    problems = tuple(damaged_tags), tuple(refused_tags)
+    return RunLog(repository.run, len(names), tuple(entries), *problems, missing, all_tags)
+
+
+HTML_ROWS = 10
+"""Checkpoints in the table of ``table_of_newest``."""
+
+
+def table_of_newest(repository: Repository) -> str:
+    """Return the newest entries of the run as an HTML table for notebooks."""
+    log = log_of_run(repository, limit=HTML_ROWS)
+    rows = [
+        cells_of(entry.info) if entry.info is not None else (entry.seq, entry.step, entry.damage or entry.refused)
+        for entry in log.entries
+    ]
+    older = log.count - len(rows)
+    title = f"{repository.backend.root}, run {log.run}: {counted(log.count, 'checkpoint')}"
+    return html_table(f"{title}; the newest {len(rows)}" if older > 0 else title, HEADINGS, rows)
 
 
 def _entry(repository: Repository, name: ManifestName, tags: dict[int, list[str]]) -> Entry | None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckstore.display import repr_of_changes
 from ckstore.errors import UsageError
 from ckstore.store.refs import WORDS, Order, order_of
 
@@ -230,6 +231,8 @@ class Retention:
     keep_best: str | tuple[str, ...] = ()
     keep_tag: str | tuple[str, ...] = ()
     time_zone: str = "UTC"
+
+    __repr__ = repr_of_changes
 
     def __post_init__(self) -> None:
         for rule in ("keep_last", "keep_every", *PERIODS):
