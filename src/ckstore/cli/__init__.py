@@ -8,8 +8,8 @@ Read in this order::
     render.py                     # all output: tables and sentences for people, JSON for programs
 
 Commands on one subject share a module: ``files.py`` (restore, export, report, import), ``gc.py`` (gc), ``health.py``
-(verify, repair, quarantine, doctor, bench), ``history.py`` (tag, untag, delete, undelete, trash, rewind),
-``inspect.py`` (show, diff, stats), ``rewrite.py`` (repack, demote), ``tiers.py`` (init, push, pull, mirror, adopt).
+(status, verify, repair, quarantine, doctor, bench), ``history.py`` (tag, untag, delete, undelete, trash, rewind),
+``inspect.py`` (show, diff, stats, du), ``rewrite.py`` (repack, demote), ``tiers.py`` (init, push, pull, mirror, adopt).
 ``ls.py`` must not import typer, so its options are in ``parser.py``.
 
 No command can do what the Python API cannot: what a command does belongs in `Store`, not here. JSON keys, table

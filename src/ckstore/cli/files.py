@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import ckstore
-from ckstore.cli import render
+from ckstore.cli import completion, render
 from ckstore.cli.parser import AsJson, Force, Only, OutFile, Ref, Run, Shared, StorePath, opened
 from ckstore.cli.render import STEP, Column, Table, json_of, metrics_of, name_of, size
 from ckstore.clock import SYSTEM_CLOCK
@@ -34,6 +34,7 @@ def restore(
         typer.Argument(
             metavar="REF",
             help="Which checkpoint, see `ckstore --help`. [default: the newest complete one]",
+            autocompletion=completion.refs,
         ),
     ] = None,
     only: Only = None,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckstore.api import Store, open_existing
-from ckstore.cli import render
+from ckstore.cli import completion, render
 from ckstore.cli.parser import AsJson, Shared, StorePath, opened
 from ckstore.cli.render import SEQ, STEP, Column, Table, count, json_of, local_time, size
 from ckstore.errors import CorruptError, NotFoundError, UsageError
@@ -32,11 +33,36 @@ _VERDICTS = Table(
 _UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
-def _option(words: str, metavar: str | None = None, *names: str, least: int | None = None) -> Any:
-    return typer.Option(*names, help=words, metavar=metavar, min=least)
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a collection prints: sentences, JSON, or nothing. Errors are raised in any case."""
+
+    is_quiet: bool
+    as_json: bool
+
+    @classmethod
+    def of(cls, *, quiet: bool, as_json: bool, dry_run: bool) -> Output:
+        """Return what these options ask for.
+
+        Raises:
+            UsageError: They contradict each other.
+        """
+        if quiet and (dry_run or as_json):
+            raise UsageError("--quiet cannot be combined with --dry-run or --json", todo="leave out --quiet")
+        return cls(quiet, as_json)
 
 
-Only = Annotated[str | None, _option("Apply the rules to this run only.", "NAME", "--run")]
+def _option(
+    words: str,
+    metavar: str | None = None,
+    *names: str,
+    least: int | None = None,
+    complete: completion.Complete | None = None,
+) -> Any:
+    return typer.Option(*names, help=words, metavar=metavar, min=least, autocompletion=complete)
+
+
+Only = Annotated[str | None, _option("Apply the rules to this run only.", "NAME", "--run", complete=completion.runs)]
 Last = Annotated[int | None, _option("Keep the newest N.", "N", least=1)]
 Every = Annotated[int | None, _option("Keep steps that are multiples of this.", "STEPS", least=1)]
 Within = Annotated[str | None, _option("Keep checkpoints at most this much older than the newest: 7d, 12h.", "SPAN")]
@@ -49,10 +75,15 @@ Monthly = Annotated[int | None, _option("The same for months.", "N", least=1)]
 Yearly = Annotated[int | None, _option("The same for years.", "N", least=1)]
 Best = Annotated[
     list[str] | None,
-    _option("Keep the N best by a metric: loss:2, speed:1:max. May be repeated.", "METRIC[:N][:min|max]"),
+    _option(
+        "Keep the N best by a metric: loss:2, speed:1:max. May be repeated.",
+        "METRIC[:N][:min|max]",
+        complete=completion.metrics,
+    ),
 ]
 Tagged = Annotated[
-    list[str] | None, _option("A rule for tags ('release-*'). Tagged checkpoints are always kept.", "NAME")
+    list[str] | None,
+    _option("A rule for tags ('release-*'). Tagged checkpoints are always kept.", "NAME", complete=completion.tags),
 ]
 Zone = Annotated[str | None, _option("Time zone in which days begin: UTC, or an offset such as +02:00.", "ZONE")]
 DryRun = Annotated[bool, _option("Only print what would be done.", None, "--dry-run")]
@@ -95,6 +126,7 @@ ClearIntents = Annotated[
     ),
 ]
 Forget = Annotated[bool, _option("Remove the stored rules and the stored --trash-for.", None, "--forget-policy")]
+Quiet = Annotated[bool, _option("Print errors only, for example in a cron job.", None, "--quiet", "-q")]
 
 
 def gc(
@@ -123,6 +155,7 @@ def gc(
     clear_lists: ClearLists = False,
     accept_missing: AcceptMissing = False,
     clear_intents: ClearIntents = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
@@ -135,12 +168,13 @@ def gc(
     commit that finds the disk full empties the trash earlier. Training can continue meanwhile.
     """
     policy = _policy_of({name: value for name, value in locals().items() if name.startswith("keep_")}, time_zone)
+    output = Output.of(quiet=quiet, as_json=as_json, dry_run=dry_run)
     if tier is not None or clear_lists:
         refused = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete, "--trash-for": trash_for}
         refused |= {"--save-policy": save_policy, "--forget-policy": forget_policy, "--clear-intents": clear_intents}
         tier_options = {"min_age": min_age or "24h", "repack_nbytes_max": nbytes_of(repack_max)}
         tier_options |= {"dry_run": dry_run, "clear_lists": clear_lists}
-        _collect_tier(path, tier, refused, tier_options, as_json=as_json, allow_shared_folder=allow_shared_folder)
+        _collect_tier(path, tier, refused, tier_options, output, allow_shared_folder=allow_shared_folder)
         return
     if save_policy and policy is None and trash_for is None:
         raise UsageError("--save-policy needs rules, or --trash-for", todo="for example --keep-last 3")
@@ -153,7 +187,7 @@ def gc(
         report = store.gc(policy, **scope, **limits, clear_intents=clear_intents)  # type: ignore[arg-type]
         if save_policy and not dry_run:
             _save(store, policy, trash_for)
-    _print(report, as_json=as_json)
+    _print(report, output)
 
 
 def _save(store: Store, policy: Retention | None, trash_for: str | None) -> None:
@@ -199,10 +233,10 @@ def nbytes_of(text: str) -> int:
     return int(found[1]) << (_UNITS[found[2]] if found[2] else 0)
 
 
-def _print(report: GcReport, *, as_json: bool) -> None:
-    if as_json:
+def _print(report: GcReport, output: Output) -> None:
+    if output.as_json:
         render.print_json(_json_of(report))
-    else:
+    elif not output.is_quiet:
         for plan in report.runs:
             _print_run(plan)
         for line in _lines_of(report):
@@ -348,8 +382,8 @@ def _collect_tier(
     tier: str | None,
     refused: dict[str, Any],
     options: dict[str, Any],
+    output: Output,
     *,
-    as_json: bool,
     allow_shared_folder: bool,
 ) -> None:
     """Collect in a tier, and print the report.
@@ -359,7 +393,7 @@ def _collect_tier(
         tier: The name of the tier.
         refused: Options that do not apply to a tier, and their values. An error if one was given.
         options: Options of the collection.
-        as_json: Print JSON.
+        output: What to print.
         allow_shared_folder: Accept a folder that other users may write to.
 
     Raises:
@@ -376,9 +410,9 @@ def _collect_tier(
         )
     with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
         report = store.gc_tier(tier, **options)
-    if as_json:
+    if output.as_json:
         render.print_json(_json_of_tier(report))
-    else:
+    elif not output.is_quiet:
         for line in _lines_of_tier(report):
             render.say(line)
     if report.stop:

@@ -1,10 +1,10 @@
-"""Check, repair and describe a store: ``verify``, ``repair``, ``quarantine``, ``doctor`` and ``bench``."""
+"""Check, repair and describe a store: ``status``, ``verify``, ``repair``, ``quarantine``, ``doctor`` and ``bench``."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import ckstore
-from ckstore.cli import render
-from ckstore.cli.parser import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli import completion, render
+from ckstore.cli.parser import AsJson, OnlyRun, Run, Shared, StorePath, opened
 from ckstore.cli.render import Column, Table, count, json_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import BackendError, CorruptError, NotFoundError, UnreachableError, UsageError
+from ckstore.ops.gc.policy import span_seconds
+from ckstore.store.listing import Entry, RunLog, log_of_store
 
 if TYPE_CHECKING:
     from ckstore.api import Store
@@ -24,10 +26,108 @@ if TYPE_CHECKING:
     from ckstore.ops.verify import Damage, Report
 
 
+EXIT_STALE = 4
+"""Exit code of ``status`` if the newest checkpoint is older than --max-age."""
+
+_STATUS = Table(
+    Column("run"),
+    Column("checkpoints", "count", is_number=True, worth=1),
+    Column("newest step", "newest.step", is_number=True),
+    Column("seq", "newest.seq", is_number=True, worth=2),
+    Column("time (local)", "newest.info.time_ns", render.local_time, worth=3),
+    Column("age", "newest.info.time_ns", render.age, is_number=True),
+    Column("state", "newest.info.bytes_state", render.size, is_number=True, worth=0),
+    Column("fidelity", "newest.info.fidelity", worth=0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunStatus:
+    """A run and its newest checkpoint, as ``latest`` names it; None if there is none."""
+
+    run: str
+    count: int
+    newest: Entry | None
+
+    @property
+    def age_seconds(self) -> float | None:
+        """Seconds since the newest checkpoint; negative if its time is in the future."""
+        if self.newest is None or self.newest.info is None:
+            return None
+        return (SYSTEM_CLOCK.now_ns() - self.newest.info.time_ns) / 1e9
+
+
+def status(
+    path: StorePath,
+    run: OnlyRun = None,
+    max_age: Annotated[
+        str | None,
+        typer.Option(
+            "--max-age",
+            metavar="SPAN",
+            help="Exit with 4 if the newest checkpoint is older: 30m, 2h, 1d. Without --run, the newest of any run.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Show the newest checkpoint of each run, and check its age.
+
+    Only checkpoints that are durable count. For cron jobs and Kubernetes probes: one header is read for each run.
+
+    \b
+    exit code 0   there is a checkpoint, and it is young enough
+    exit code 4   the newest one is older than --max-age, or as far in the future
+    exit code 10  no store, no such run, or with --max-age: no checkpoint
+    exit code 12  the newest checkpoint is damaged or missing
+    """  # noqa: D301 - the mark keeps the parser from joining these lines
+    max_seconds = None if max_age is None else span_seconds(max_age)
+    logs = log_of_store(path, run=run, limit=1, skips_archival=True, allow_shared_folder=allow_shared_folder)
+    found = [_RunStatus(log.run, log.count, next(iter(log.entries), None)) for log in logs]
+    ages = [age for each in found if (age := each.age_seconds) is not None]
+    age = min(ages, key=abs, default=None)
+    is_stale = None if max_seconds is None or age is None else abs(age) > max_seconds
+    if as_json:
+        runs = [_json_of_status(each) for each in found]
+        render.print_json({"path": path, "max_age_seconds": max_seconds, "is_stale": is_stale, "runs": runs})
+    elif not found:
+        render.say("No checkpoint yet: nothing was committed to this store.")
+    else:
+        _STATUS.print(found)
+    _raise_for_newest(path, logs)
+    if max_seconds is not None and age is None:
+        raise NotFoundError("there is no checkpoint yet", where=path, todo="check that training runs and commits")
+    if is_stale and age is not None and not as_json:
+        when = "old" if age > 0 else "in the future; check the clocks"
+        render.say(f"STALE: the newest checkpoint is {render.duration(abs(age))} {when}; --max-age is {max_age}.")
+    if is_stale:
+        raise typer.Exit(EXIT_STALE)
+
+
+def _json_of_status(status: _RunStatus) -> dict[str, Any]:
+    info = None if status.newest is None else status.newest.info
+    newest = None if info is None else render.json_of_info(info)
+    return {**json_of(status, "run", "count", "age_seconds"), "newest": newest}
+
+
+def _raise_for_newest(path: str, logs: Sequence[RunLog]) -> None:
+    """Raise if the newest checkpoint of a run cannot be read, or a checkpoint is missing."""
+    for log in logs:
+        entry = next(iter(log.entries), None)
+        damage = log.missing or ("" if entry is None else entry.damage)
+        if damage:
+            raise CorruptError(f"run {log.run}: {damage}", where=path, todo="`ckstore verify` shows the damage")
+        if entry is not None and entry.refused:
+            raise BackendError(f"run {log.run}: {entry.refused}", where=path, is_refused=True)
+
+
 def verify(
     path: StorePath,
     ref: Annotated[
-        str | None, typer.Argument(metavar="REF", help="Only this checkpoint. [default: all runs of the store]")
+        str | None,
+        typer.Argument(
+            metavar="REF", help="Only this checkpoint. [default: all runs of the store]", autocompletion=completion.refs
+        ),
     ] = None,
     level: Annotated[
         str | None,

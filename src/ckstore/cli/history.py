@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ckstore.api import Store, open_existing
-from ckstore.cli import render
+from ckstore.cli import completion, render
 from ckstore.cli.parser import AsJson, Ref, Run, Shared, StorePath, confirm, opened, require_terminal
 from ckstore.cli.render import (
     SEQ,
@@ -59,7 +59,7 @@ def tag(
 
 def untag(
     path: StorePath,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag to remove.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag to remove.", autocompletion=completion.tags)],
     run: Run = "main",
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
@@ -78,7 +78,9 @@ def delete(
     refs: Annotated[
         list[str],
         typer.Argument(
-            metavar="REF...", help="What to delete. A step means every checkpoint of that step, seq:N exactly one."
+            metavar="REF...",
+            help="What to delete. A step means every checkpoint of that step, seq:N exactly one.",
+            autocompletion=completion.refs,
         ),
     ],
     run: Run = "main",

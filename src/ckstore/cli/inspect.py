@@ -1,4 +1,4 @@
-"""Describe checkpoints: ``show`` (from the manifest), ``diff`` (two of them) and ``stats`` (sizes and entropy)."""
+"""Describe checkpoints: ``show``, ``diff`` (two of them) and ``stats`` (sizes, entropy); and ``du``: a whole store."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import render
+from ckstore.cli import completion, render
 from ckstore.cli.parser import AsJson, Only, Ref, Run, Shared, StorePath, opened
 from ckstore.cli.render import (
     NOTHING,
+    SEQ,
+    STEP,
     WHOLE_STATE,
     Column,
     Table,
@@ -27,12 +29,14 @@ from ckstore.cli.render import (
     size,
     three_digits,
 )
+from ckstore.errors import CorruptError
 from ckstore.store.refs import describe_best
 
 if TYPE_CHECKING:
     from ckstore.ops.inspect.contents import Contents
     from ckstore.ops.inspect.diff import Diff, TensorDiff
     from ckstore.ops.inspect.stats import Coding, Stats
+    from ckstore.ops.inspect.usage import Usage
     from ckstore.results import Info
 
 
@@ -214,8 +218,15 @@ _DIFF_VALUES = Table(
 
 def diff(
     path: StorePath,
-    first: Annotated[str, typer.Argument(metavar="A", help="The checkpoint to compare with, as in `ckstore show`.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare.")] = "latest",
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="The checkpoint to compare with, as in `ckstore show`.", autocompletion=completion.refs
+        ),
+    ],
+    second: Annotated[
+        str, typer.Argument(metavar="B", help="The checkpoint to compare.", autocompletion=completion.refs)
+    ] = "latest",
     run: Run = "main",
     only: Only = None,
     show_all: Annotated[bool, typer.Option("--all", help="Also list tensors that are equal.")] = False,
@@ -374,3 +385,80 @@ def _json_of_stats(stats: Stats) -> dict[str, Any]:
             for of_coding, tensor in zip(coding["tensors"], stats.tensors, strict=True)
         ],
     }
+
+
+_KINDS = Table(
+    Column("what", "kind"),
+    Column("files", is_number=True),
+    Column("size", "nbytes", size, is_number=True),
+)
+_RUNS = Table(
+    Column("run"),
+    Column("checkpoints", "count", is_number=True, worth=2),
+    Column("packs here", "nbytes", size, is_number=True),
+    Column("only this run", "own_nbytes", size, is_number=True, worth=3),
+    Column("in other tiers", "elsewhere_nbytes", size, is_number=True, worth=1),
+)
+_LARGEST = Table(
+    Column("run"),
+    SEQ,
+    STEP,
+    Column("needs", "nbytes", size, is_number=True, worth=2),
+    Column("deleting frees", "own_nbytes", size, is_number=True),
+    Column("tags", worth=1, is_elastic=True),
+)
+_TIERS = Table(
+    Column("tier"),
+    Column("packs", is_number=True),
+    Column("size", "nbytes", size, is_number=True),
+    Column("address", is_elastic=True),
+)
+_DU_ROWS = 10
+
+
+def du(
+    path: StorePath,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=0, metavar="N", help="Show the N largest checkpoints; 0: all.")
+    ] = _DU_ROWS,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Show where the bytes of a store are.
+
+    They are shown by kind of file, run, checkpoint and tier. Manifests are read, and no tensor. Tags, claims and quarantine are not counted.
+
+    \b
+    packs of one checkpoint       deleting that checkpoint frees them
+    packs of several checkpoints  freed when all of these are deleted
+    packs no checkpoint needs     `ckstore gc` frees them, if they are old enough
+    trash                         `ckstore gc` frees it, if it is old enough
+    deleting frees                packs that no other checkpoint needs
+    """  # noqa: D301 - the mark keeps the parser from joining these lines
+    with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
+        usage = store.usage()
+    if as_json:
+        render.print_json(_json_of_usage(path, usage))
+    else:
+        _print_usage(usage, limit or None)
+    if usage.problem:
+        raise CorruptError(
+            f"some packs may be counted wrongly: {usage.problem}", where=path, todo="`ckstore verify` shows the damage"
+        )
+
+
+def _json_of_usage(path: str, usage: Usage) -> dict[str, Any]:
+    return {"path": path, **json_of(usage, "nbytes", "kinds", "runs", "checkpoints", "tiers", "problem")}
+
+
+def _print_usage(usage: Usage, limit: int | None) -> None:
+    _KINDS.print(usage.kinds, title=f"{size(usage.nbytes)} in this store")
+    if usage.runs:
+        render.say("")
+        _RUNS.print(usage.runs, title="runs")
+    if usage.checkpoints:
+        render.say("")
+        _LARGEST.print(usage.checkpoints, title="checkpoints", limit=limit)
+    if usage.tiers:
+        render.say("")
+        _TIERS.print(usage.tiers, title="needed in other tiers")

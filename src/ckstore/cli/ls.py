@@ -141,6 +141,17 @@ def _json_of_entry(entry: Entry) -> dict[str, Any]:
     return {**facts, "damage": entry.damage or None, "refused": entry.refused or None}
 
 
+def _print_total(log: RunLog) -> None:
+    """Print the sums of a run's table, if it has more than one row to add up."""
+    infos = [entry.info for entry in log.entries if entry.info is not None]
+    if len(infos) < 2:
+        return
+    state, written = sum(info.bytes_state for info in infos), sum(info.bytes_written for info in infos)
+    of_all = "" if len(infos) == log.count else f" of {log.count}"
+    ratios = f", ratio {ratio(state, written)}" if written else ""
+    render.say(f"total of {len(infos)}{of_all} checkpoints: state {size(state)}, written {size(written)}{ratios}")
+
+
 def _print(log: RunLog) -> None:
     title = f"run {log.run}: {count(log.count, 'checkpoint')}"
     if not log.entries:
@@ -150,6 +161,7 @@ def _print(log: RunLog) -> None:
         are_local = all(entry.info is None or entry.info.tiers == _LOCAL for entry in log.entries)
         columns = _COLUMNS[:-1] if are_local else _COLUMNS
         Table(*columns).print(log.entries, title=title)
+        _print_total(log)
     missing = log.count - len(log.entries)
     if missing > 0:
         render.say(f"... and {missing} older; --limit 0 shows all")

@@ -20,6 +20,9 @@ EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
 
 
+COMPLETION_VARIABLE = "_CKSTORE_COMPLETE"
+"""Set by the completion script of a shell."""
+
 GC_NICE = 10
 """Nice value of a collection: training and commits on the same machine have priority."""
 
@@ -36,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command; return its exit code."""
+    if os.environ.get(COMPLETION_VARIABLE):
+        return _complete()
     if not arguments:
         run(["--help"])
         return UsageError.exit_code
@@ -49,6 +54,19 @@ def run(arguments: list[str]) -> int:
         if arguments[0] == "--debug":
             traceback.print_exception(type(error), error, error.__traceback__)
         return _code_of(error)
+
+
+def _complete() -> int:
+    """Answer the completion script of a shell, which typer has made. Errors print nothing: the user is typing."""
+    try:
+        from ckstore.cli.parser import parse_and_run
+
+        line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
+        return parse_and_run([], completed_words=line.split()[1:])
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 0
+    except Exception:
+        return EXIT_UNEXPECTED
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import keyword
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import ckstore
+from ckstore.cli import completion
 from ckstore.cli.ls import print_log
 from ckstore.cli.render import say
 from ckstore.errors import CkstoreError, UsageError
@@ -27,9 +28,14 @@ Ref = Annotated[
     typer.Argument(
         metavar="REF",
         help="Which checkpoint: a step, a tag, latest, best:METRIC[:min|max], seq:N, or id:PREFIX.",
+        autocompletion=completion.refs,
     ),
 ]
-Run = Annotated[str, typer.Option("--run", metavar="NAME", help="Name of the run.")]
+Run = Annotated[str, typer.Option("--run", metavar="NAME", help="Name of the run.", autocompletion=completion.runs)]
+OnlyRun = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", help="Only this run. [default: all runs]", autocompletion=completion.runs),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 Shared = Annotated[bool, typer.Option("--allow-shared-folder", help="Accept a folder that other users may write to.")]
 OutFile = Annotated[
@@ -74,6 +80,8 @@ def report_of(error: CkstoreError) -> Any:
 COMMANDS = {
     "init": "tiers",
     "ls": "parser",
+    "status": "health",
+    "du": "inspect",
     "show": "inspect",
     "diff": "inspect",
     "stats": "inspect",
@@ -107,20 +115,24 @@ _HELP = """List, restore and maintain the checkpoints of a ckstore store.
 REF names a checkpoint: a step (3000), a tag, latest, best:METRIC[:min|max], seq:N, or id:PREFIX.
 `ckstore ls PATH` lists all checkpoints.
 
-Exit codes: 0 done; 1 unexpected error, or declined; 2 wrong usage; 3 imported in part; 10 not found; 11 conflict;
-12 damage found; 13 not supported here; 14 disk or memory full; 15 disk or server failed; 16 a bound is not met;
-17 the saver died; 130 interrupted.
+Exit codes: 0 done; 1 unexpected error, or declined; 2 wrong usage; 3 imported in part; 4 the newest checkpoint is too
+old for `status --max-age`; 10 not found; 11 conflict; 12 damage found; 13 not supported here; 14 disk or memory full;
+15 disk or server failed; 16 a bound is not met; 17 the saver died; 130 interrupted.
 """
 
 
-def parse_and_run(arguments: list[str]) -> int:
+def parse_and_run(arguments: list[str], *, completed_words: Sequence[str] = ()) -> int:
     """Run a command; return its exit code.
+
+    Args:
+        arguments: The command line.
+        completed_words: For shell completion: the words on the line, which tell the command whose module is needed.
 
     Raises:
         UsageError: The arguments are wrong.
         KeyboardInterrupt: The user pressed Ctrl-C, or ended the input at a question.
     """
-    called = next((argument for argument in arguments if not argument.startswith("-")), "")
+    called = next((word for word in completed_words or arguments if not word.startswith("-")), "")
     command = typer.main.get_command(_app([called] if called in COMMANDS else COMMANDS))
     try:
         code = command.main(arguments, prog_name="ckstore", standalone_mode=False)
@@ -143,7 +155,6 @@ def _usage_error(error: Exception) -> Exception:
 def _app(names: Iterable[str]) -> typer.Typer:
     app = typer.Typer(
         help=_HELP,
-        add_completion=False,
         # Errors and help are plain text; rich draws tables only.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -177,7 +188,7 @@ _root.__doc__ = _HELP
 # This command is not in ls.py, because ls.py must not import typer: `ckstore ls PATH` runs without the parser.
 def ls(
     path: StorePath,
-    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Only this run. [default: all runs]")] = None,
+    run: OnlyRun = None,
     limit: Annotated[
         int | None,
         typer.Option(

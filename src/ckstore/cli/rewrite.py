@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import render
+from ckstore.cli import completion, render
 from ckstore.cli.parser import AsJson, Run, Shared, StorePath, confirm, opened
 from ckstore.cli.render import SEQ, STEP, Column, Table, json_of, size, three_digits
 from ckstore.clock import SYSTEM_CLOCK
@@ -137,7 +137,11 @@ def demote(
     path: StorePath,
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="REF...", help="Demote only these, even the newest. [default: by age]"),
+        typer.Argument(
+            metavar="REF...",
+            help="Demote only these, even the newest. [default: by age]",
+            autocompletion=completion.refs,
+        ),
     ] = None,
     run: Run = "main",
     fidelity: Fidelity = None,

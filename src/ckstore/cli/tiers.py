@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import ckstore
-from ckstore.cli import render
+from ckstore.cli import completion, render
 from ckstore.cli.parser import AsJson, Run, Shared, StorePath, opened, report_of
 from ckstore.cli.render import SEQ, STEP, Column, Table, count, json_of, size
 from ckstore.clock import SYSTEM_CLOCK
@@ -196,7 +196,10 @@ _PULLED = Table(
 def pull(
     path: StorePath,
     refs: Annotated[
-        list[str] | None, typer.Argument(metavar="REF...", help="Which checkpoints. [default: all of the run]")
+        list[str] | None,
+        typer.Argument(
+            metavar="REF...", help="Which checkpoints. [default: all of the run]", autocompletion=completion.refs
+        ),
     ] = None,
     run: Run = "main",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,

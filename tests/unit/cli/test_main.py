@@ -55,6 +55,8 @@ def test_help_loads_the_parser_only():
 def test_no_command_loads_torch(store, tmp_path):
     calls = {
         "init": [tmp_path / "new"],
+        "status": [store, "--max-age", "99y"],
+        "du": [store],
         "show": [store, "--codec"],
         "stats": [store],
         "verify": [store, "--level", "decode"],
@@ -208,7 +210,8 @@ def test_terminal_gets_a_short_list_pipe_the_full_one(tmp_path):
     code, out = on_terminal(120, "ls", path, "--run", "main")
     assert code == 0
     assert "... and 5 older; --limit 0 shows all" in out
-    assert len(ckstore_command("ls", path, "--run", "main").stdout.splitlines()) == 37
+    # Title, headings, 35 checkpoints, total.
+    assert len(ckstore_command("ls", path, "--run", "main").stdout.splitlines()) == 38
     assert "older" not in on_terminal(120, "ls", path, "-n", "0")[1]
 
 

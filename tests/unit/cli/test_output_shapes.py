@@ -30,6 +30,15 @@ JSON = {
     "ls of damage": (
         f"path runs[run count entries[{INFO} damage refused] damaged_tags[name damage] refused_tags[] missing]"
     ),
+    "status": f"path max_age_seconds is_stale runs[run count age_seconds newest({INFO})]",
+    "du": (
+        "path nbytes kinds[kind files nbytes] runs[run count nbytes own_nbytes elsewhere_nbytes] "
+        "checkpoints[run seq step nbytes own_nbytes tags[]] tiers[] problem"
+    ),
+    "du of tiers": (
+        "path nbytes kinds[kind files nbytes] runs[run count nbytes own_nbytes elsewhere_nbytes] "
+        "checkpoints[run seq step nbytes own_nbytes tags[]] tiers[tier address packs nbytes] problem"
+    ),
     "show": (
         f"{INFO} groups[key tensor_count value_count nbytes stored_nbytes] tensors[path library dtype "
         "shape[] nbytes stored_nbytes shares_with] packs[pack_id nbytes used_nbytes frame_count "
@@ -153,6 +162,20 @@ HEADINGS = {
     ],
     "ls of damage": [
         "seq | step | time (local) | age | state | written | ratio | new/reused | metrics | tags | fidelity | parent",
+    ],
+    "status": [
+        "run | checkpoints | newest step | seq | time (local) | age | state | fidelity",
+    ],
+    "du": [
+        "what | files | size",
+        "run | checkpoints | packs here | only this run | in other tiers",
+        "run | seq | step | needs | deleting frees | tags",
+    ],
+    "du of tiers": [
+        "what | files | size",
+        "run | checkpoints | packs here | only this run | in other tiers",
+        "run | seq | step | needs | deleting frees | tags",
+        "tier | packs | size | address",
     ],
     "show": [
         "group | tensors | values | bytes | stored | ratio",
@@ -285,6 +308,8 @@ def scenes(folder):
     yield "init", ["init", folder / "new"]
     yield "ls", ["ls", plain, "--run", "main"]
     yield "ls of damage", ["ls", broken, "--run", "main"]
+    yield "status", ["status", plain, "--run", "main"]
+    yield "du", ["du", plain]
     yield "show", ["show", lossy, "seq:2"]
     yield "show --codec", ["show", lossy, "--codec"]
     yield "diff", ["diff", lossy, "0", "3"]
@@ -305,6 +330,7 @@ def scenes(folder):
     yield "push --dry-run", ["push", lossy, folder / "tier", "--keep-local", "2", "--dry-run", "--tier", "attic"]
     yield "push!", ["push", lossy, folder / "tier", "--keep-local", "2", "--tier", "attic"]
     yield "ls of tiers", ["ls", lossy]
+    yield "du of tiers", ["du", lossy]
     yield "pull --dry-run", ["pull", lossy, "--dry-run"]
     yield "mirror --dry-run", ["mirror", lossy, folder / "copy", "--dry-run"]
     yield "mirror!", ["mirror", lossy, folder / "copy"]
