@@ -10,6 +10,7 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from ckstore import accelerate as accelerate
+    from ckstore import transformers as transformers
     from ckstore.api import Store, open, repair_store
     from ckstore.background.pending import Pending
     from ckstore.config import (
@@ -161,4 +162,5 @@ if not _typing.TYPE_CHECKING:  # else a type checker would accept every name
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_DOORS, *(name for name in globals() if name.startswith("__"))})
+    # A door is shown once it is imported: a prompt that completes `ckstore.` reads all that is shown.
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__") or name in _DOORS)})

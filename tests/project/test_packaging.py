@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -50,8 +51,9 @@ def restore_best(store: Store) -> object:
         return error.exit_code
 
 
-def attach(accelerator: object) -> None:
+def attach(accelerator: object, trainer: object) -> None:
     ckstore.accelerate.attach(accelerator, "checkpoints")
+    ckstore.transformers.attach(trainer, "checkpoints")
 
 
 def mistakes(info: Info) -> None:
@@ -96,6 +98,34 @@ def test_native_module_needs_no_newer_glibc_than_wheels_promise():
     promised = tuple(map(int, re.search(r"manylinux_(\d+)_(\d+)", wheels.MANYLINUX).groups()))
     assert needed
     assert max(needed) <= promised
+
+
+def build_without_compiler(folder, **variables):
+    """Build a wheel where the compiler fails; return the process and the names of what was built."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder / "wheels"]
+    build_folder = f"--config-settings=build-dir={folder / 'build'}"
+    env = {
+        **os.environ,
+        "CXX": "/bin/false",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        **variables,
+    }
+    done = subprocess.run(
+        [*command, build_folder, ROOT], capture_output=True, text=True, env=env, timeout=300, check=False
+    )
+    return done, [wheel.name for wheel in folder.glob("wheels/*.whl")]
+
+
+def test_without_compiler_the_package_is_pure_python(tmp_path):
+    done, built = build_without_compiler(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert built == [f"ckstore-{ckstore.__version__}-py3-none-any.whl"]
+
+
+def test_required_native_module_makes_a_failing_compiler_an_error(tmp_path):
+    done, built = build_without_compiler(tmp_path, CKSTORE_REQUIRE_NATIVE="1")
+    assert done.returncode != 0
+    assert built == []
 
 
 def read(path):

@@ -426,7 +426,8 @@ def du(
 ) -> None:
     """Show where the bytes of a store are.
 
-    They are shown by kind of file, run, checkpoint and tier. Manifests are read, and no tensor. Tags, claims and quarantine are not counted.
+    They are shown by kind of file, run, checkpoint and tier. Manifests are read, and no tensor. Tags, claims and
+    quarantine are not counted.
 
     \b
     packs of one checkpoint       deleting that checkpoint frees them
