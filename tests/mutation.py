@@ -45,11 +45,11 @@ MODULES: dict[str, list[str]] = {
     "store/lease.py": ["unit/store", "unit/background/test_lease_transfer.py"],
     "store/history.py": ["unit/ops/gc", "unit/store", "integration/test_history.py", "durability/test_gc_crashes.py"],
     "ops/gc/collect.py": ["unit/ops/gc", "durability/test_gc_races.py", "durability/test_gc_crashes.py"],
-    "commit/commit.py": ["unit/commit", "integration/test_promises.py", "durability/test_failing_calls.py"],
+    "commit/commit.py": ["unit/commit", "integration/test_regressions.py", "durability/test_failing_calls.py"],
     "commit/chunk_writer.py": [
         "unit/commit",
         "unit/restore",
-        "integration/test_promises.py",
+        "integration/test_regressions.py",
         "durability/test_failing_calls.py",
     ],
     "background/arena.py": ["unit/background", "integration/background"],

@@ -1,4 +1,4 @@
-"""Protects demotion after commits in a process of its own: beside a saver, by stored rules, and told when it fails."""
+"""Protects automatic demotion after commits, in a separate process: by stored rules, with reported failures."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from support.demotion_histories import SECONDS_MAX, check_exact_or_near, fidelit
 ALL = DemotePolicy(keep_newest=1, keep_every=0)
 
 
-def test_a_store_opened_with_rules_demotes_by_itself_while_its_saver_lives(tmp_path):
+def test_store_with_rules_demotes_while_saver_runs(tmp_path):
     held = states(9)
     rules = {"keep_newest": 2, "keep_every": 3}
     with ckstore.open(tmp_path / "store", demotion=rules, demote_every=4) as store:
         for step, state in enumerate(held[:8]):
             store.commit_async(state, step).result()
             if step == 6:
-                # One that is still busy after the eighth commit would leave that one's work to a later commit.
-                wait_until(lambda: store.info(1).fidelity == "near" and not demotions_at_work())
+                # A demotion that is still running after the eighth commit would leave its work to a later commit.
+                wait_until(lambda: store.info(1).fidelity == "near" and not running_demotions())
         store.wait()
         assert saver_of(store) is not None
         wait_until(lambda: store.info(5).fidelity == "near")
@@ -37,8 +37,8 @@ def test_a_store_opened_with_rules_demotes_by_itself_while_its_saver_lives(tmp_p
         check_exact_or_near(store, held, newest=8)
 
 
-def demotions_at_work():
-    """Return the processes that demote for this one."""
+def running_demotions():
+    """Return the demotion processes of this process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def demoted(store, wanted):
     return automatic
 
 
-def test_stored_rules_are_found_by_the_other_process(disk_store):
+def test_demotion_process_finds_stored_rules(disk_store):
     for step, state in enumerate(states(3)):
         disk_store.commit(state, step)
     disk_store.set_demotion({"keep_newest": 1, "keep_every": 0, "fidelity": "near"})
@@ -67,7 +67,7 @@ def test_stored_rules_are_found_by_the_other_process(disk_store):
     assert fidelities(disk_store) == ["exact", "near", "near"]
 
 
-def test_what_came_to_nothing_is_remembered_from_the_other_process(disk_store):
+def test_result_of_demotion_process_is_remembered(disk_store):
     for step in range(3):
         disk_store.commit({"counts": np.arange(9000) + step}, step)
     automatic = demoted(disk_store, ALL)
@@ -75,7 +75,7 @@ def test_what_came_to_nothing_is_remembered_from_the_other_process(disk_store):
     assert json.loads(asked)["tried"] == [0, 1]
 
 
-def test_a_demotion_that_fails_is_told_and_raises_nothing(disk_store, caplog):
+def test_failed_demotion_is_only_logged(disk_store, caplog):
     for step, state in enumerate(states(3)):
         disk_store.commit(state, step)
     rules = {"demotion": {"keep_newst": 1}}

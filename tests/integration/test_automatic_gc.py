@@ -1,4 +1,4 @@
-"""Protects that a store that was opened with rules keeps to them by itself, in a process of its own."""
+"""Protects automatic collections: a store opened with retention rules applies them in a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def state(step):
 
 
 @pytest.mark.parametrize("verb", ["commit", "commit_async"])
-def test_rules_are_applied_after_every_so_many_commits(folder, verb):
+def test_rules_are_applied_every_n_commits(folder, verb):
     with ckstore.open(folder, retention=ckstore.Retention(keep_last=2), gc_every=4) as store:
         for step in range(1, 5):
             done = getattr(store, verb)(state(step), step)
@@ -50,7 +50,7 @@ def collected(store, policy):
     automatic.close()
 
 
-def test_every_rule_reaches_the_other_process(disk_store):
+def test_collection_process_gets_every_rule(disk_store):
     commit_all(disk_store, range(6), metrics={"loss": 1.0})
     disk_store.tag(1, "release-1")
     collected(
@@ -65,7 +65,7 @@ def test_every_rule_reaches_the_other_process(disk_store):
     assert disk_store.steps() == [0, 1, 4, 5]
 
 
-def test_collection_that_fails_is_told_and_raises_nothing(disk_store, caplog):
+def test_failed_collection_is_only_logged(disk_store, caplog):
     commit_all(disk_store, [1, 2])
     disk_store.tag(1, "good")
     Path(repository_of(disk_store).backend.location_of("tags/main/good")).write_bytes(b"{}")
@@ -76,7 +76,7 @@ def test_collection_that_fails_is_told_and_raises_nothing(disk_store, caplog):
     assert disk_store.steps() == [1, 2]
 
 
-def test_busy_collector_elsewhere_is_no_failure(disk_store, caplog):
+def test_busy_collector_is_no_failure(disk_store, caplog):
     commit_all(disk_store, [1, 2])
     lock = LocalBackend(repository_of(disk_store).backend.root).try_lock("gc.lock")
     with caplog.at_level(logging.WARNING, logger="ckstore"):

@@ -1,6 +1,6 @@
-"""What bad calls and bad media get: an error that says what to do, and nothing half-visible.
+"""Protects users with wrong calls or failing disks: an error that says what to do, and no half-visible checkpoint.
 
-Memory backends stand for the disk where the medium does not matter; full and read-only disks are real ones.
+Memory backends replace the disk where the medium does not matter; full and read-only disks are real.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def files_below(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-class Stranger:
+class UnknownLeaf:
     pass
 
 
@@ -47,41 +47,41 @@ def claims(backend):
 
 
 @pytest.mark.parametrize(
-    ("state", "path", "way_out"),
+    ("state", "path", "remedy"),
     [
-        ({"a": {"b": [1, Stranger()]}}, "a.b.1", "register_converter"),
-        ({"a": {1, Stranger()}}, "a", "register_converter"),
+        ({"a": {"b": [1, UnknownLeaf()]}}, "a.b.1", "register_converter"),
+        ({"a": {1, UnknownLeaf()}}, "a", "register_converter"),
         ({"f": lambda: None}, "f", "Leave it out"),
-        ([{"x": Stranger}], "0.x", "Leave it out"),
+        ([{"x": UnknownLeaf}], "0.x", "Leave it out"),
         ({"o": np.array([object()])}, "o", "Leave it out"),
         ({"d": memoryview(b"x")}, "d", "Leave it out"),
-        (Stranger(), "the state itself", "register_converter"),
+        (UnknownLeaf(), "the state itself", "register_converter"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_leaf_of_unknown_type_names_its_path_and_the_way_out(store, claims, state, path, way_out):
+def test_unknown_leaf_type_names_path_and_remedy(store, claims, state, path, remedy):
     with pytest.raises(LeafTypeError) as caught:
         store.commit(state, 1)
     assert path in str(caught.value)
-    assert way_out in str(caught.value)
+    assert remedy in str(caught.value)
     check_nothing_happened(store, claims)
 
 
-@pytest.mark.parametrize("key", [Stranger(), (1, Stranger()), len], ids=["object", "tuple", "function"])
-def test_key_that_is_no_plain_value_is_refused_with_its_place(store, claims, key):
+@pytest.mark.parametrize("key", [UnknownLeaf(), (1, UnknownLeaf()), len], ids=["object", "tuple", "function"])
+def test_non_plain_key_is_refused_with_its_path(store, claims, key):
     with pytest.raises(UsageError) as caught:
         store.commit({"model": {key: 1}}, 1)
     assert "model" in str(caught.value)
     check_nothing_happened(store, claims)
 
 
-def test_keys_that_look_alike_in_dots_stay_apart(store):
+def test_keys_with_dots_stay_distinct(store):
     state = {"a": {"b": 1, 1: 2, "1": 3}, "a.b": 4, 7: 5, "7": 6, "": {"": 7}}
     store.commit(state, 1)
     assert difference(store.restore(), state) is None
 
 
-def test_state_that_holds_itself_is_refused(store, claims):
+def test_cyclic_state_is_refused(store, claims):
     state = {"a": []}
     state["a"].append(state)
     with pytest.raises(UsageError, match=r"a\.0"):
@@ -90,13 +90,13 @@ def test_state_that_holds_itself_is_refused(store, claims):
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "3", None, True, b"1", 10**18, [1]], ids=repr)
-def test_step_that_is_no_natural_number_is_refused(store, claims, step):
+def test_step_must_be_a_natural_number(store, claims, step):
     with pytest.raises(UsageError, match="step"):
         store.commit({"a": 1}, step)
     check_nothing_happened(store, claims)
 
 
-def test_integers_of_numpy_are_steps(store):
+def test_numpy_integer_is_a_step(store):
     assert store.commit({"a": 1}, np.int64(5)).step == 5
     assert store.commit({"a": 1}, 10**18 - 1).step == 10**18 - 1
     assert store.steps() == [5, 10**18 - 1]
@@ -105,7 +105,7 @@ def test_integers_of_numpy_are_steps(store):
 @pytest.mark.parametrize(
     "metrics", [{"loss": "low"}, {"loss": None}, {"": 1.0}, {"a:b": 1.0}, {5: 1.0}, {"x" * 129: 1.0}], ids=str
 )
-def test_metrics_that_are_no_numbers_or_names_are_refused(store, claims, metrics):
+def test_invalid_metrics_are_refused(store, claims, metrics):
     with pytest.raises(UsageError, match="metric"):
         store.commit({"a": 1}, 1, metrics=metrics)
     check_nothing_happened(store, claims)
@@ -125,7 +125,7 @@ def test_bad_tag_is_refused_before_anything_is_written(store, claims):
     check_nothing_happened(store, claims)
 
 
-def test_closed_store_says_so(store):
+def test_closed_store_reports_that(store):
     store.close()
     store.close()
     for call in (lambda: store.commit({}, 1), store.restore, store.log, store.latest, lambda: store.tag(1, "x")):
@@ -133,7 +133,7 @@ def test_closed_store_says_so(store):
             call()
 
 
-def test_empty_states_are_states(store):
+def test_empty_states_round_trip(store):
     for step, state in enumerate([{}, [], (), None, 0, "", np.zeros(0), {"a": np.zeros((0, 3)), "b": np.float32(1)}]):
         store.commit(state, step)
         assert difference(store.restore(step), state) is None
@@ -145,7 +145,7 @@ def test_empty_states_are_states(store):
 
 @pytest.fixture
 def mount(tmp_path):
-    """Return a function that mounts a small file system of its own; needs root."""
+    """Return a function that mounts a small file system; needs root."""
     if os.geteuid() != 0:
         pytest.skip("needs root to mount a small disk")
     mounted = []
@@ -168,7 +168,7 @@ def mount(tmp_path):
 
 @pytest.mark.root
 @pytest.mark.parametrize("compression", ["none", "fast"])
-def test_full_disk_is_a_capacity_error_and_leaves_earlier_checkpoints_intact(mount, compression, no_threads_left):
+def test_full_disk_keeps_earlier_checkpoints(mount, compression, no_threads_left):
     folder = mount(24 << 20) / "store"
     with ckstore.open(folder, policy=ckstore.Policy(compression=compression)) as store:
         small = state_of(1, 100_000)
@@ -184,7 +184,7 @@ def test_full_disk_is_a_capacity_error_and_leaves_earlier_checkpoints_intact(mou
         assert store.verify("decode").is_clean
 
 
-def test_every_amount_of_missing_room_is_a_capacity_error_and_nothing_half_visible():
+def test_any_lack_of_space_is_a_capacity_error():
     roomy = MemoryBackend()
     with ckstore.open(roomy) as store:
         store.commit(state_of(1), 1)
@@ -240,7 +240,7 @@ def test_read_only_disk_can_be_read(read_only):
 
 
 @pytest.mark.root
-def test_doctor_looks_at_a_read_only_disk(read_only, capsys):
+def test_doctor_works_on_read_only_disk(read_only, capsys):
     before = files_below(read_only)
     assert ckstore_command(["doctor", str(read_only / "store")]) == 0
     assert "no: this user can only read" in capsys.readouterr().out
@@ -248,7 +248,7 @@ def test_doctor_looks_at_a_read_only_disk(read_only, capsys):
 
 
 @pytest.mark.root
-def test_read_only_disk_refuses_commits_and_new_stores_with_its_place(read_only):
+def test_read_only_disk_refuses_writes_with_its_path(read_only):
     before = files_below(read_only)
     with ckstore.open(read_only / "store") as store:
         for call in (
@@ -265,7 +265,7 @@ def test_read_only_disk_refuses_commits_and_new_stores_with_its_place(read_only)
     assert files_below(read_only) == before
 
 
-def test_folder_that_others_may_write_is_refused_unless_allowed(tmp_path):
+def test_world_writable_folder_is_refused(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
@@ -274,14 +274,14 @@ def test_folder_that_others_may_write_is_refused_unless_allowed(tmp_path):
     ckstore.open(shared, allow_shared_folder=True).close()
 
 
-def test_files_are_for_their_owner_only(disk_store, folder):
+def test_files_are_private(disk_store, folder):
     disk_store.commit(state_of(1), 1, tags=["good"])
     modes = {path.relative_to(folder).as_posix(): path.stat().st_mode & 0o777 for path in folder.rglob("*")}
     assert {mode for name, mode in modes.items() if (folder / name).is_dir()} == {0o700}
     assert {mode for name, mode in modes.items() if (folder / name).is_file()} <= {0o600, 0o400}
 
 
-def test_address_that_is_no_folder_is_unsupported():
+def test_non_folder_address_is_unsupported():
     with pytest.raises(ckstore.UnsupportedError, match="ftp://"):
         ckstore.open("ftp://host/run")
 
@@ -293,14 +293,14 @@ def test_file_url_is_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["3", b"3", 10**400, None, [1.0]], ids=["str", "bytes", "huge", "None", "list"])
-def test_metric_that_is_no_number_is_refused(store, value):
+def test_non_numeric_metric_is_refused(store, value):
     with pytest.raises(UsageError, match="a metric must be a number"):
         store.commit({"a": 1}, 0, metrics={"loss": value})
     assert store.log() == []
 
 
 @pytest.mark.parametrize("verb", ["commit", "commit_async"])
-def test_a_single_string_is_one_tag(tmp_path, verb):
+def test_single_string_is_one_tag(tmp_path, verb):
     with ckstore.open(tmp_path / "store") as store:
         getattr(store, verb)({"a": 1}, 5, tags="best")
         store.wait()
@@ -308,7 +308,7 @@ def test_a_single_string_is_one_tag(tmp_path, verb):
 
 
 @pytest.mark.parametrize("policy", ["fast", {"compression": "fast"}, ckstore.Policy])
-def test_what_is_no_policy_is_refused_before_anything_is_read(tmp_path, policy):
+def test_invalid_policy_is_refused_first(tmp_path, policy):
     with pytest.raises(UsageError, match=r"policy must be a ckstore\.Policy"):
         ckstore.open(tmp_path / "other", policy=policy)
     with ckstore.open(tmp_path / "store") as store:

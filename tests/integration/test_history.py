@@ -1,4 +1,4 @@
-"""The history of a run: every entry is kept and listed, ``latest`` is the highest seq, a step its newest entry."""
+"""Protects the history of a run: all entries are listed, ``latest`` is the highest seq, a step is its newest entry."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def test_steps_are_unique_and_ascending(run):
     assert run.steps() == [10, 20, 30]
 
 
-def test_latest_is_the_highest_seq_and_not_the_highest_step(run):
+def test_latest_is_highest_seq_not_highest_step(run):
     assert (run.latest().seq, run.latest().step) == (3, 20)
     assert run.restore() == {"n": 3}
 
 
-def test_step_means_its_newest_entry_and_the_older_stays(run):
+def test_step_means_newest_entry_and_older_stays(run):
     assert run.restore(20) == {"n": 3}
     assert run.restore("seq:1") == {"n": 1}
 
 
-def test_entries_carry_what_is_known_of_them(run, clock):
+def test_entries_have_their_facts(run, clock):
     entry = run.info(30)
     assert (entry.run, entry.metrics, entry.generation, entry.is_archival) == ("main", {"loss": 2.0}, 0, False)
     assert entry.origin_id is None
@@ -48,7 +48,7 @@ def test_entries_carry_what_is_known_of_them(run, clock):
     assert entry == run.log()[1]
 
 
-def test_time_is_the_clock_s(backend, clock):
+def test_time_is_from_the_clock(backend, clock):
     with ckstore.open(backend, clock=clock) as store:
         store.commit({"a": 1}, 1)
         clock.now += 60
@@ -57,7 +57,7 @@ def test_time_is_the_clock_s(backend, clock):
         assert newer.time_ns - older.time_ns == 60 * 10**9
 
 
-def test_same_state_at_another_step_is_another_checkpoint(store):
+def test_same_state_at_other_step_is_new_checkpoint(store):
     one, other = store.commit({"a": 1}, 1), store.commit({"a": 1}, 2)
     assert one.checkpoint_id != other.checkpoint_id
 
@@ -73,7 +73,7 @@ def test_history_is_the_same_after_reopening(run, backend):
 # Parents
 
 
-def test_parent_is_what_the_handle_last_restored_or_committed(store, backend):
+def test_parent_is_last_restored_or_committed(store, backend):
     for step in range(3):
         store.commit({"n": step}, step)
     assert [entry.parent for entry in store.log()] == [1, 0, None]
@@ -96,7 +96,7 @@ def test_partial_or_failed_restore_sets_no_parent(run):
 # Tags
 
 
-def test_tags_are_shown_where_entries_are(run):
+def test_tags_are_shown_with_entries(run):
     run.tag(10, "b")
     run.tag("seq:0", "a")
     assert run.info(10).tags == ("a", "b")
@@ -109,20 +109,20 @@ def test_tags_are_shown_where_entries_are(run):
     assert run.restore("a") == {"n": 3}
 
 
-def test_commit_can_tag_what_it_makes(store):
+def test_commit_can_tag_itself(store):
     store.commit({"n": 1}, 1, tags=["good", "first"])
     store.commit({"n": 2}, 2, tags=["good"])
     assert store.tags() == {"first": 0, "good": 1}
 
 
-def test_untagging_what_is_no_tag_is_not_found(run):
+def test_untag_of_missing_tag_is_not_found(run):
     with pytest.raises(NotFoundError):
         run.untag("nothing")
     with pytest.raises(UsageError):
         run.untag("../x")
 
 
-def test_tag_on_nothing_is_not_found_and_makes_no_tag(store, run):
+def test_tag_on_missing_checkpoint_is_not_found(store, run):
     for reference in (99, "seq:99", "nothing"):
         with pytest.raises(NotFoundError):
             run.tag(reference, "good")
@@ -156,7 +156,7 @@ def test_damaged_tag_does_not_hide_the_history(run, backend):
 # Rewind
 
 
-def test_rewind_publishes_an_entry_again_as_the_newest(run):
+def test_rewind_republishes_an_entry_as_newest(run):
     entry = run.rewind(10)
     assert (entry.seq, entry.step, entry.metrics) == (4, 10, {"loss": 0.0})
     assert seqs(run) == [4, 3, 2, 1, 0]
@@ -191,7 +191,7 @@ def test_rewinding_twice_and_to_a_rewound_entry_works(run):
     assert run.restore() == {"n": 0}
 
 
-def test_rewind_in_a_run_that_another_writes_is_a_conflict(run, backend):
+def test_rewind_during_other_writer_is_a_conflict(run, backend):
     with ckstore.open(backend) as other, pytest.raises(ConflictError):
         other.rewind(10)
     assert len(run.log()) == 4
@@ -218,7 +218,7 @@ def test_deleting_a_step_drops_every_entry_of_it(run):
 
 
 @pytest.mark.parametrize("reference", ["20", 20])
-def test_step_in_digits_is_a_step_too(run, reference):
+def test_step_as_digits_is_a_step(run, reference):
     assert run.delete(reference).seqs == (1, 3)
 
 
@@ -233,7 +233,7 @@ def test_deleting_by_another_name_drops_one_entry(run, reference):
     assert seqs(run) == [2, 1, 0]
 
 
-def test_deleted_seqs_are_never_given_again(run, backend):
+def test_deleted_seqs_are_never_reused(run, backend):
     run.delete("seq:3")
     assert run.commit({"n": 4}, 40).seq == 4
     run.delete("seq:4")
@@ -252,7 +252,7 @@ def test_tagged_checkpoint_is_not_deleted(run):
     assert seqs(run) == [2, 0]
 
 
-def test_deleting_what_is_not_there_is_not_found(run):
+def test_delete_of_missing_checkpoint_is_not_found(run):
     for reference in (99, "seq:99", "nothing"):
         with pytest.raises(NotFoundError):
             run.delete(reference)
@@ -261,7 +261,7 @@ def test_deleting_what_is_not_there_is_not_found(run):
         run.delete(10)
 
 
-def test_deleting_everything_leaves_an_empty_run_that_goes_on(run):
+def test_run_accepts_commits_after_deleting_everything(run):
     for step in run.steps():
         run.delete(step)
     assert run.log() == []
@@ -269,7 +269,7 @@ def test_deleting_everything_leaves_an_empty_run_that_goes_on(run):
     assert run.commit({"n": 9}, 1).seq == 4
 
 
-def test_chunks_of_a_deleted_checkpoint_may_still_be_reused(store):
+def test_chunks_of_deleted_checkpoint_can_be_reused(store):
     import numpy as np
 
     store.commit({"w": np.arange(50_000.0)}, 1)
@@ -279,7 +279,7 @@ def test_chunks_of_a_deleted_checkpoint_may_still_be_reused(store):
     assert (store.restore()["w"] == np.arange(50_000.0)).all()
 
 
-def test_deleted_manifest_lies_in_the_trash(run, backend):
+def test_deleted_manifest_is_in_the_trash(run, backend):
     run.delete(10)
     assert [name for name in memory_files.names_of(backend, "trash/") if name.endswith(".ckm")]
     assert repository_of(run).tags.intents_on(0) == []
@@ -288,7 +288,7 @@ def test_deleted_manifest_lies_in_the_trash(run, backend):
 # Damage in others
 
 
-def test_damaged_header_is_named_by_the_log_and_hides_no_other_checkpoint(run, backend, caplog):
+def test_damaged_header_hides_no_other_checkpoint(run, backend, caplog):
     entries = run.log()
     memory_files.flip(backend, memory_files.first_of(backend, "manifests/main/00000001-"), 20)
     assert run.log() == [entry for entry in entries if entry.seq != 1]

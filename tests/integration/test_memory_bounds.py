@@ -1,4 +1,4 @@
-"""Reading keeps within the memory that the policy gives it, on any number of threads."""
+"""Protects the memory limit of the policy for reading, with any number of threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHUNK_NBYTES = 64 * KIB
 
 
 def fitted(threads, memory_nbytes_max):
-    """Return what one thread takes and one buffer, and how many of both a policy gets."""
+    """Return the memory of one thread and of one buffer, and how many of both a policy gets."""
     limits = Limits(4 * MIB)
     policy = replace(Policy(threads=threads), memory_nbytes_max=memory_nbytes_max)
     return DECODE_CHAIN.nbytes(limits), read_buffer_nbytes(limits), *DECODE_CHAIN.fit_reading(policy, limits)
@@ -47,26 +47,26 @@ def test_threads_and_buffers_fit_into_the_memory(memory):
         assert 1 <= threads <= wanted
         assert threads + READ_BUFFERS_MIN <= buffers <= max(READ_BUFFERS, threads + READ_BUFFERS_MIN)
         assert threads * worker + buffers * buffer <= memory
-        # Neither a thread, with a buffer of its own, nor a buffer more would fit, unless there are enough.
+        # Neither a further thread, with its buffer, nor a further buffer would fit, unless there are enough.
         assert threads == wanted or (threads + 1) * (worker + buffer) + READ_BUFFERS_MIN * buffer > memory
         assert buffers >= READ_BUFFERS or threads * worker + (buffers + 1) * buffer > memory
         assert threads >= last
         last = threads
 
 
-def test_eight_cores_are_nearly_all_used_within_the_memory_of_the_default_policy():
+def test_default_policy_uses_most_of_eight_cores():
     _, _, threads, buffers = fitted(8, Policy().memory_nbytes_max)
     assert threads >= 7
     assert buffers >= threads + READ_BUFFERS_MIN
 
 
-def test_one_thread_and_the_fewest_buffers_are_left_of_little_memory():
+def test_little_memory_allows_one_thread():
     for wanted in range(1, 65):
         assert fitted(wanted, 56 * MIB)[2:] == (1, 8)
 
 
 @pytest.mark.parametrize("wanted", [1, 8, 64])
-def test_one_worker_and_the_fewest_buffers_are_left_of_too_little_memory(wanted):
+def test_too_little_memory_still_allows_one_worker(wanted):
     policy, limits = Policy(threads=wanted), Limits()
     budget = MemoryBudget(0, 2 * policy.memory_nbytes_max // MIB)
     assert budget.fit_threads(policy, limits) == 1
@@ -76,7 +76,7 @@ def test_one_worker_and_the_fewest_buffers_are_left_of_too_little_memory(wanted)
 
 @pytest.fixture
 def opened(backend):
-    """A store of small chunks whose policy asks for more threads than the memory holds."""
+    """A store of small chunks whose policy asks for more threads than the memory allows."""
     policy = Policy(threads=64, memory_nbytes_max=56 * MIB, compression="none")
     create_store(backend, SYSTEM_CLOCK, Limits(chunk_nbytes_max=CHUNK_NBYTES))
     with ckstore.open(backend, policy=policy) as store:
@@ -86,7 +86,7 @@ def opened(backend):
 
 @pytest.fixture
 def used(monkeypatch):
-    """What was made by reading: sizes of pools, and the names of threads started."""
+    """The resources created by reading: sizes of pools, and the names of threads started."""
     pools, names = [], []
 
     class Pool(BufferPool):
@@ -115,17 +115,17 @@ def check_bound(used, prefix, thread_nbytes):
     assert pools[0] + threads * thread_nbytes <= 56 * MIB
 
 
-def test_restore_keeps_within_the_memory_of_its_policy(opened, used):
+def test_restore_respects_memory_limit(opened, used):
     assert opened.restore(1)["w"].nbytes == 80 * CHUNK_NBYTES
     check_bound(used, "ckstore-decode-", DECODE_CHAIN.nbytes(Limits(CHUNK_NBYTES)))
 
 
-def test_verify_keeps_within_the_memory_of_its_policy(opened, used):
+def test_verify_respects_memory_limit(opened, used):
     assert opened.verify("decode").is_clean
     check_bound(used, "ckstore-verify", DECODE.nbytes(Limits(CHUNK_NBYTES)))
 
 
-def test_progress_of_a_restore_does_not_add_up_all_storages_each_time(opened, monkeypatch):
+def test_restore_progress_is_incremental(opened, monkeypatch):
     sums, seen = [], []
 
     def counted(values):
@@ -150,7 +150,7 @@ def test_progress_of_a_restore_does_not_add_up_all_storages_each_time(opened, mo
     ],
     ids=["encode", "encode best", "delta", "quantize", "quantize privately"],
 )
-def test_one_thread_of_a_commit_keeps_within_its_budget(tmp_path, policy, budget):
+def test_commit_thread_respects_its_budget(tmp_path, policy, budget):
     run, peaks = AdamRun(shape=(1024, 1280)), []
     with ckstore.open(tmp_path, policy=replace(policy, threads=1)) as store:
         for step in range(3):
@@ -161,5 +161,5 @@ def test_one_thread_of_a_commit_keeps_within_its_budget(tmp_path, policy, budget
                 peaks.append(tracemalloc.get_traced_memory()[1])
             finally:
                 tracemalloc.stop()
-    # What zstd takes for its contexts is not traced, and neither are read buffers and write blocks.
+    # zstd's contexts, read buffers and write blocks are not traced.
     assert max(peaks) <= budget.nbytes(Limits()) - 8 * MIB

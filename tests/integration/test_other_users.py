@@ -1,6 +1,6 @@
-"""Protects a store that several people touch: maintenance by root or a colleague never locks the trainer out.
+"""Protects a store used by several people: maintenance by root or a colleague never locks the trainer out.
 
-Also what is said and done where something cannot be read: it is a warning to a commit and a restore, and no damage.
+Unreadable files are a warning for commit and restore, and are never reported as damage.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def owners_below(path):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def rehearsal(tmp_path_factory):
-    """Import what the verbs need: another user may not be able to read where this Python is installed."""
+def imported_modules(tmp_path_factory):
+    """Import what the operations need, because another user may not be able to read this Python installation."""
     need_root()
-    path = tmp_path_factory.mktemp("rehearsal") / "store"
+    path = tmp_path_factory.mktemp("imported_modules") / "store"
     for step in range(3):
         commit(path, step)
     with ckstore.open(path) as store:
@@ -88,7 +88,7 @@ MAINTENANCE = {
 
 
 @pytest.mark.parametrize("arguments", MAINTENANCE.values(), ids=MAINTENANCE)
-def test_what_root_does_belongs_to_the_trainer(trained, arguments):
+def test_files_of_root_belong_to_the_trainer(trained, arguments):
     code = ckstore_command([str(trained) if word == "S" else word for word in arguments])
     assert code in (0, 2)
     assert owners_below(trained) == {TRAINER}
@@ -100,7 +100,7 @@ def test_what_root_does_belongs_to_the_trainer(trained, arguments):
             store.gc({"keep_last": 1}, trash_for=0)
 
 
-def test_root_may_commit_and_the_trainer_goes_on(trained):
+def test_trainer_works_after_commit_by_root(trained):
     commit(trained, 7)
     assert owners_below(trained) == {TRAINER}
     with as_user(TRAINER):
@@ -108,7 +108,7 @@ def test_root_may_commit_and_the_trainer_goes_on(trained):
         commit(trained, 8)
 
 
-def test_root_gives_away_nothing_that_lay_there_before(trained, place):
+def test_root_changes_no_owner_of_existing_files(trained, place):
     other = place / "others"
     other.mkdir(mode=0o700)
     (trained / "gc.lock").unlink(missing_ok=True)
@@ -123,11 +123,11 @@ def _file_of_root(place):
     return place / "secret"
 
 
-# A store that is shared
+# A shared store
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_store_shared_with_a_group_is_used_by_all_of_it_whatever_their_umask(place, umask):
+def test_group_store_works_with_any_umask(place, umask):
     path = place / "store"
     with as_user(TRAINER, GROUP, umask=umask):
         for step in range(3):
@@ -150,7 +150,7 @@ def test_store_shared_with_a_group_is_used_by_all_of_it_whatever_their_umask(pla
         commit(path, 5)
 
 
-def test_store_shared_by_umask_can_be_read_by_all_and_written_by_its_owner(place):
+def test_umask_store_is_readable_by_all(place):
     path = place / "store"
     with as_user(TRAINER, umask=0o022):
         commit(path, 1, shared="umask")
@@ -172,7 +172,7 @@ def test_private_store_stays_private_in_an_open_folder(place):
     assert modes_below(path) == {0o700, 0o600, 0o400}
 
 
-def test_folder_that_a_group_may_write_is_refused_unless_its_store_was_made_so(place):
+def test_group_writable_folder_needs_shared_store(place):
     path = place / "store"
     commit(path, 1)
     path.chmod(0o770)
@@ -182,7 +182,7 @@ def test_folder_that_a_group_may_write_is_refused_unless_its_store_was_made_so(p
         ckstore.open(place / "other", shared="everybody")
 
 
-# What one may not read
+# Unreadable files
 
 
 def locked(trained, name):
@@ -203,7 +203,7 @@ UNREADABLE = ["tags/main/good", f"trash/{'a' * 32}/", f"trash/{'a' * 32}/doomed"
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_cannot_be_read_is_a_warning_to_commit_and_restore(trained, name, caplog):
+def test_unreadable_file_is_a_warning(trained, name, caplog):
     locked(trained, name)
     with as_user(TRAINER):
         assert restored(trained) == 3
@@ -216,8 +216,8 @@ def test_what_cannot_be_read_is_a_warning_to_commit_and_restore(trained, name, c
     assert "EACCES" in caplog.text
 
 
-def test_unreadable_list_spares_new_packs_and_gives_up_older_ones(trained):
-    """Whatever it names is older than it: what the commit reuses is written again, and what it writes stays."""
+def test_unreadable_list_protects_only_new_packs(trained):
+    """The list can only name older packs: the commit rewrites what it would reuse, and its new packs stay."""
     locked(trained, f"trash/{'a' * 32}/doomed")
     with as_user(TRAINER), ckstore.open(trained) as store:
         first, second = store.commit(state_of(4), 4), store.commit(state_of(4), 5)
@@ -226,7 +226,7 @@ def test_unreadable_list_spares_new_packs_and_gives_up_older_ones(trained):
 
 
 @pytest.mark.parametrize("name", ["tags/main/good", "manifests/main/{}", "packs/{}", "config.json"])
-def test_damage_is_never_said_of_what_one_may_not_read(trained, name, capsys):
+def test_unreadable_file_is_not_reported_as_damage(trained, name, capsys):
     if "{}" in name:
         path = max((trained / name.split("/")[0]).rglob("*.ckm" if "main" in name else "*.pack"))
     else:
@@ -238,15 +238,15 @@ def test_damage_is_never_said_of_what_one_may_not_read(trained, name, capsys):
     path.chmod(0o600)
     with as_user(TRAINER):
         codes = {command: ckstore_command([command, str(trained)]) for command in ("ls", "verify", "repair")}
-    told = capsys.readouterr()
-    assert "DAMAGE" not in told.out
+    output = capsys.readouterr()
+    assert "DAMAGE" not in output.out
     assert codes["verify"] == BackendError.exit_code
-    assert "EACCES" in told.out + told.err
+    assert "EACCES" in output.out + output.err
     assert codes["repair"] in (0, BackendError.exit_code)
-    assert "lost" not in told.out
+    assert "lost" not in output.out
 
 
-def test_place_that_one_may_not_enter_says_whose_it_is(place):
+def test_inaccessible_folder_names_its_owner(place):
     (place / "private").mkdir(mode=0o700)
     target = place / "private" / "store"
     for path in (target, place / "private"):
@@ -260,7 +260,7 @@ def test_place_that_one_may_not_enter_says_whose_it_is(place):
     assert codes == [15] * 4
 
 
-def test_doctor_and_readers_of_a_store_that_can_only_be_read(place, capsys):
+def test_read_only_store_can_be_read_and_checked(place, capsys):
     path = place / "store"
     commit(path, 1, shared="umask")
     with as_user(TRAINER):

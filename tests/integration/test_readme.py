@@ -1,4 +1,4 @@
-"""Protects that README's loop, word for word, stores the end of training and resumes from where it was."""
+"""Protects README's loop, verbatim: it stores the end of training and resumes from there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 @pytest.fixture
 def loop(folder, monkeypatch):
-    """What runs README's loop in a folder of its own, with a model that learns to count."""
+    """Run README's loop in a temporary folder, with a model that learns to count."""
     folder.mkdir()
     monkeypatch.chdir(folder)
     (source,) = re.findall(r"## In a training loop\n\n```python\n(.*?)```", README.read_text(), re.DOTALL)

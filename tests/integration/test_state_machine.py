@@ -1,7 +1,7 @@
 """Any order of commit, restore, reopen, crash, tag, rewind and delete, against a plain dict model.
 
-A crash drops the handle without closing it and leaves what a killed commit leaves: claims, torn packs, drafts.
-In memory and on disk.
+A crash drops the handle without closing it and leaves what a killed commit leaves: claims, torn packs, drafts. In
+memory and on disk.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ POLICIES = st.sampled_from([ckstore.Policy(compression=kind, threads=1) for kind
 
 
 class Killed(BaseException):
-    """Ends a commit in the middle, past every handler of ours, as a SIGKILL does."""
+    """Ends a commit like SIGKILL: no handler of ckstore catches it."""
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One run of a store and its model; a subclass says where the store lies."""
+    """One run of a store and its model; a subclass says where the store is."""
 
     drawn = Bundle("drawn")
 
@@ -134,7 +134,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(state=drawn, step=STEPS, call=st.integers(0, 40))
     def crash(self, state, step, call):
-        """Kill a commit at a call to the backend, then forget the handle as a dead process does."""
+        """Kill a commit at a call to the backend, then drop the handle."""
         parts = repository_of(self.store)
         backend = parts.backend
         seen = {"count": 0, "published": None}
@@ -153,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
         lease: Lease = parts.lease
         lease._stop.set()
         if died or call % 2:
-            # What a killed process leaves: its lease stays, but whoever it names is dead.
+            # A killed process leaves its lease, but the owner is dead.
             from ckstore.store import lease as lease_module
 
             if lease._record is not None:
@@ -221,7 +221,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert report.checkpoint_count == len(self.model.entries)
 
     @invariant()
-    def history_is_the_model_s(self):
+    def history_matches_model(self):
         log = self.store.log()
         wanted = [(entry.seq, entry.step, dict(entry.metrics)) for entry in self.model.newest_first]
         assert [(info.seq, info.step, info.metrics) for info in log] == wanted
@@ -235,7 +235,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 class _Dying:
-    """A backend that is killed at its n-th call, and notes what was published before."""
+    """A backend that is killed at its n-th call, and records what was published before."""
 
     def __init__(self, inner, call, seen):
         self._inner, self._call, self._seen = inner, call, seen
@@ -267,7 +267,7 @@ class MemoryMachine(StoreMachine):
 
 
 class DiskMachine(StoreMachine):
-    """In a folder, with the engine that this machine has."""
+    """In a folder, with the engine that this machine supports."""
 
     def open_backend(self):
         if not hasattr(self, "folder"):
@@ -287,17 +287,17 @@ def quiet():
     logger.setLevel(logging.NOTSET)
 
 
-def test_store_in_memory_is_what_its_model_says():
+def test_store_in_memory_matches_model():
     run_state_machine_as_test(MemoryMachine)
 
 
-def test_store_on_disk_is_what_its_model_says():
+def test_store_on_disk_matches_model():
     examples = max(5, settings.default.max_examples // 5)
     run_state_machine_as_test(DiskMachine, settings=settings(settings.default, max_examples=examples))
 
 
-def test_machine_finds_a_store_that_forgets(monkeypatch):
-    # The negative control: a history that hides its oldest entry must be noticed. One example that does is enough.
+def test_machine_detects_a_lost_entry(monkeypatch):
+    # The negative control: hiding the oldest entry must be detected. One failing example is enough.
     log = ckstore.Store.log
     monkeypatch.setattr(ckstore.Store, "log", lambda self: log(self)[:1])
     control = settings(

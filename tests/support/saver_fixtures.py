@@ -86,8 +86,8 @@ def child(address):
 
 
 @pytest.fixture
-def desk(address):
-    """A trainer's desk before that store."""
+def harness(address):
+    """A trainer's harness before that store."""
     made = SaverHarness(address)
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""A trainer's desk, by hand: an arena, a saver, and states that are staged as far as a test wants."""
+"""A trainer's harness, by hand: an arena, a saver, and states that are staged as far as a test wants."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def stage_storages(slot, captured, places, units=None):
 class InFlightCommit:
     """A ticket, and what became of it."""
 
-    def __init__(self, desk, number, slot, captured, places):
-        self.desk, self.number, self.slot = desk, number, slot
+    def __init__(self, harness, number, slot, captured, places):
+        self.harness, self.number, self.slot = harness, number, slot
         self.captured, self.places = captured, places
         self.events = []
         self.began, self.ended, self.free = threading.Event(), threading.Event(), threading.Event()
@@ -160,19 +160,19 @@ class InFlightCommit:
     def stage(self, units=None):
         """Copy all storages, or as much as lies in the first units of the slot; mark these, and ring."""
         stage_storages(self.slot, self.captured, self.places, units)
-        os.eventfd_write(self.desk.saver.bell, 1)
+        os.eventfd_write(self.harness.saver.bell, 1)
         return self
 
     def finish(self):
         """Say that all is staged."""
         self.slot.state = STAGED
-        self.desk.saver.staged(self.number)
-        os.eventfd_write(self.desk.saver.bell, 1)
+        self.harness.saver.staged(self.number)
+        os.eventfd_write(self.harness.saver.bell, 1)
         return self
 
     def wait(self):
         """Wait for the end; return the receipt, or raise the error."""
-        assert self.desk.saver.wait(self.free, SECONDS_MAX, "end a test")
+        assert self.harness.saver.wait(self.free, SECONDS_MAX, "end a test")
         if self.error is not None:
             raise self.error
         return self.receipt
@@ -242,22 +242,22 @@ class SaverHarness:
 
 
 class Child:
-    """A trainer in a process of its own: runs code in which ``desk``, ``noise`` and ``say`` are known.
+    """A trainer in a process of its own: runs code in which ``harness``, ``noise`` and ``say`` are known.
 
     Args:
         folder: The store, which is there already.
         code: What to run; ``say(text)`` tells the test, and at the end the child sleeps until it is killed.
-        has_desk: Whether it has one, with a saver; else the first that its code says is the pid of a saver.
+        has_harness: Whether it has one, with a saver; else the first that its code says is the pid of a saver.
     """
 
-    def __init__(self, folder, code, *, has_desk=True):
-        desk = "desk = SaverHarness(folder); say(desk.saver.pid)" if has_desk else ""
+    def __init__(self, folder, code, *, has_harness=True):
+        harness = "harness = SaverHarness(folder); say(harness.saver.pid)" if has_harness else ""
         program = f"""
 import os, sys, time
 from support.saver_harness import *
 say = lambda text: os.write(1, f"{{text}}\\n".encode())
 folder = {str(folder)!r}
-{desk}
+{harness}
 {code}
 time.sleep(600)
 """

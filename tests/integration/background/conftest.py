@@ -1,4 +1,4 @@
-"""The fixtures of tests with real savers; none of them waits for a disk but those that say so."""
+"""Fixtures of tests with real savers; most use a folder in memory, so that no test waits for a disk."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from support.saver_fixtures import *  # noqa: F403 - fixtures are found by their
 
 @pytest.fixture
 def folder(fast_folder):
-    """Where a store may be made, in memory."""
+    """A folder for a store, in memory."""
     return fast_folder / "store"
 
 
 @pytest.fixture
 def altered(monkeypatch, fast_folder):
-    """Start programs in the place of savers."""
+    """Replace savers by other programs."""
     return AlteredSavers(monkeypatch, fast_folder)

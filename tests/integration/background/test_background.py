@@ -1,6 +1,7 @@
-"""Protects commits in the background from end to end, with a real saver: what comes back is what was committed.
+"""Protects background commits end to end, with a real saver: a restore returns what was committed.
 
-And that one store takes both ways in turn: the lease goes to the saver and comes back, the history is one.
+A store can alternate between background and synchronous commits: the lease moves to the saver and back, and there is
+one history.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def is_same(one, other):
     return one == other
 
 
-def test_training_run_on_a_disk_comes_back_bit_for_bit_at_every_commit(tmp_path):
+def test_every_commit_of_training_restores_exactly(tmp_path):
     torch.manual_seed(0)
     with ckstore.open(tmp_path / "store") as store:
         train_and_compare(store)
@@ -79,7 +80,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_both_ways_store_the_same_chunks_in_the_same_forms(store, folder, policy):
+def test_both_kinds_of_commit_store_equal_frames(store, folder, policy):
     torch.manual_seed(0)
     master = torch.randn(800, 800)
     ours, background = [], []
@@ -95,7 +96,7 @@ def test_both_ways_store_the_same_chunks_in_the_same_forms(store, folder, policy
     assert background[-1].chunks_derived == ours[-1].chunks_derived > 0 or policy.compression == "none"
 
 
-def test_both_ways_take_turns_in_one_history(store):
+def test_both_kinds_of_commit_share_one_history(store):
     state = {"w": np.arange(2 * MIB, dtype=np.uint32)}
     seqs = []
     for step in range(6):
@@ -110,7 +111,7 @@ def test_both_ways_take_turns_in_one_history(store):
     store.rewind("seq:2")
     last = store.commit_async(state, 9).result()
     assert store.log()[0].parent == last.seq - 1
-    # After a commit of the saver, one of this process still finds the chunks that are known.
+    # After a commit of the saver, this process still finds the known chunks.
     assert store.commit(state, 10).chunks_new == 0
 
 
@@ -119,7 +120,7 @@ def test_tags_are_set_by_the_saver(store):
     assert store.tags() == {"good": 0}
 
 
-def test_another_writer_of_the_run_is_a_conflict(store, folder):
+def test_other_writer_of_run_is_a_conflict(store, folder):
     with ckstore.open(folder) as other:
         other.commit({"a": 1}, 1)
         with pytest.raises(ConflictError, match=f"pid {os.getpid()}"):
@@ -128,14 +129,14 @@ def test_another_writer_of_the_run_is_a_conflict(store, folder):
 
 
 @pytest.mark.parametrize("verb", ["restore", "commit", "commit_async"])
-def test_a_forked_child_has_no_part_in_its_parents_saver(store, verb):
+def test_forked_child_cannot_use_the_saver(store, verb):
     state = {"w": np.arange(MIB)}
     store.commit_async(state, 0).result()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            # A hang would end in nothing; the parent waits for this one.
+            # The parent waits for this child, so a hang would not end.
             signal.alarm(60)
             if verb == "restore":
                 code = 0 if is_same(store.restore(), state) else 2
@@ -152,10 +153,11 @@ def test_a_forked_child_has_no_part_in_its_parents_saver(store, verb):
     assert store.commit_async(state, 2).result().seq == 1
 
 
-def test_a_saver_that_was_killed_costs_one_commit(store):
+def test_killed_saver_fails_one_commit(store):
     state = {"w": np.random.default_rng(0).integers(0, 1 << 32, MIB, np.uint32)}
     store.commit_async(state, 0).result()
-    # Its slot is free a moment after its receipt; a saver that is stopped in between would be waited for.
+    # The slot is released a moment after the receipt; the next commit would wait for a saver that is stopped in
+    # between.
     store.wait()
     pid = background_of(store).saver_pid
     stop(pid)
@@ -170,7 +172,7 @@ def test_a_saver_that_was_killed_costs_one_commit(store):
     assert receipt.step == 2
 
 
-def test_a_program_that_ends_without_closing_has_its_last_commit(folder):
+def test_exit_without_close_keeps_last_commit(folder):
     program = f"""
 import sys
 sys.path.insert(0, {SOURCE!r})
@@ -187,7 +189,7 @@ store.commit_async(state, 2)
         assert is_same(store.restore(), {"w": np.arange(1 << 20)})
 
 
-def test_a_state_that_grows_and_shrinks_is_always_whole(store):
+def test_resized_state_is_always_complete(store):
     for step, nbytes in enumerate((1, 9 * MIB, 3 * MIB, 22 * MIB, 100)):
         state = {"w": np.random.default_rng(step).integers(0, 256, nbytes, np.uint8)}
         store.commit_async(state, step).result()

@@ -1,6 +1,6 @@
-"""The trainer's end: every ticket ends once, a dead saver is noticed immediately, and nothing is left behind.
+"""Protects the trainer's side: every ticket ends once, a dead saver is noticed immediately, and nothing is left behind.
 
-Forked children have no part in a saver, and keep nothing of it alive.
+Forked children cannot use the saver, and do not keep any of its resources.
 """
 
 from __future__ import annotations
@@ -38,58 +38,58 @@ def steps(address):
 
 @pytest.fixture
 def never_polled(monkeypatch):
-    """Let whoever looks at intervals whether a process lives look too late."""
+    """Make the polling of the process far too slow, so that only events can notice a death."""
     monkeypatch.setattr(protocol, "POLL_SECONDS", 2 * SECONDS_MAX)
 
 
-# Death
+# Death of the saver
 
 
 @pytest.mark.usefixtures("never_polled")
 @pytest.mark.parametrize("is_staged", [False, True], ids=["staging", "staged"])
-def test_killed_saver_is_noticed_immediately_and_the_next_one_works(desk, address, caplog, is_staged):
-    desk.commit(noise(1), 1)
-    handed = desk.begin(noise(2, 24 << 20), 2).stage(4)
-    assert handed.began.wait(SECONDS_MAX)
+def test_killed_saver_is_noticed_and_replaced(harness, address, caplog, is_staged):
+    harness.commit(noise(1), 1)
+    in_flight = harness.begin(noise(2, 24 << 20), 2).stage(4)
+    assert in_flight.began.wait(SECONDS_MAX)
     if is_staged:
-        stop(desk.saver.pid)
-        handed.stage().finish()
-    os.kill(desk.saver.pid, signal.SIGKILL)
+        stop(harness.saver.pid)
+        in_flight.stage().finish()
+    os.kill(harness.saver.pid, signal.SIGKILL)
     with caplog.at_level(logging.ERROR, "ckstore"), pytest.raises(SaverError, match="was killed by SIGKILL") as caught:
-        handed.wait()
-    assert handed.events == ["began", "failed", "free"]
+        in_flight.wait()
+    assert in_flight.events == ["began", "failed", "free"]
     assert (caught.value.pid, caught.value.saver_exit_code, caught.value.todo.split(":")[0]) == (
-        desk.saver.pid,
+        harness.saver.pid,
         -signal.SIGKILL,
         "commit again",
     )
     assert "killed by SIGKILL" in caplog.text
-    assert not desk.saver.is_alive
+    assert not harness.saver.is_alive
     with pytest.raises(SaverError):
-        desk.begin(noise(2), 2)
+        harness.begin(noise(2), 2)
     assert steps(address) == [1]
-    desk.start()
-    # The dead one's lease is no obstacle, and its slot is as good as before.
-    assert desk.commit(noise(3), 3).seq == 1
+    harness.start()
+    # The lease of the dead saver does not block the new one, and its slot can be used.
+    assert harness.commit(noise(3), 3).seq == 1
 
 
-def test_dead_saver_is_no_zombie_and_holds_no_lease(desk):
-    desk.commit(noise(1), 1)
-    os.kill(desk.saver.pid, signal.SIGKILL)
-    until(lambda: not desk.saver.is_alive)
-    assert not Path(f"/proc/{desk.saver.pid}").exists()
-    assert desk.saver.release_lease()
-    assert desk.saver.quit()
+def test_dead_saver_is_reaped_and_holds_no_lease(harness):
+    harness.commit(noise(1), 1)
+    os.kill(harness.saver.pid, signal.SIGKILL)
+    until(lambda: not harness.saver.is_alive)
+    assert not Path(f"/proc/{harness.saver.pid}").exists()
+    assert harness.saver.release_lease()
+    assert harness.saver.quit()
 
 
-def test_saver_that_cannot_start_is_an_error_of_the_ticket(address, monkeypatch):
+def test_saver_that_cannot_start_fails_the_ticket(address, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    desk = SaverHarness(address)
+    harness = SaverHarness(address)
     try:
         with pytest.raises(SaverError, match="ended with code 1"):
-            desk.commit(noise(1), 1)
+            harness.commit(noise(1), 1)
     finally:
-        desk.close()
+        harness.close()
 
 
 def test_start_without_an_interpreter_is_an_error(address, monkeypatch):
@@ -103,59 +103,61 @@ def test_start_without_an_interpreter_is_an_error(address, monkeypatch):
     assert len(links()) <= before
 
 
-def test_what_the_saver_said_before_it_died_counts(address, monkeypatch):
-    """The thread that listens has just heard nothing when the saver publishes, says so, and dies."""
+def test_messages_before_death_of_saver_count(address, monkeypatch):
+    """The listening thread has just received nothing when the saver publishes, reports that, and dies."""
     looks, is_alive = threading.Event(), ProcessWatch.is_alive.fget
     monkeypatch.setattr(ProcessWatch, "is_alive", property(lambda watch: looks.wait(SECONDS_MAX) and is_alive(watch)))
-    desk = SaverHarness(address)
+    harness = SaverHarness(address)
     try:
-        handed = desk.begin(noise(1), 1).stage().finish()
-        # The thread that publishes gives up the lease after that: then it has said all of it.
-        assert not desk.saver.release_lease(0)
+        in_flight = harness.begin(noise(1), 1).stage().finish()
+        # The publishing thread releases the lease afterwards: then it has sent everything.
+        assert not harness.saver.release_lease(0)
         until(lambda: steps(address) == [1] and not (Path(address) / paths.lease_name("main")).exists())
-        os.kill(desk.saver.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, desk.saver.pid, os.WEXITED | os.WNOWAIT)
+        os.kill(harness.saver.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, harness.saver.pid, os.WEXITED | os.WNOWAIT)
         looks.set()
-        assert handed.wait().seq == 0
-        assert handed.events == ["began", "done", "free"]
+        assert in_flight.wait().seq == 0
+        assert in_flight.events == ["began", "done", "free"]
     finally:
         looks.set()
-        desk.close()
+        harness.close()
 
 
-def test_stopped_saver_is_waited_for_and_reported(desk, caplog, monkeypatch):
+def test_stopped_saver_is_waited_for_and_reported(harness, caplog, monkeypatch):
     monkeypatch.setattr(client, "WARN_AFTER_SECONDS", 0.1)
-    desk.saver.wait_ready(SECONDS_MAX)
-    stop(desk.saver.pid)
-    handed = desk.begin(noise(1), 1).stage().finish()
-    waiter = threading.Thread(target=desk.saver.wait, args=(handed.free, SECONDS_MAX, "publish step 1"), daemon=True)
+    harness.saver.wait_ready(SECONDS_MAX)
+    stop(harness.saver.pid)
+    in_flight = harness.begin(noise(1), 1).stage().finish()
+    waiter = threading.Thread(
+        target=harness.saver.wait, args=(in_flight.free, SECONDS_MAX, "publish step 1"), daemon=True
+    )
     with caplog.at_level(logging.WARNING, "ckstore"):
         waiter.start()
         until(lambda: "to publish step 1; the process is stopped" in caplog.text, "the word of it")
     assert "still waiting for the saver" in caplog.text
-    assert not handed.ended.is_set()
-    assert desk.saver.is_alive
-    os.kill(desk.saver.pid, signal.SIGCONT)
+    assert not in_flight.ended.is_set()
+    assert harness.saver.is_alive
+    os.kill(harness.saver.pid, signal.SIGCONT)
     waiter.join(SECONDS_MAX)
     assert not waiter.is_alive()
-    assert handed.wait().seq == 0
+    assert in_flight.wait().seq == 0
 
 
-def test_bells_and_messages_never_wait_for_a_stopped_saver(desk):
-    desk.saver.wait_ready(SECONDS_MAX)
-    stop(desk.saver.pid)
+def test_sending_never_waits_for_stopped_saver(harness):
+    harness.saver.wait_ready(SECONDS_MAX)
+    stop(harness.saver.pid)
     begun = time.monotonic()
     for _ in range(10_000):
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_write(desk.saver.bell, 1)
+            os.eventfd_write(harness.saver.bell, 1)
     for number in range(10_000):
-        desk.saver.abort(number)
-    # Whoever waited for it would wait for ever, and longer than this with a pause for each that finds no room.
+        harness.saver.abort(number)
+    # A pause for each message that does not fit would take longer than this.
     assert time.monotonic() - begun < SECONDS_MAX
-    os.kill(desk.saver.pid, signal.SIGCONT)
+    os.kill(harness.saver.pid, signal.SIGCONT)
 
 
-def test_saver_that_says_what_nobody_understands_is_killed(address, arena, altered, caplog, monkeypatch):
+def test_saver_that_sends_invalid_message_is_killed(address, arena, altered, caplog, monkeypatch):
     monkeypatch.setattr(client, "GRACE_SECONDS", 2 * SECONDS_MAX)
     altered.run("os.write(channel, b'\\xffnonsense'); time.sleep(600)")
     with caplog.at_level(logging.ERROR, "ckstore"):
@@ -167,7 +169,7 @@ def test_saver_that_says_what_nobody_understands_is_killed(address, arena, alter
         saver.begin(1, 0, 0, 1, Callbacks(print, print, print))
 
 
-def test_saver_that_closes_its_socket_and_lives_on_is_killed(address, arena, altered, monkeypatch):
+def test_saver_that_closes_its_socket_is_killed(address, arena, altered, monkeypatch):
     monkeypatch.setattr(client, "GRACE_SECONDS", 0.05)
     altered.run("os.close(channel); time.sleep(600)")
     saver = Saver.start(address, "main", arena)
@@ -176,8 +178,8 @@ def test_saver_that_closes_its_socket_and_lives_on_is_killed(address, arena, alt
         saver.begin(1, 0, 0, 1, Callbacks(print, print, print))
 
 
-def test_saver_says_that_a_ticket_has_begun_before_that_it_has_ended(altered, address):
-    """A message of a ticket that comes after its last one makes the trainer kill the saver."""
+def test_begin_is_reported_before_end(altered, address):
+    """A message after the last one of a ticket makes the trainer kill the saver."""
     altered.serve("""
 from ckstore.errors import BackendError
 from ckstore.background import protocol as messages
@@ -197,41 +199,41 @@ def fail_later(self):
 
 messages.Channel.send, Lease.wait_for_orphan = tell_late, fail_later
 """)
-    desk = SaverHarness(address)
+    harness = SaverHarness(address)
     try:
-        desk.commit({"a": 1}, 1)
-        # It has the lease: that is said by the thread that listens, while the other one could fail.
-        handed = desk.begin({"a": 2}, 2).stage().finish()
+        harness.commit({"a": 1}, 1)
+        # It has the lease: the listening thread reports that, while the other one could fail.
+        in_flight = harness.begin({"a": 2}, 2).stage().finish()
         with pytest.raises(BackendError, match="does not answer"):
-            handed.wait()
-        assert handed.events == ["began", "failed", "free"]
-        assert desk.commit({"a": 3}, 3).seq == 1
+            in_flight.wait()
+        assert in_flight.events == ["began", "failed", "free"]
+        assert harness.commit({"a": 3}, 3).seq == 1
     finally:
-        desk.close()
+        harness.close()
 
 
-# The end
+# Ending the saver
 
 
-def test_quit_carries_through_what_has_begun(desk, address):
-    handed = desk.begin(noise(1), 1).stage(1)
-    assert handed.began.wait(SECONDS_MAX)
-    assert not desk.saver.quit(0.1)
-    handed.stage().finish()
-    assert desk.saver.quit(SECONDS_MAX)
-    assert handed.receipt.seq == 0
-    assert handed.events == ["began", "done", "free"]
+def test_quit_completes_begun_commits(harness, address):
+    in_flight = harness.begin(noise(1), 1).stage(1)
+    assert in_flight.began.wait(SECONDS_MAX)
+    assert not harness.saver.quit(0.1)
+    in_flight.stage().finish()
+    assert harness.saver.quit(SECONDS_MAX)
+    assert in_flight.receipt.seq == 0
+    assert in_flight.events == ["began", "done", "free"]
     assert not (Path(address) / paths.lease_name("main")).exists()
 
 
-def test_quit_that_is_not_waited_for_leaves_no_zombie(desk, address):
-    desk.commit(noise(1), 1)
-    desk.saver.quit(is_waited=False)
-    until(lambda: not Path(f"/proc/{desk.saver.pid}").exists(), "the end of the saver")
+def test_quit_without_wait_leaves_no_zombie(harness, address):
+    harness.commit(noise(1), 1)
+    harness.saver.quit(is_waited=False)
+    until(lambda: not Path(f"/proc/{harness.saver.pid}").exists(), "the end of the saver")
     assert steps(address) == [1]
 
 
-def test_many_savers_leave_no_descriptor_thread_or_process(address):
+def test_many_savers_leak_nothing(address):
     def count():
         gc.collect()
         return len(links()), threading.active_count()
@@ -240,80 +242,80 @@ def test_many_savers_leave_no_descriptor_thread_or_process(address):
     before = count()
     pids = []
     for step in range(2):
-        desk = SaverHarness(address)
-        desk.commit(noise(step, 1 << 20), step)
-        pids.append(desk.saver.pid)
+        harness = SaverHarness(address)
+        harness.commit(noise(step, 1 << 20), step)
+        pids.append(harness.saver.pid)
         if step % 2:
-            os.kill(desk.saver.pid, signal.SIGKILL)
-        desk.close()
-        del desk
+            os.kill(harness.saver.pid, signal.SIGKILL)
+        harness.close()
+        del harness
     until(lambda: all(map(int.__le__, count(), before)), "the end of threads and descriptors")
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_many_commits_leave_no_descriptor_in_either_process(desk):
-    desk.commit(noise(0, 1 << 20), 0)
+def test_many_commits_leak_no_descriptor(harness):
+    harness.commit(noise(0, 1 << 20), 0)
 
     def count():
         gc.collect()
-        return len(links()), len(links(desk.saver.pid))
+        return len(links()), len(links(harness.saver.pid))
 
     before = count()
     for step in range(1, 30):
-        desk.commit(noise(step, 1 << 20), step)
-    # Fewer is well: what earlier tests left may be collected meanwhile. A beat of the lease has one for a moment.
+        harness.commit(noise(step, 1 << 20), step)
+    # Fewer is fine, because leftovers of earlier tests may be collected. The heartbeat opens a descriptor for a moment.
     until(lambda: all(map(int.__le__, count(), before)), "the end of descriptors")
 
 
-def test_callback_that_raises_is_logged_and_harms_no_commit(desk, caplog):
+def test_raising_callback_is_only_logged(harness, caplog):
     def fail():
         raise ValueError("a fault of the caller")
 
-    handed = desk.begin(noise(1), 1, callbacks=lambda given: dataclasses.replace(given, on_began=fail))
+    in_flight = harness.begin(noise(1), 1, callbacks=lambda given: dataclasses.replace(given, on_began=fail))
     with caplog.at_level(logging.ERROR, "ckstore"):
-        handed.stage().finish().wait()
+        in_flight.stage().finish().wait()
     assert "a fault of the caller" in caplog.text
-    assert desk.commit(noise(2), 2).seq == 1
+    assert harness.commit(noise(2), 2).seq == 1
 
 
 # Forked children
 
 
-def test_forked_child_cannot_use_the_saver_and_holds_nothing_of_it(desk, tmp_path):
-    desk.commit(noise(1), 1)
-    told = tmp_path / "held"
-    bell = Path(f"/proc/self/fd/{desk.saver.bell}")
+def test_forked_child_holds_nothing_of_the_saver(harness, tmp_path):
+    harness.commit(noise(1), 1)
+    reported = tmp_path / "held"
+    bell = Path(f"/proc/self/fd/{harness.saver.bell}")
     assert bell.exists()
 
     def child():
-        # Other tests may have left eventfds of their own.
+        # Other tests may have left eventfds.
         held = [link for link in links() if "arena" in link or "pidfd" in link] + [bell] * bell.exists()
         held += [line for line in Path("/proc/self/maps").read_text().splitlines() if "arena" in line]
-        told.write_text(f"{held}, saver alive: {desk.saver.is_alive}")
-        if held or desk.saver.is_alive or not desk.saver.quit():
+        reported.write_text(f"{held}, saver alive: {harness.saver.is_alive}")
+        if held or harness.saver.is_alive or not harness.saver.quit():
             return 3
         try:
-            desk.saver.begin(9, 0, 0, 1, Callbacks(print, print, print))
+            harness.saver.begin(9, 0, 0, 1, Callbacks(print, print, print))
         except UsageError:
             return 7
         return 4
 
     _, end = fork(child)
-    assert end() == 7, told.read_text()
-    assert desk.commit(noise(2), 2).seq == 1
+    assert end() == 7, reported.read_text()
+    assert harness.commit(noise(2), 2).seq == 1
 
 
 @pytest.mark.usefixtures("never_polled")
-def test_forked_child_does_not_hide_the_death_of_the_saver(desk):
-    desk.commit(noise(1), 1)
-    handed = desk.begin(noise(2), 2).stage(1)
-    assert handed.began.wait(SECONDS_MAX)
+def test_forked_child_does_not_hide_death_of_saver(harness):
+    harness.commit(noise(1), 1)
+    in_flight = harness.begin(noise(2), 2).stage(1)
+    assert in_flight.began.wait(SECONDS_MAX)
     _, end = fork(lambda: 0)
     try:
-        # The child lives until the test lets it go, so what tells is not the end of a socket.
-        os.kill(desk.saver.pid, signal.SIGKILL)
+        # The child lives until the test ends it, so the end of the socket cannot be what reports the death.
+        os.kill(harness.saver.pid, signal.SIGKILL)
         with pytest.raises(SaverError):
-            handed.wait()
+            in_flight.wait()
     finally:
         end()
 
@@ -321,7 +323,7 @@ def test_forked_child_does_not_hide_the_death_of_the_saver(desk):
 # Watching a process
 
 
-def test_watch_sees_death_by_descriptor_and_by_start_time():
+def test_death_is_seen_by_pidfd_and_start_time():
     with subprocess.Popen(["sleep", "600"]) as other:
         started = process_started(other.pid)
         watch, blind, wrong = (
@@ -336,7 +338,7 @@ def test_watch_sees_death_by_descriptor_and_by_start_time():
         assert watch.is_alive
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        # Not yet waited for: a zombie is dead.
+        # Not waited for yet: a zombie counts as dead.
         assert (watch.is_alive, blind.is_alive) == (False, False)
     watch.close()
     wrong.close()
@@ -345,15 +347,15 @@ def test_watch_sees_death_by_descriptor_and_by_start_time():
     gone.close()
 
 
-def test_system_without_pidfds_is_watched_all_the_same(address, monkeypatch):
+def test_death_is_seen_without_pidfd(address, monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
-    desk = SaverHarness(address)
+    harness = SaverHarness(address)
     try:
-        assert desk.commit(noise(1), 1).seq == 0
-        handed = desk.begin(noise(2), 2).stage(1)
-        assert handed.began.wait(SECONDS_MAX)
-        os.kill(desk.saver.pid, signal.SIGKILL)
+        assert harness.commit(noise(1), 1).seq == 0
+        in_flight = harness.begin(noise(2), 2).stage(1)
+        assert in_flight.began.wait(SECONDS_MAX)
+        os.kill(harness.saver.pid, signal.SIGKILL)
         with pytest.raises(SaverError):
-            handed.wait()
+            in_flight.wait()
     finally:
-        desk.close()
+        harness.close()

@@ -1,4 +1,4 @@
-"""Trainers on a GPU, with real savers: each state is the one of its commit, and the check accuses nobody else."""
+"""Protects trainers on a GPU, with real savers: each checkpoint is correct, and the guard check has no false alarms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is n
 
 @needs_gpu
 @pytest.mark.parametrize("is_on_a_stream", [False, True])
-def test_a_trainer_on_a_gpu_commits_each_step_as_it_was(tmp_path, is_on_a_stream):
+def test_gpu_trainer_commits_each_step(tmp_path, is_on_a_stream):
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 512)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     wanted = {}
@@ -33,7 +33,7 @@ def test_a_trainer_on_a_gpu_commits_each_step_as_it_was(tmp_path, is_on_a_stream
 
 @needs_gpu
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_the_check_of_the_guard_finds_what_was_changed_on_a_gpu_and_accuses_nobody_else(tmp_path, is_changed):
+def test_guard_check_finds_only_the_changed_gpu_tensor(tmp_path, is_changed):
     model = torch.nn.Linear(2048, 1024).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with ckstore.open(tmp_path / "store", policy=ckstore.Policy(debug_guard=True)) as store:

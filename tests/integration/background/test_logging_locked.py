@@ -1,4 +1,4 @@
-"""Protects a trainer that Ctrl-C interrupted in its own logging: what fails afterwards fails in time."""
+"""Protects a trainer that Ctrl-C interrupted inside logging: later failures are still reported in time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS_MAX = 30.0
 
 
 class Silent(logging.Handler):
-    """A handler of the trainer's: its lock is what counts."""
+    """A logging handler of the trainer; only its lock matters."""
 
     def emit(self, record):
         pass
@@ -26,12 +26,12 @@ class Silent(logging.Handler):
 
 @pytest.fixture
 def handler(monkeypatch):
-    """A handler of ckstore's log; locked for good by the main thread while it is in a test's hands."""
-    # Each of these tests waits once for a log that does not come.
+    """A handler of ckstore's log; the main thread holds its lock during a test."""
+    # Each of these tests waits once for a log record that does not come.
     monkeypatch.setattr("ckstore.concurrency.LOG_WAIT_SECONDS", 0.1)
     logger, made = logging.getLogger("ckstore"), Silent()
     logger.addHandler(made)
-    # As Ctrl-C leaves it, now and then: tests/unit/test_logs.py.
+    # Ctrl-C sometimes leaves it like this: tests/unit/test_logs.py.
     made.acquire()
     yield made
     made.release()
@@ -39,10 +39,10 @@ def handler(monkeypatch):
     logger.removeHandler(made)
 
 
-def test_commit_whose_saver_died_fails_in_time_while_logging_is_locked_and_the_next_succeeds(folder, handler):
+def test_dead_saver_is_reported_with_locked_logging(folder, handler):
     with ckstore.open(folder, policy=ckstore.Policy(saver_nice=0)) as store:
         store.commit_async({"w": bytes(1000)}, 1).result(SECONDS_MAX)
-        # Else it may be stopped before it gives the slot back, and the next commit would wait for that.
+        # Otherwise it may be stopped before it releases the slot, and the next commit would wait for that.
         store.wait()
         pid = background_of(store).saver_pid
         os.kill(pid, signal.SIGSTOP)
@@ -54,7 +54,7 @@ def test_commit_whose_saver_died_fails_in_time_while_logging_is_locked_and_the_n
         assert store.steps() == [1, 3]
 
 
-def test_callback_that_fails_while_logging_is_locked_delays_no_result(folder, handler):
+def test_failing_callback_delays_no_result(folder, handler):
     def fail(pending):
         raise ValueError("not mine")
 

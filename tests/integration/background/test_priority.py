@@ -1,4 +1,4 @@
-"""A saver process gives way while training goes on, stands aside while a state is copied, and hurries for who waits."""
+"""Protects training from the saver: it has low priority, is idle while a state is copied, and hurries on request."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ raises_priority = pytest.mark.skipif(os.geteuid() != 0, reason="only root may ra
 
 @pytest.fixture(scope="module")
 def opened():
-    """A desk with a saver that gives way, for one test after the other."""
+    """A harness with a low-priority saver, shared by the tests of this file."""
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(prefix="ckstore-priority-", dir=memory if memory.is_dir() else None)
     ckstore.open(f"{folder}/store").close()
-    desk = SaverHarness(f"{folder}/store", nice=NICE)
+    harness = SaverHarness(f"{folder}/store", nice=NICE)
     try:
-        assert desk.saver.wait_ready(SECONDS_MAX)
-        yield desk
+        assert harness.saver.wait_ready(SECONDS_MAX)
+        yield harness
     finally:
-        desk.close()
+        harness.close()
         shutil.rmtree(folder)
 
 
 @pytest.fixture
-def desk(opened):
-    """That desk, when its saver has nothing to do."""
+def harness(opened):
+    """That harness, when its saver is idle."""
     assert opened.saver.release_lease(SECONDS_MAX)
     until(lambda: niceness_of(opened.saver.pid) == {LOW}, "a saver that gives way")
     return opened
 
 
 def niceness_of(pid):
-    """Return the niceness of every thread of a process."""
+    """Return the nice value of every thread of a process."""
     # The 19th field.
     return {int(nice) for nice in stats_of(pid, 16)}
 
 
 def policies_of(pid):
-    """Return the scheduling policy of the thread that listens, and those of all others; these may end meanwhile."""
+    """Return the scheduling policies of the listening thread and of all others; these may end meanwhile."""
     others = set()
     for task in {int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()} - {pid}:
         with contextlib.suppress(ProcessLookupError):
@@ -64,7 +64,7 @@ def policies_of(pid):
 
 
 def awake_count(pid):
-    """Return how many threads of a process are in no idle class."""
+    """Return how many threads of a process are not in the idle class."""
     threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
     with contextlib.suppress(ProcessLookupError):
         return sum(os.sched_getscheduler(thread) == os.SCHED_OTHER for thread in threads)
@@ -72,59 +72,59 @@ def awake_count(pid):
 
 
 @contextlib.contextmanager
-def waited_for(desk, handed):
+def waited_for(harness, in_flight):
     """Wait urgently for the end of a ticket on another thread."""
-    waiting = (handed.free, SECONDS_MAX, "end a test")
-    waiter = threading.Thread(target=desk.saver.wait, args=waiting, kwargs={"is_urgent": True})
+    waiting = (in_flight.free, SECONDS_MAX, "end a test")
+    waiter = threading.Thread(target=harness.saver.wait, args=waiting, kwargs={"is_urgent": True})
     waiter.start()
     yield
     waiter.join()
 
 
 @raises_priority
-def test_saver_stands_aside_before_a_state_comes_and_while_it_is_copied(desk):
-    pid = desk.saver.pid
-    until(lambda: policies_of(pid) == (os.SCHED_OTHER, {os.SCHED_IDLE}), "a saver that stands aside")
-    handed = desk.begin(noise(1, 8 * MIB), 1).stage(1)
-    assert desk.saver.wait(handed.began, SECONDS_MAX, "begin")
-    # The lease's thread, by whose beats others judge whether the saver lives, is awake.
+def test_saver_is_idle_class_while_state_is_copied(harness):
+    pid = harness.saver.pid
+    until(lambda: policies_of(pid) == (os.SCHED_OTHER, {os.SCHED_IDLE}), "a saver in the idle class")
+    in_flight = harness.begin(noise(1, 8 * MIB), 1).stage(1)
+    assert harness.saver.wait(in_flight.began, SECONDS_MAX, "begin")
+    # The thread of the lease stays awake, because its heartbeats show that the saver is alive.
     both = (os.SCHED_OTHER, {os.SCHED_IDLE, os.SCHED_OTHER})
     assert policies_of(pid) == both
     assert niceness_of(pid) == {LOW}
-    handed.stage().finish().wait()
-    until(lambda: policies_of(pid) == both, "a saver that stands aside again")
+    in_flight.stage().finish().wait()
+    until(lambda: policies_of(pid) == both, "a saver in the idle class again")
     until(lambda: awake_count(pid) == 2, "only the one that listens, and the lease's, awake")
 
 
 @raises_priority
-def test_saver_that_is_waited_for_has_its_full_priority_and_does_not_stand_aside(desk):
-    pid = desk.saver.pid
-    handed = desk.begin(noise(2, 8 * MIB), 2).stage(1)
-    with waited_for(desk, handed):
+def test_saver_has_full_priority_when_waited_for(harness):
+    pid = harness.saver.pid
+    in_flight = harness.begin(noise(2, 8 * MIB), 2).stage(1)
+    with waited_for(harness, in_flight):
         until(lambda: niceness_of(pid) == {START}, "a saver that hurries")
-        until(lambda: policies_of(pid)[1] == {os.SCHED_OTHER}, "a saver that stands aside no more")
-        handed.stage()
+        until(lambda: policies_of(pid)[1] == {os.SCHED_OTHER}, "a saver with normal scheduling")
+        in_flight.stage()
         assert niceness_of(pid) == {START}
-        handed.finish().wait()
+        in_flight.finish().wait()
     until(lambda: niceness_of(pid) == {LOW}, "a saver that gives way again")
 
 
-def test_saver_that_is_only_looked_at_does_not_hurry(desk, monkeypatch):
-    """A trainer that only makes sure that its state is staged, or looks whether it is durable, trains on."""
-    handed = desk.begin(noise(3, 3 * MIB), 3).stage()
+def test_polling_does_not_hurry_the_saver(harness, monkeypatch):
+    """A trainer that only checks that its state is staged, or whether it is durable, trains on."""
+    in_flight = harness.begin(noise(3, 3 * MIB), 3).stage()
     said, send = [], protocol.send
     with monkeypatch.context() as patched:
         patched.setattr(protocol, "send", lambda end, message: (said.append(message), send(end, message)))
-        assert not desk.saver.wait(handed.free, 0.1, "end a test")
-        assert not desk.saver.wait(handed.free, 0, "end a test", is_urgent=True)
+        assert not harness.saver.wait(in_flight.free, 0.1, "end a test")
+        assert not harness.saver.wait(in_flight.free, 0, "end a test", is_urgent=True)
     assert said == []
-    assert niceness_of(desk.saver.pid) == {LOW}
-    handed.finish().wait()
+    assert niceness_of(harness.saver.pid) == {LOW}
+    in_flight.finish().wait()
 
 
 @pytest.mark.parametrize("error", [SaverError, MemoryError, OSError])
-def test_hurry_that_cannot_be_said_is_no_error_of_its_own(desk, monkeypatch, error):
-    handed = desk.begin(noise(4, 3 * MIB), 4)
+def test_failed_hurry_message_is_no_error(harness, monkeypatch, error):
+    in_flight = harness.begin(noise(4, 3 * MIB), 4)
 
     def fail(end, message):
         raise error("nobody listens")
@@ -132,7 +132,7 @@ def test_hurry_that_cannot_be_said_is_no_error_of_its_own(desk, monkeypatch, err
     with monkeypatch.context() as patched:
         patched.setattr(client, "GRACE_SECONDS", 0.01)
         patched.setattr(protocol, "send", fail)
-        assert not desk.saver.wait(handed.free, 0.05, "end a test", is_urgent=True)
-    desk.saver.abort(handed.number)
+        assert not harness.saver.wait(in_flight.free, 0.05, "end a test", is_urgent=True)
+    harness.saver.abort(in_flight.number)
     with pytest.raises(SaverError, match="given up"):
-        handed.wait()
+        in_flight.wait()

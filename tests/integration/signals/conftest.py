@@ -1,6 +1,6 @@
-"""A process that trains and listens to signals, for the tests of this folder.
+"""A process that trains and handles signals, for the tests of this folder.
 
-It updates two arrays one after the other, slowly, so that nearly every signal comes between the two.
+It updates two arrays one after the other, slowly, so that nearly every signal arrives between the two.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ with store.commit_on_signal(lambda: state, **OPTIONS) as last:
 
 
 class Trainer:
-    """A process that trains, forked by one that has imported what it needs."""
+    """A training process, forked by a process that has imported what it needs."""
 
     def __init__(self, folder, code):
         self.folder = folder
@@ -91,7 +91,7 @@ class Trainer:
                 return line.split()[1:]
         raise AssertionError(f"it ended without saying {word!r}: {self._err.read()}")
 
-    def hear_told(self, text):
+    def wait_for_log(self, text):
         """Wait until something was logged."""
         while text not in " ".join(self.hear("log")):
             pass
@@ -103,7 +103,7 @@ class Trainer:
         return Path(f"/proc/{self._pid}").exists()
 
     def end(self):
-        """Return exit code and what was logged."""
+        """Return exit code and log."""
         self.out = [line.rstrip("\n") for line in self._out if not line.startswith("log ")]
         return self._forks.wait(self._pid), self._err.read()
 
@@ -115,7 +115,7 @@ class Trainer:
         self._err.close()
 
     def restored(self):
-        """Return the newest checkpoint, which must be one of a whole step."""
+        """Return the newest checkpoint, which must contain a complete step."""
         with ckstore.open(self.folder, create=False) as store:
             state = store.restore()
             assert state["first"].min() == state["first"].max() == state["second"].min() == state["step"]
@@ -125,7 +125,7 @@ class Trainer:
 
 @pytest.fixture
 def trainer(folder):
-    """Return what starts a trainer; none is left behind."""
+    """Return a function that starts a trainer; all of them are ended afterwards."""
     started = []
 
     def start(code):
@@ -139,7 +139,7 @@ def trainer(folder):
 
 @pytest.fixture
 def loop():
-    """Return what makes the code of a training loop that commits as told and checks after each step."""
+    """Return a function that makes the code of a training loop, which commits on request and checks each step."""
     return _loop
 
 

@@ -1,4 +1,4 @@
-"""Protects the last commit: real processes, real signals, at any time; what is committed is never torn."""
+"""Protects the last commit: real processes and signals, at any time; a checkpoint is never torn."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import pytest
 import ckstore
 
 HASTY = "signals.STAGED_SECONDS = 0.2\n"
-"""Code of a trainer that, after its deadline, waits for moments only until its state is staged."""
+"""Code of a trainer that, after its deadline, waits only briefly until its state is staged."""
 
 BY_SAVER = 'store.commit_async(state, step) if step % 5 == 1 else say("step", step)'
 IN_PROCESS = 'store.commit(state, step) if step % 5 == 1 else say("step", step)'
 
 
 @pytest.mark.parametrize("commit", [BY_SAVER, IN_PROCESS, 'say("step", step)'], ids=["saver", "process", "none"])
-def test_sigterm_in_the_middle_of_a_step_commits_the_whole_step(trainer, loop, commit):
+def test_sigterm_during_step_commits_the_whole_step(trainer, loop, commit):
     run = trainer(loop(commit))
     for _ in range(4):
         step = int(run.hear("step")[0])
     run.send()
-    code, told = run.end()
+    code, log = run.end()
     assert code == 143
     assert run.restored()["step"] >= step
-    assert f"step {run.restored()['step']} is durable" in told
-    assert "Traceback" not in told
+    assert f"step {run.restored()['step']} is durable" in log
+    assert "Traceback" not in log
 
 
-def test_what_listened_before_is_called_and_may_let_the_run_end(trainer):
+def test_previous_handler_is_called_and_may_end_run(trainer):
     code = """
 def before(number, frame):
-    say("told", number)
+    say("log", number)
 signal.signal(signal.SIGTERM, before)
 last = store.commit_on_signal(lambda: state, metrics=lambda: {"loss": 2.5}, tags=["preempted"])
 say("ready")
@@ -47,7 +47,7 @@ say("ended", step, last.signal.name, last.receipt.step, signal.getsignal(signal.
     run = trainer(code)
     run.hear("ready")
     run.send()
-    assert run.hear("told") == ["15"]
+    assert run.hear("log") == ["15"]
     step, name, committed, is_restored = run.hear("ended")
     assert (name, committed, is_restored) == ("SIGTERM", step, "True")
     assert run.end()[0] == 0
@@ -56,7 +56,7 @@ say("ended", step, last.signal.name, last.receipt.step, signal.getsignal(signal.
         assert store.info("preempted").metrics == {"loss": 2.5}
 
 
-def test_the_caller_may_end_the_run_itself(trainer):
+def test_caller_may_end_the_run(trainer):
     code = """
 with store.commit_on_signal(lambda: state, then="return", signals=[signal.SIGUSR1, signal.SIGTERM]) as last:
     say("ready")
@@ -74,60 +74,60 @@ say("ended", step, last.signal.name)
     assert (run.end()[0], name, run.restored()["step"]) == (0, "SIGUSR1", int(step))
 
 
-def test_a_second_sigterm_does_not_disturb_the_last_commit(trainer, loop):
+def test_second_sigterm_does_not_disturb_last_commit(trainer, loop):
     run = trainer(loop(BY_SAVER))
     run.hear("step")
     for _ in range(20):
         with contextlib.suppress(ProcessLookupError):
             run.send()
         time.sleep(0.003)
-    # One that comes when all is over ends the process at once, as it would any.
+    # A signal after everything is done ends the process immediately, by default.
     assert run.end()[0] in (143, -signal.SIGTERM)
     assert run.restored()["step"] > 0
 
 
-def test_ctrl_c_twice_ends_at_once(trainer, loop):
+def test_second_ctrl_c_ends_immediately(trainer, loop):
     run = trainer(
         loop('say("step", step)', signals=[int(signal.SIGINT)]).replace("train_one_step()", "train_one_step(30)")
     )
     run.hear("ready")
     run.send(signal.SIGINT)
-    # Else both may come at once, and count as one.
-    run.hear_told("is committed once more")
+    # Otherwise both may arrive together and count as one.
+    run.wait_for_log("is committed once more")
     assert run.is_running()
     run.send(signal.SIGINT)
-    code, told = run.end()
+    code, log = run.end()
     assert code in (1, -signal.SIGINT, 130)
-    assert "KeyboardInterrupt" in told
+    assert "KeyboardInterrupt" in log
     with ckstore.open(run.folder) as store:
         assert store.steps() == []
 
 
-def test_no_step_in_time_commits_nothing_torn_and_a_later_signal_ends(trainer, loop):
+def test_no_step_before_deadline_commits_nothing(trainer, loop):
     code = loop(deadline_seconds=0.3).replace(
         "train_one_step()", "(step == 2 and say('long'), train_one_step(0.02 if step < 2 else 60))"
     )
     run = trainer("store.commit_async(state, 0).result()\n" + code)
     run.hear("long")
     run.send()
-    run.hear_told("check() was not called within 0.3 s")
+    run.wait_for_log("check() was not called within 0.3 s")
     assert run.is_running()
     run.send()
     assert run.end()[0] == -signal.SIGTERM
     assert run.restored()["step"] == 0
 
 
-def test_a_step_that_ends_too_late_is_committed_all_the_same(trainer, loop):
+def test_late_step_is_still_committed(trainer, loop):
     code = 'is_told = when_told("check() was not called")\n'
     run = trainer(code + loop(deadline_seconds=0.2).replace("train_one_step()", "(train_one_step(), is_told.wait(60))"))
     run.hear("ready")
     run.send()
-    code, told = run.end()
+    code, log = run.end()
     assert (code, run.restored()["step"]) == (143, 1)
-    assert "check() was not called" in told
+    assert "check() was not called" in log
 
 
-def test_a_signal_during_a_commit_waits_for_it_and_does_not_repeat_it(trainer, loop):
+def test_signal_during_commit_does_not_repeat_it(trainer, loop):
     code = """
 import ckstore.api
 original = ckstore.api.Store.commit_async
@@ -144,8 +144,8 @@ ckstore.api.Store.commit_async = interrupted
         assert [entry.step for entry in store.log()] == [3]
 
 
-def test_a_commit_that_turns_out_to_be_the_last_one_gets_its_tags(trainer, loop):
-    """Else a job that resumes by the tag finds the state of an earlier preemption."""
+def test_commit_in_progress_gets_tags_of_last_commit(trainer, loop):
+    """Otherwise a job that resumes by the tag would use the state of an earlier preemption."""
     code = """
 store.commit(state, 0, tags=["preempted"])
 def commit(step):
@@ -160,19 +160,19 @@ def commit(step):
         assert store.info("preempted").step == 3
 
 
-def test_a_saver_that_the_same_signal_ends_costs_nothing(trainer, loop):
+def test_signaled_saver_loses_nothing(trainer, loop):
     """Schedulers send SIGTERM to every process of a job."""
     run = trainer(loop('(store.commit_async(state, step), say("saver", background_of(store).saver_pid))'))
     saver = int(run.hear("saver")[0])
     os.kill(saver, signal.SIGTERM)
     run.send()
-    code, told = run.end()
-    assert code == 143, told
+    code, log = run.end()
+    assert code == 143, log
     assert run.restored()["step"] > 0
-    assert f"step {run.restored()['step']} is durable" in told
+    assert f"step {run.restored()['step']} is durable" in log
 
 
-def test_an_earlier_commit_that_failed_does_not_cost_the_last_one(trainer, loop):
+def test_earlier_failure_does_not_prevent_last_commit(trainer, loop):
     code = """
 def commit(step):
     global pending
@@ -189,13 +189,13 @@ def commit(step):
         pending = store.commit_async(state, step)
 """
     run = trainer(code + loop("commit(step)"))
-    code, told = run.end()
+    code, log = run.end()
     assert code == 143
-    assert "failed and is retried" in told
+    assert "failed and is retried" in log
     assert run.restored()["step"] == 3
 
 
-def test_what_is_staged_when_the_trainer_is_killed_is_published(trainer, loop):
+def test_staged_last_commit_survives_killed_trainer(trainer, loop):
     code = """
 from ckstore.background.pending import Pending
 state["more"] = np.random.default_rng(0).integers(0, 1 << 32, 8 << 20, np.uint32)
@@ -213,7 +213,7 @@ Pending.result = result
     assert run.restored()["step"] > 0
 
 
-def test_a_commit_that_no_saver_has_taken_in_time_is_not_said_to_be_staged(trainer, loop):
+def test_unanswered_commit_is_not_reported_as_staged(trainer, loop):
     code = """
 def commit(step):
     if step == 2:
@@ -223,19 +223,19 @@ store.commit_async(state, 0).result()
 # Its slot is free a moment after its receipt.
 store.wait()
 """
-    told = 'say("saver", background_of(store).saver_pid)\n'
-    run = trainer(HASTY + code + told + loop("commit(step)", deadline_seconds=0.5))
+    log = 'say("saver", background_of(store).saver_pid)\n'
+    run = trainer(HASTY + code + log + loop("commit(step)", deadline_seconds=0.5))
     saver = int(run.hear("saver")[0])
-    # It does not answer: nobody can say that the state is published if the process dies now.
-    run.hear_told("step 2 is not staged at the deadline")
-    # It waits for the saver at exit, which only now goes on.
+    # The saver does not answer, so the trainer cannot know whether the state would be published.
+    run.wait_for_log("step 2 is not staged at the deadline")
+    # It waits at exit for the saver, which continues only now.
     os.kill(saver, signal.SIGCONT)
-    code, told = run.end()
+    code, log = run.end()
     assert code == 143
     assert run.restored()["step"] == 2
 
 
-def test_a_commit_that_is_staged_and_not_durable_in_time_is_left_to_the_saver(trainer, loop):
+def test_staged_commit_after_deadline_is_left_to_saver(trainer, loop):
     code = """
 state["more"] = np.random.default_rng(0).integers(0, 1 << 32, 8 << 20, np.uint32)
 def commit(step):
@@ -250,18 +250,18 @@ def commit(step):
         os.kill(os.getpid(), signal.SIGTERM)
 store.commit_async(state, 0).result()
 """
-    told = 'say("saver", background_of(store).saver_pid)\n'
-    run = trainer(code + told + loop("commit(step)", deadline_seconds=0.5))
+    log = 'say("saver", background_of(store).saver_pid)\n'
+    run = trainer(code + log + loop("commit(step)", deadline_seconds=0.5))
     saver = int(run.hear("saver")[0])
     (step,) = run.hear("caught")
-    run.hear_told(f"step {step} is staged but not durable at the deadline")
+    run.wait_for_log(f"step {step} is staged but not durable at the deadline")
     os.kill(saver, signal.SIGCONT)
-    code, told = run.end()
+    code, log = run.end()
     assert code == 143
     assert run.restored()["step"] == int(step)
 
 
-def test_forked_children_end_by_sigterm_as_if_nobody_had_listened(trainer):
+def test_sigterm_ends_forked_children_by_default(trainer):
     code = """
 import multiprocessing
 begun, begin = os.pipe()
@@ -280,7 +280,7 @@ with store.commit_on_signal(lambda: state) as last:
     assert trainer(code).hear("child") == ["-15", "False"]
 
 
-def test_a_loop_on_another_thread_ends_the_process_too(trainer):
+def test_loop_on_other_thread_ends_the_process(trainer):
     code = """
 last = store.commit_on_signal(lambda: state)
 def work():
@@ -312,7 +312,7 @@ WITHOUT = "with store:\n    last = store.commit_on_signal(lambda: state)"
 
 
 @pytest.mark.parametrize("begin", [WITH, WITHOUT], ids=["with", "without"])
-def test_a_signal_after_the_last_check_is_not_swallowed(trainer, begin):
+def test_signal_after_last_check_is_not_lost(trainer, begin):
     code = """
     train_one_step()
     last.check(1)
@@ -321,13 +321,13 @@ def test_a_signal_after_the_last_check_is_not_swallowed(trainer, begin):
 say("never")
 """
     run = trainer(begin + code)
-    code, told = run.end()
+    code, log = run.end()
     assert (code, run.out) == (143, [])
-    assert "after the last check()" in told
+    assert "after the last check()" in log
     assert run.restored()["step"] == 1
 
 
-def test_a_last_commit_that_takes_too_long_is_told_of_when_the_time_is_up(trainer, loop):
+def test_slow_last_commit_is_reported_at_deadline(trainer, loop):
     code = """
 original = store.commit
 is_told = when_told("the last commit is not durable after 0.2 s")
@@ -339,13 +339,13 @@ store.commit = slow
     run = trainer(HASTY + code + loop(deadline_seconds=0.2))
     run.hear("ready")
     run.send()
-    code, told = run.end()
+    code, log = run.end()
     assert code == 143
-    assert "earlier checkpoints are intact" in told
+    assert "earlier checkpoints are intact" in log
     assert run.restored()["step"] > 0
 
 
-def test_a_commit_in_the_process_of_the_very_step_is_not_made_twice(trainer):
+def test_commit_of_the_same_step_is_not_repeated(trainer):
     code = """
 last = store.commit_on_signal(lambda: state, tags=["preempted"], then="return")
 os.kill(os.getpid(), signal.SIGTERM)
@@ -389,18 +389,18 @@ def end(*pids):
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
         if pid != os.getpid():
-            # Its death is told before the next one is signalled.
+            # Its death is log before the next one is signalled.
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             time.sleep(0.01)
 """
 
-# The trainer gets it while it waits, as where a scheduler signals one process after the other; or before the others.
+# The trainer gets the signal while it waits, or before the others: schedulers signal processes one after the other.
 FIRST = "threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start(); end(*workers)"
 LAST = "end(os.getpid(), *workers)"
 
 
 @pytest.mark.parametrize("order", [FIRST, LAST], ids=["first", "last"])
-def test_workers_that_the_same_signal_ends_do_not_cost_the_last_commit(trainer, order):
+def test_signaled_workers_do_not_prevent_last_commit(trainer, order):
     begin = """
 last = store.commit_on_signal(lambda: state)
 train_one_step()
@@ -412,13 +412,13 @@ train_one_step()
 last.check(2)
 """
     run = trainer(WORKERS + begin.replace("ORDER", order))
-    code, told = run.end()
-    assert code == 143, told
+    code, log = run.end()
+    assert code == 143, log
     assert run.restored()["step"] == 2
-    assert "Traceback" not in told
+    assert "Traceback" not in log
 
 
-def test_worker_that_dies_of_something_else_ends_the_loop_as_ever(trainer):
+def test_other_death_of_worker_ends_the_loop(trainer):
     code = """
 signal.signal(signal.SIGCHLD, killed_worker)
 with store.commit_on_signal(lambda: state) as last:
@@ -427,12 +427,12 @@ with store.commit_on_signal(lambda: state) as last:
     os.kill(worker, signal.SIGKILL)
     time.sleep(60)
 """
-    code, told = trainer(WORKERS + code).end()
+    code, log = trainer(WORKERS + code).end()
     assert code == 1
-    assert "RuntimeError: a worker is killed by signal: Killed" in told
+    assert "RuntimeError: a worker is killed by signal: Killed" in log
 
 
-def test_handler_of_dead_children_is_as_it_was_when_listening_ends(trainer):
+def test_sigchld_handler_is_restored(trainer):
     code = """
 signal.signal(signal.SIGCHLD, killed_worker)
 with store.commit_on_signal(lambda: state, then="return") as last:
@@ -447,15 +447,15 @@ say("after", signal.getsignal(signal.SIGCHLD) is killed_worker)
 
 
 @pytest.mark.parametrize("begin", [WITH, WITHOUT, "if last := store.commit_on_signal(lambda: state):"])
-def test_loop_that_ends_by_an_error_after_the_signal_says_that_nothing_was_committed(trainer, begin):
+def test_loop_error_after_signal_is_logged(trainer, begin):
     code = """
     os.kill(os.getpid(), signal.SIGTERM)
     raise ValueError("a peer is gone")
 """
     ranks = 'os.environ.update(RANK="0", WORLD_SIZE="2")\n'
-    code, told = trainer(ranks + begin + code).end()
+    code, log = trainer(ranks + begin + code).end()
     assert code == 1
-    assert "ValueError: a peer is gone" in told
-    assert "SIGTERM received, but the loop ended (ValueError) before the step was complete: no last commit" in told
-    assert "rank 0 of 2" in told
-    assert "call commit_on_signal on every rank" in told
+    assert "ValueError: a peer is gone" in log
+    assert "SIGTERM received, but the loop ended (ValueError) before the step was complete: no last commit" in log
+    assert "rank 0 of 2" in log
+    assert "call commit_on_signal on every rank" in log

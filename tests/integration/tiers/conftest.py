@@ -1,4 +1,4 @@
-"""A real S3 server on the loopback, an empty prefix of a bucket, a client without patience, and a store with a copy."""
+"""Fixtures of tier tests: a local S3 server, an empty prefix, clients with short timeouts, and a pushed store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.s3_server import s3_server
 
 @pytest.fixture(scope="session")
 def server():
-    """A server that runs, with its variables in the environment."""
+    """A running server, with its variables in the environment."""
     with s3_server() as running, pytest.MonkeyPatch.context() as monkeypatch:
         for name, value in running.environment.items():
             monkeypatch.setenv(name, value)
@@ -24,7 +24,7 @@ def server():
 
 @pytest.fixture
 def address(server, monkeypatch):
-    """An empty prefix, for clients that pause for moments; for answers they wait as long as a busy machine needs."""
+    """An empty prefix, with clients that retry quickly but wait long for answers, because the machine may be busy."""
     options = RemoteOptions(try_count=3, pause_seconds=0.01, pause_seconds_max=0.05)
     monkeypatch.setattr(client, "DEFAULT_OPTIONS", options)
     return server.new_address()
@@ -32,14 +32,14 @@ def address(server, monkeypatch):
 
 @pytest.fixture(scope="session")
 def proxy_of_server(server):
-    """A proxy before the server; for tests that break requests, or count them."""
+    """A proxy in front of the server, for tests that break or count requests."""
     with fault_proxy(server.endpoint) as running:
         yield running
 
 
 @pytest.fixture
 def proxy(proxy_of_server, address, monkeypatch):
-    """The proxy, with clients that go through it."""
+    """The proxy, with clients that use it."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy_of_server.endpoint)
     proxy_of_server.begin()
     yield proxy_of_server
@@ -48,26 +48,26 @@ def proxy(proxy_of_server, address, monkeypatch):
 
 @pytest.fixture
 def past_proxy(proxy, server, monkeypatch):
-    """Clients of this process that go straight to the server, where only some are to go through the proxy."""
+    """Clients of this process that bypass the proxy, where only some are to use it."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
 
 
 @pytest.fixture
-def hasty(monkeypatch):
-    """Clients that try twice only, for tests of servers that fail."""
+def few_retries(monkeypatch):
+    """Clients that try only twice, for tests of failing servers."""
     options = RemoteOptions(try_count=2, pause_seconds=0.005, pause_seconds_max=0.02)
     monkeypatch.setattr(client, "DEFAULT_OPTIONS", options)
 
 
 @pytest.fixture(params=["bucket", "folder"])
 def place(request, tmp_path, address):
-    """Where a store may be copied to: an empty prefix, or a folder that is not there."""
+    """A location for a copy: an empty prefix, or a folder that does not exist."""
     return address if request.param == "bucket" else str(tmp_path / "attic")
 
 
 @pytest.fixture
 def pushed(folder, place):
-    """A store of three checkpoints, of which the older two were pushed there; packs here are not freed yet."""
+    """A store of three checkpoints, the older two pushed to that location; local packs are not freed yet."""
     with ckstore.open(folder) as store:
         for step in (1, 2, 3):
             store.commit(state_of(step), step)

@@ -1,4 +1,4 @@
-"""Protects the promises of a backend where it is a bucket: the suite that memory and folders run, against a server."""
+"""Protects the backend contract for buckets: the same test suite as for memory and folders, with a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TestBucket(BackendSuite):
         return RemoteBackend(address)
 
     def test_missing_names_say_so(self, backend):
-        """As elsewhere, but for folders, which a bucket does not have."""
+        """As elsewhere, except for folders, which a bucket does not have."""
         assert backend.stat("gone") is None
         assert backend.list_names("gone") == []
         for call in (
@@ -40,7 +40,7 @@ class TestBucket(BackendSuite):
                 call()
 
     def test_folders_are_made_with_parents_and_listed_sorted(self, backend):
-        """A folder is there as long as something lies in it."""
+        """A folder exists while it contains something."""
         assert backend.make_folder("a/b/c") is False
         backend.create("a/z", b"", sync=False)
         backend.create("a/0", b"", sync=False)
@@ -51,7 +51,7 @@ class TestBucket(BackendSuite):
         assert backend.list_names("a") == ["0", "z"]
 
     def test_open_file_outlives_its_name(self, backend):
-        """It does not in a bucket: reading says so, and what it says is damage, not a missing file."""
+        """Not in a bucket: reading raises, as damage and not as a missing file."""
         write_pack(backend, "x.pack", [b"gone" * 3000])
         file = backend.open_read("x.pack")
         backend.unlink("x.pack")
@@ -72,27 +72,27 @@ class TestBucket(BackendSuite):
         assert backend.bucket.list_folder("") == []
         assert backend.read_bytes("tmp/withdrawn.ckm", nbytes_max=5) == b"whole"
 
-    def test_server_is_found_to_keep_conditions(self, backend):
+    def test_server_supports_conditional_requests(self, backend):
         backend.probe()
         assert backend.honours_conditions()
         assert backend.bucket.list_folder("") == [], "the probe is gone"
 
 
-def test_addresses_become_backends_and_have_one_spelling(address):
+def test_addresses_are_normalized(address):
     assert backend_for(f"{address}//deep/").root == f"{address}/deep"
 
 
 @pytest.mark.parametrize(
     "url", ["s3://key:SECRET@bucket/x", "s3://bucket/x?secret=SECRET", "s3://bucket/x#SECRET", "s3://SECRET@bucket"]
 )
-def test_address_with_credentials_is_refused_and_not_repeated(url):
+def test_address_with_credentials_is_refused(url):
     with pytest.raises(UsageError) as caught:
         backend_for(url)
     assert "SECRET" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "s3://bucket/../x"])
-def test_address_that_names_no_bucket_is_refused(url):
+def test_address_without_bucket_is_refused(url):
     with pytest.raises(UsageError):
         backend_for(url)
 
@@ -108,7 +108,7 @@ def test_wrong_bucket_is_named(address):
             call()
 
 
-def test_server_that_is_not_there_is_told_as_transient(address, monkeypatch):
+def test_missing_server_is_a_transient_error(address, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     backend = RemoteBackend(address)
     with pytest.raises(BackendError) as caught:
@@ -117,8 +117,8 @@ def test_server_that_is_not_there_is_told_as_transient(address, monkeypatch):
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_success_that_describes_no_object_is_no_object(proxy, address, is_there):
-    """An answer to HEAD has no body, so that an error in a success looks like an object of a few bytes, or none."""
+def test_error_with_status_200_is_no_object(proxy, address, is_there):
+    """An answer to HEAD has no body, so that an error with status 200 looks like an object of a few bytes, or none."""
     backend = RemoteBackend(address)
     if is_there:
         backend.create("claims/main/00000001", b"ours", sync=True)
@@ -128,15 +128,15 @@ def test_success_that_describes_no_object_is_no_object(proxy, address, is_there)
     assert (found.nbytes if found else None) == (4 if is_there else None)
     if is_there:
         return
-    # What is put is looked at afterwards: what that look says is not somebody else's object either.
+    # A put checks its object afterwards: this check must not report somebody else's object either.
     proxy.begin_at(1, "200-error")
     backend.create("claims/main/00000001", b"ours", sync=True)
     assert [seen.method for seen in proxy.seen[:3]] == ["PUT", "HEAD", "HEAD"]
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_error_in_a_success_is_no_empty_folder(proxy, address, is_there):
-    """A run that seems to be empty is begun anew by who restores, and its packs are garbage to who collects."""
+def test_error_with_status_200_is_no_empty_folder(proxy, address, is_there):
+    """A trainer would restart a run that seems empty, and a collector would treat its packs as garbage."""
     backend = RemoteBackend(address)
     if is_there:
         backend.create("claims/main/00000001", b"ours", sync=True)
@@ -147,7 +147,7 @@ def test_error_in_a_success_is_no_empty_folder(proxy, address, is_there):
         assert found == (names if is_there else [])
 
 
-def test_error_in_a_success_is_no_end_of_a_listing(monkeypatch):
+def test_error_with_status_200_does_not_end_a_listing(monkeypatch):
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "3")
     monkeypatch.setattr(client, "_PAGE_COUNT", 3)
     with s3_server() as small, fault_proxy(small.endpoint) as before:
@@ -170,13 +170,13 @@ def with_tier(name):
     return lambda record: ConfigRecord(tiers={**record.tiers, name: f"/{name}"})
 
 
-def test_change_of_the_configuration_that_another_makes_meanwhile_is_kept(address):
+def test_concurrent_configuration_change_is_kept(address):
     backend, calls = RemoteBackend(address), []
 
     def change(record):
         calls.append(record)
         if len(calls) in (1, 2):
-            # Once when there is none, and once when it is replaced.
+            # Once when there is no configuration, and once when it is replaced.
             change_config(RemoteBackend(address), with_tier(f"theirs-{len(calls)}"))
         return with_tier("ours")(record)
 
@@ -184,7 +184,7 @@ def test_change_of_the_configuration_that_another_makes_meanwhile_is_kept(addres
     assert len(calls) == 3
 
 
-def test_version_that_was_replaced_after_it_was_read_is_not_replaced(address, monkeypatch):
+def test_stale_configuration_is_not_written(address, monkeypatch):
     backend = RemoteBackend(address)
     backend.create("config.json", b"one", sync=True)
     get = backend.bucket.get
@@ -200,7 +200,7 @@ def test_version_that_was_replaced_after_it_was_read_is_not_replaced(address, mo
 
 
 @pytest.mark.parametrize("fault", ["500-after", "409", "412", "reset-after", "200-error"])
-def test_lost_answer_to_a_replacement_is_no_conflict(proxy, address, fault):
+def test_replacement_without_answer_is_no_conflict(proxy, address, fault):
     backend = RemoteBackend(address)
     backend.create("config.json", b"one", sync=True)
     puts = []

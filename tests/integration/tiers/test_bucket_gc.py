@@ -1,4 +1,4 @@
-"""Protects collections of a store that lies in a bucket: rules apply, what is needed stays, races lose nothing."""
+"""Protects collections of a store in a bucket: rules apply, needed data stays, races lose nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def packs_at(address):
     return {name.rpartition("/")[2] for name, _ in backend_for(address).list_deep("packs")}
 
 
-def test_rules_drop_checkpoints_and_their_packs_go_with_the_trash(store, address):
+def test_rules_drop_checkpoints_and_purge_frees_packs(store, address):
     planned = store.gc(LAST_ONE, dry_run=True)
     report = store.gc(LAST_ONE)
     assert planned.plan.drops == report.plan.drops
@@ -55,11 +55,11 @@ def test_rules_drop_checkpoints_and_their_packs_go_with_the_trash(store, address
     assert (report.freed_nbytes, len(packs_at(address))) == (0, 3)
     assert report.later_nbytes == planned.later_nbytes > 100_000
     assert_restores(store, 3)
-    with open_existing(address) as keeping:
-        assert keeping.undelete(1).is_archival
+    with open_existing(address) as collecting:
+        assert collecting.undelete(1).is_archival
     assert_restores(store, 1, 3)
     freed = store.gc(now=True)
-    # The pack of the first holds what all share.
+    # The pack of the first checkpoint holds the shared chunks.
     assert (len(packs_at(address)), freed.freed_nbytes > 100_000) == (2, True)
     assert freed.plan.is_final
     assert deletion_lists(backend_for(address)) == []
@@ -78,7 +78,7 @@ def test_trash_of_a_bucket_has_an_age(store, address):
     assert_restores(store, 1, 3)
 
 
-def test_garbage_is_left_alone_until_it_is_old(store, address):
+def test_young_garbage_is_kept(store, address):
     backend_for(address).create(paths.pack_name(bytes(16)), b"of a writer that is at work", sync=True)
     report = store.gc(now=True)
     assert (report.plan.moves, report.plan.young_nbytes) == ((), 27)
@@ -89,12 +89,12 @@ def test_garbage_is_left_alone_until_it_is_old(store, address):
 def test_purge_frees_what_was_dropped(store, address):
     store.delete(2)
     store.delete(3)
-    with open_existing(address) as keeping:
-        entries = keeping.trash()
+    with open_existing(address) as collecting:
+        entries = collecting.trash()
         assert [len(entry.manifests) for entry in entries] == [1, 1]
-        keeping.purge(entries[0].trash_id)
-        keeping.purge(entries[1].trash_id)
-        assert keeping.trash() == []
+        collecting.purge(entries[0].trash_id)
+        collecting.purge(entries[1].trash_id)
+        assert collecting.trash() == []
     store.gc(min_age=0)
     assert len(packs_at(address)) == 1
     assert_restores(store, 1)
@@ -106,7 +106,7 @@ def state_with_little_of_its_own(seed):
 
 @pytest.fixture
 def wasteful(address):
-    """A bucket with one pack of two thirds that others need, and a third that nobody does."""
+    """A bucket with one pack: two thirds are needed by other checkpoints, a third is garbage."""
     with ckstore.open(address, policy=ckstore.Policy(compression="none")) as opened:
         for step in (1, 2, 3):
             opened.commit(state_with_little_of_its_own(step), step)
@@ -127,7 +127,7 @@ def nbytes_at(address):
     return sum(info.nbytes for _, info in backend_for(address).list_deep("packs"))
 
 
-def test_pack_of_which_much_is_needed_by_nobody_is_rewritten(wasteful, address):
+def test_wasteful_pack_is_rewritten(wasteful, address):
     before = nbytes_at(address)
     planned = wasteful.gc(now=True, min_age=0, dry_run=True)
     report = wasteful.gc(now=True, min_age=0)
@@ -135,7 +135,7 @@ def test_pack_of_which_much_is_needed_by_nobody_is_rewritten(wasteful, address):
     assert report.done.repacked.manifests == 2
     assert report.done.repacked.troubles == []
     assert before - nbytes_at(address) == pytest.approx(160_000, abs=20_000)
-    # The manifests that were replaced come on top.
+    # The replaced manifests are included.
     assert 0 < report.freed_nbytes - planned.freed_nbytes < 10_000
     assert len(packs_at(address)) == 3
     assert deletion_lists(backend_for(address)) == []
@@ -145,7 +145,7 @@ def test_pack_of_which_much_is_needed_by_nobody_is_rewritten(wasteful, address):
     assert_is_whole(wasteful, 2, 3, 4)
 
 
-def test_what_was_rewritten_goes_with_the_manifests_that_named_it(wasteful, address):
+def test_rewritten_pack_is_freed_with_its_manifests(wasteful, address):
     assert wasteful.gc(min_age=0, dry_run=True).plan.rewrites == (), "what was dropped can still be brought back"
     wasteful.gc(now=True, min_age=0, repack_nbytes_max=0)
     before = packs_at(address)
@@ -161,15 +161,15 @@ def test_what_was_rewritten_goes_with_the_manifests_that_named_it(wasteful, addr
     assert_is_whole(wasteful, 2, 3)
 
 
-def test_budget_of_rewriting_holds_in_a_bucket_too(wasteful, address):
+def test_rewriting_budget_applies_in_a_bucket(wasteful, address):
     before = packs_at(address)
     assert wasteful.gc(now=True, min_age=0, repack_nbytes_max=0).plan.rewrites == ()
     assert packs_at(address) == before
     assert wasteful.gc(now=True, min_age=0, waste_max=0.9).plan.rewrites == ()
 
 
-def test_rewriting_that_meets_another_collector_leaves_everything_as_it_was(wasteful, address, monkeypatch, quiet_log):
-    """The new pack stands in the list of a collector that took it for garbage: the replacement is withdrawn."""
+def test_rewriting_withdraws_for_another_collector(wasteful, address, monkeypatch, quiet_log):
+    """Another collector has the new pack in its list, as garbage, so the replacement is withdrawn."""
     create_pack, listed = repository_of(wasteful).backend.create_pack, []
 
     def lists_it(name, **expected):
@@ -218,7 +218,7 @@ def test_command_collects_a_bucket(store, address, capsys):
     assert "Nothing to do" in capsys.readouterr().out
 
 
-def test_handle_collects_a_bucket_after_every_so_many_commits(address, caplog):
+def test_handle_collects_a_bucket_every_n_commits(address, caplog):
     with ckstore.open(address, retention={"keep_last": 1}, gc_every=2) as store:
         for step in (1, 2):
             store.commit({"w": np.arange(1000) + step}, step)
@@ -243,8 +243,8 @@ def test_tier_of_another_store_is_refused(folder, address):
         assert_restores(there, 1)
 
 
-def test_collection_beside_commits_of_the_run_goes_on(store, address, monkeypatch):
-    """A commit that comes between the plan and the last look is seen, and its packs stay."""
+def test_collection_continues_during_commits(store, address, monkeypatch):
+    """A commit between the plan and the last check is seen, and its packs stay."""
     write_list = pending_deletes._write_list
 
     def commits_meanwhile(*arguments):
@@ -264,11 +264,11 @@ def test_collection_beside_commits_of_the_run_goes_on(store, address, monkeypatc
 # One of the two sees the other
 
 
-def test_writer_that_published_before_the_look_keeps_its_pack(store, address, monkeypatch):
-    """An undelete publishes after the list was written: the collector finds the pack named."""
+def test_publish_before_check_keeps_pack(store, address, monkeypatch):
+    """An undelete publishes after the list was written: the collector sees that the pack is named."""
     store.delete(2)
-    with open_existing(address) as keeping:
-        (entry,) = keeping.trash()
+    with open_existing(address) as collecting:
+        (entry,) = collecting.trash()
     manifest = repository_of(store).trash.read_folder(entry.trash_id).manifests[0]
     content = repository_of(store).backend.read_bytes(manifest.path, nbytes_max=1 << 30)
     named, published = collect._BucketCollector._named, []
@@ -286,11 +286,11 @@ def test_writer_that_published_before_the_look_keeps_its_pack(store, address, mo
     assert published
 
 
-def test_writer_that_publishes_after_the_look_withdraws(store, address, monkeypatch, quiet_log):
-    """An undelete comes between the collector's look and its removal: it finds the list, and gives up."""
+def test_publish_after_check_is_withdrawn(store, address, monkeypatch, quiet_log):
+    """An undelete publishes between the collector's check and its removal: it sees the list, and withdraws."""
     store.delete(2)
-    with open_existing(address) as keeping:
-        (entry,) = keeping.trash()
+    with open_existing(address) as collecting:
+        (entry,) = collecting.trash()
         kept = repository_of(store).trash.read_folder(entry.trash_id).manifests[0]
     content = repository_of(store).backend.read_bytes(kept.path, nbytes_max=1 << 30)
     remove, refused = pending_deletes._remove, []
@@ -298,8 +298,8 @@ def test_writer_that_publishes_after_the_look_withdraws(store, address, monkeypa
     def undeletes_first(backend, clock, packs):
         there = backend_for(address)
         there.create(kept.path, content, sync=True)
-        with open_existing(address) as keeping, pytest.raises(CkstoreError) as caught:
-            keeping.undelete(2)
+        with open_existing(address) as collecting, pytest.raises(CkstoreError) as caught:
+            collecting.undelete(2)
         refused.append(caught.value)
         there.unlink(kept.path)
         return remove(backend, clock, packs)
@@ -312,7 +312,7 @@ def test_writer_that_publishes_after_the_look_withdraws(store, address, monkeypa
     assert store.verify("decode").is_clean
 
 
-def test_commit_writes_anew_what_a_collector_is_about_to_remove(address, quiet_log):
+def test_commit_rewrites_packs_listed_for_removal(address, quiet_log):
     with ckstore.open(address) as store:
         store.commit(state_of(1), 1)
         packs = {bytes.fromhex(pack.pack_id): 1 for pack in store.contents(1).packs}

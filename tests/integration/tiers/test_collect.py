@@ -1,4 +1,4 @@
-"""Protects the way from a full disk to an empty one: push, then an ordinary collection, and nothing is lost."""
+"""Protects the way to free a full disk: a push, then an ordinary collection, loses nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def packs_in(folder):
     return {file.stem for file in folder.glob("packs/*/*.pack")}
 
 
-def test_collection_frees_what_was_pushed_and_nothing_else(folder, address):
+def test_collection_frees_only_pushed_packs(folder, address):
     with filled(folder, 4) as store:
         before = packs_in(folder)
         assert store.gc(now=True).freed_nbytes == 0
@@ -34,8 +34,8 @@ def test_collection_frees_what_was_pushed_and_nothing_else(folder, address):
         assert_restores(store, 1, 2, 3, 4)
 
 
-def test_collection_keeps_what_lies_here_when_the_bucket_was_emptied(folder, address, monkeypatch):
-    """A push was killed after it had published, and then someone emptied the bucket."""
+def test_collection_keeps_packs_if_bucket_is_empty(folder, address, monkeypatch):
+    """A push was killed after it had published, and then the bucket was emptied."""
     from ckstore.tiers import push
 
     with filled(folder, 2) as store:
@@ -49,7 +49,7 @@ def test_collection_keeps_what_lies_here_when_the_bucket_was_emptied(folder, add
         assert_restores(store, 1, 2)
 
 
-def test_dropped_checkpoint_of_a_tier_is_gone_here(folder, address):
+def test_dropped_checkpoint_of_tier_is_gone(folder, address):
     with filled(folder, 3) as store:
         store.push(address, keep_local=1)
         store.delete(1)

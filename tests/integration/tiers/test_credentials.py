@@ -1,4 +1,4 @@
-"""Protects credentials: they come from the standard chain, and are in no file, no message, no log and no listing."""
+"""Protects credentials: they come from the standard chain, and are in no file, message, log or listing."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def everything_in(backend, folder=""):
             yield path, backend.read_bytes(path, nbytes_max=1 << 30)
 
 
-def test_credentials_are_nowhere_after_pushes_that_fail_and_succeed(folder, address, proxy, hasty, caplog, monkeypatch):
+def test_credentials_are_stored_nowhere(folder, address, proxy, few_retries, caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    told = []
+    output = []
     with ckstore.open(folder) as store:
         store.commit(STATE, 1)
         for fault in (LEAK, *(fault for fault in FAULTS if "silence" not in fault)):
@@ -51,12 +51,12 @@ def test_credentials_are_nowhere_after_pushes_that_fail_and_succeed(folder, addr
                     store.push(address, keep_local=0)
                     store.pull()
                 except CkstoreError as error:
-                    told += [repr(store), repr(error), repr(error.facts), *traceback.format_exception(error)]
+                    output += [repr(store), repr(error), repr(error.facts), *traceback.format_exception(error)]
         proxy.begin()
         store.push(address, keep_local=0)
-        told += [repr(store), repr(store.tiers()), repr(store.info(1)), repr(backend_for(address))]
-    assert any("SignatureDoesNotMatch" in each for each in told), "the refusal itself is told"
-    assert_no_secret("".join(told))
+        output += [repr(store), repr(store.tiers()), repr(store.info(1)), repr(backend_for(address))]
+    assert any("SignatureDoesNotMatch" in each for each in output), "the refusal itself is reported"
+    assert_no_secret("".join(output))
     assert_no_secret(caplog.text)
     for path in Path(folder).rglob("*"):
         assert_no_secret(str(path))
@@ -80,7 +80,7 @@ def test_refusal_names_what_to_check(folder, address, proxy):
         assert len(proxy.seen) <= 3, "a refusal is not asked again and again"
 
 
-def test_command_line_shows_no_credentials_even_with_debug(folder, address, proxy):
+def test_debug_output_shows_no_credentials(folder, address, proxy):
     with ckstore.open(folder) as store:
         store.commit(STATE, 1)
     proxy.begin_at(0, LEAK, is_for_ever=True)
@@ -103,7 +103,7 @@ def no_keys(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_profile_gives_keys_where_the_environment_does_not(address, proxy, no_keys, monkeypatch):
+def test_profile_provides_keys(address, proxy, no_keys, monkeypatch):
     (no_keys / "credentials").write_text(f"[attic]\naws_access_key_id = {KEY_ID}\naws_secret_access_key = {SECRET}\n")
     (no_keys / "config").write_text("[profile attic]\nregion = us-east-1\n")
     monkeypatch.setenv("AWS_PROFILE", "attic")
@@ -112,14 +112,14 @@ def test_profile_gives_keys_where_the_environment_does_not(address, proxy, no_ke
     assert backend.read_bytes("note", nbytes_max=5) == b"hello"
 
 
-def test_profile_that_is_not_there_is_named(address, no_keys, monkeypatch):
+def test_missing_profile_is_named(address, no_keys, monkeypatch):
     monkeypatch.setenv("AWS_PROFILE", "atic")
     with pytest.raises(UnreachableError, match="atic"):
         backend_for(address)
 
 
-def test_no_credentials_at_all_is_told(address, no_keys, hasty, monkeypatch):
-    # Nobody answers where a machine's role would be asked for.
+def test_missing_credentials_are_reported(address, no_keys, few_retries, monkeypatch):
+    # The address that would provide a machine's role does not answer.
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(BackendError):
         backend_for(address).read_bytes("store.json", nbytes_max=10)
@@ -129,7 +129,7 @@ ODD_ENDPOINTS = ["minio:9000", "minio", "http//minio", "http://", "http://minio:
 
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AWS_METADATA_ENDPOINT"])
-def test_endpoint_that_is_no_address_is_an_error_that_names_it(name, monkeypatch, tmp_path, capfd):
+def test_invalid_endpoint_is_named(name, monkeypatch, tmp_path, capfd):
     with ckstore.open(tmp_path / "store") as store:
         store.commit(STATE, 1)
         for value in filter(None, ODD_ENDPOINTS):
@@ -143,14 +143,14 @@ def test_endpoint_that_is_no_address_is_an_error_that_names_it(name, monkeypatch
 @pytest.mark.parametrize(
     ("address", "name"), [("gs://bucket/run", "GOOGLE_BASE_URL"), ("az://bucket/run", "AZURE_STORAGE_ENDPOINT")]
 )
-def test_other_clouds_refuse_such_endpoints_too(address, name, monkeypatch):
+def test_other_clouds_refuse_invalid_endpoints(address, name, monkeypatch):
     monkeypatch.setenv(name, "127.0.0.1:9")
     with pytest.raises(UsageError, match=f"http:// or https://, as in {name}=http://127.0.0.1:9"):
         backend_for(address)
 
 
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"])
-def test_line_break_in_a_setting_names_the_variable_and_not_the_value(name, monkeypatch):
+def test_line_break_in_setting_names_only_the_variable(name, monkeypatch):
     monkeypatch.setenv(name, f"{SECRET}\n")
     with pytest.raises(UsageError, match=name) as caught:
         backend_for("s3://bucket/run")
@@ -165,10 +165,10 @@ def test_password_in_an_endpoint_is_not_repeated(monkeypatch):
 
 
 class PanicException(BaseException):
-    """What is no ordinary exception."""
+    """Not a subclass of Exception."""
 
 
-def test_panic_of_the_library_is_an_error_of_ours(address, monkeypatch):
+def test_library_panic_is_a_ckstore_error(address, monkeypatch):
     bucket = backend_for(address).bucket
 
     def panic(*arguments, **options):

@@ -1,4 +1,4 @@
-"""Protects the names of tiers: only a place that was reached gets one, and only what nothing names loses it."""
+"""Protects the names of tiers: only a reachable location gets a name, and only an unused tier loses it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def store(folder):
 
 
 @pytest.mark.parametrize("keep_local", [1, 9])
-def test_place_that_was_not_reached_gets_no_name(store, folder, address, keep_local):
+def test_unreachable_location_gets_no_name(store, folder, address, keep_local):
     with pytest.raises(CkstoreError):
         store.push("s3://no-such-bucket-at-all/runs", keep_local=keep_local)
     assert store.tiers() == {}
@@ -35,7 +35,7 @@ def test_place_that_was_not_reached_gets_no_name(store, folder, address, keep_lo
     assert store.tiers() == {"remote": address}
 
 
-def test_silent_server_gets_no_name(store, address, hasty, monkeypatch):
+def test_silent_server_gets_no_name(store, address, few_retries, monkeypatch):
     with monkeypatch.context() as patches:
         patches.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         with pytest.raises(BackendError):
@@ -43,14 +43,14 @@ def test_silent_server_gets_no_name(store, address, hasty, monkeypatch):
     assert store.tiers() == {}
 
 
-def test_place_of_another_store_gets_no_name(store, tmp_path):
+def test_location_of_another_store_gets_no_name(store, tmp_path):
     ckstore.open(tmp_path / "other").close()
     with pytest.raises(UsageError, match="another store"):
         store.push(str(tmp_path / "other"))
     assert store.tiers() == {}
 
 
-def test_tier_that_nothing_names_is_forgotten_and_its_name_is_free(store, address, tmp_path):
+def test_unused_tier_is_forgotten(store, address, tmp_path):
     wrong = str(tmp_path / "wrong")
     store.push(wrong, keep_local=9)
     repository_of(store).tiers.open("remote")
@@ -64,7 +64,7 @@ def test_tier_that_nothing_names_is_forgotten_and_its_name_is_free(store, addres
         store.forget_tier("remot")
 
 
-def test_tier_is_kept_while_a_checkpoint_lies_there_or_can_come_back(store, address):
+def test_used_tier_is_not_forgotten(store, address):
     store.push(address)
     with pytest.raises(UsageError, match=r"seq 0 \(step 1\) of run 'main' names"):
         store.forget_tier("remote")
@@ -76,7 +76,7 @@ def test_tier_is_kept_while_a_checkpoint_lies_there_or_can_come_back(store, addr
     assert np.array_equal(store.restore(1)["w"], state_of(1)["w"])
 
 
-def test_other_settings_stay(store, tmp_path):
+def test_other_settings_are_kept(store, tmp_path):
     store.set_retention({"keep_last": 3})
     store.push(str(tmp_path / "a"), keep_local=9, tier="a")
     store.push(str(tmp_path / "b"), keep_local=9, tier="b")
@@ -85,12 +85,12 @@ def test_other_settings_stay(store, tmp_path):
     assert store.retention == ckstore.Retention(keep_last=3)
 
 
-def test_push_that_publishes_meanwhile_keeps_the_tier(store, folder, address, monkeypatch):
+def test_concurrent_push_keeps_the_tier(store, folder, address, monkeypatch):
     from ckstore.tiers import copy
 
     look, looks = copy._users, []
 
-    def pushes_after_the_first_look(parts, tier):
+    def push_after_first_check(parts, tier):
         looks.append(tier)
         if len(looks) == 2:
             with ckstore.open(folder) as other:
@@ -98,13 +98,13 @@ def test_push_that_publishes_meanwhile_keeps_the_tier(store, folder, address, mo
         return look(parts, tier)
 
     store.push(address, keep_local=9)
-    monkeypatch.setattr(copy, "_users", pushes_after_the_first_look)
+    monkeypatch.setattr(copy, "_users", push_after_first_check)
     with pytest.raises(ConflictError, match="so it was not removed"):
         store.forget_tier("remote")
     assert store.tiers() == {"remote": address}
 
 
-def test_push_names_its_tier_again_that_was_forgotten_meanwhile(store, address, monkeypatch):
+def test_push_renames_concurrently_forgotten_tier(store, address, monkeypatch):
     publish = type(repository_of(store).manifests).publish
 
     def forgets_first(manifests, manifest):

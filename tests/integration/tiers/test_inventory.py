@@ -1,4 +1,4 @@
-"""Protects what lies in a place from being listed differently near and far, and a look from costing a listing a run."""
+"""Protects listings of a location: local and remote ones agree, and need not one listing per run."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ ODD = [
     f"packs/zz/{paths.pack_file(PACK)}",
     "packs/00/notes.txt",
 ]
-"""Names of others, which stand for nothing."""
+"""Names of other programs, which ckstore ignores."""
 
 
-def test_near_and_far_the_same_manifests_marks_and_packs_are_listed_and_nothing_odd(place):
+def test_local_and_remote_listings_agree(place):
     backend = backend_for(place)
     for name in (*NAMES, *ODD):
         backend.make_folder(name.rpartition("/")[0])
@@ -52,17 +52,17 @@ def test_near_and_far_the_same_manifests_marks_and_packs_are_listed_and_nothing_
     assert [(pack_id, info.nbytes) for pack_id, info in packs_in(backend)] == [(PACK, 1)]
 
 
-def test_an_empty_place_holds_nothing(place):
+def test_empty_location_lists_nothing(place):
     backend = backend_for(place)
     assert (manifests_in(backend), marks_in(backend), list(packs_in(backend))) == (set(), ({}, {}), [])
 
 
 @pytest.mark.parametrize("odd", ["x//y", "../z", "./z", "x%01y"])
-def test_a_name_that_no_file_could_have_is_an_error_that_says_so_at_once(odd, server, proxy):
+def test_impossible_name_is_an_error(odd, server, proxy):
     address = server.new_address()
     bucket, prefix = address.removeprefix("s3://").split("/")
     connection = http.client.HTTPConnection(urlsplit(server.endpoint).netloc)
-    # No client of ours makes such a name.
+    # ckstore never makes such a name.
     connection.request("PUT", f"/{bucket}/{prefix}/manifests/{odd}", body=b"1")
     assert connection.getresponse().status == 200
     connection.close()
@@ -73,7 +73,7 @@ def test_a_name_that_no_file_could_have_is_an_error_that_says_so_at_once(odd, se
     assert len(proxy.seen) == 1, "it is not asked again and again"
 
 
-# A look at all manifests of a bucket
+# Listing all manifests of a bucket
 
 
 def marker_of(address):
@@ -89,7 +89,7 @@ def commit_to(address, *runs):
 
 @pytest.fixture
 def listings(monkeypatch):
-    """Every folder that is listed in a bucket from now on, and a place for what is to happen after the nth."""
+    """Every folder of a bucket that is listed from now on, and a hook after the nth listing."""
     seen, after = [], {}
 
     def note(name):
@@ -107,7 +107,7 @@ def listings(monkeypatch):
     return seen, after
 
 
-def test_a_look_at_four_runs_lists_as_often_as_at_one(address, listings):
+def test_number_of_listings_is_independent_of_runs(address, listings):
     seen, _ = listings
     commit_to(address, "main")
     marker = marker_of(address)
@@ -120,7 +120,7 @@ def test_a_look_at_four_runs_lists_as_often_as_at_one(address, listings):
     assert seen == first == ["manifests", "manifests", "claims", "quarantine/manifests"]
 
 
-def test_what_only_one_of_two_listings_shows_counts(address, listings):
+def test_entries_of_either_listing_count(address, listings):
     seen, after = listings
     commit_to(address, "main", "other")
     marker = marker_of(address)
@@ -133,7 +133,7 @@ def test_what_only_one_of_two_listings_shows_counts(address, listings):
         after.clear()
 
 
-def test_a_manifest_that_goes_before_it_is_read_makes_a_look_list_again(address, listings):
+def test_vanished_manifest_causes_a_new_listing(address, listings):
     seen, after = listings
     commit_to(address, "main", "other")
     marker = marker_of(address)
@@ -149,13 +149,13 @@ def test_a_manifest_that_goes_before_it_is_read_makes_a_look_list_again(address,
         after[2] = delete
         look = marker.mark()
     assert {name.run for name in look.manifests} == {"other"}
-    # Only the run that has changed is looked at again.
+    # Only the run that has changed is listed again.
     assert (seen.count("manifests"), seen.count("manifests/main"), seen.count("manifests/other")) == (0, 2, 0)
-    # What is dropped is known of each run that was seen.
+    # The dropped checkpoints of each listed run are known.
     assert look.dropped == {"main": frozenset({0}), "other": frozenset()}
 
 
-def test_manifests_that_never_stay_are_an_error_and_no_empty_look(address, monkeypatch):
+def test_ever_changing_manifests_are_an_error(address, monkeypatch):
     monkeypatch.setattr(reachability, "_LISTINGS_MAX", 3)
     commit_to(address, "main")
     marker = marker_of(address)
@@ -168,7 +168,7 @@ def test_manifests_that_never_stay_are_an_error_and_no_empty_look(address, monke
         marker.mark()
 
 
-def test_a_store_is_taken_for_empty_only_when_another_kind_of_listing_says_so(address, monkeypatch):
+def test_empty_store_is_confirmed_by_other_listing(address, monkeypatch):
     commit_to(address, "main", "other")
     marker = marker_of(address)
     deep = Bucket.list_deep
@@ -176,7 +176,7 @@ def test_a_store_is_taken_for_empty_only_when_another_kind_of_listing_says_so(ad
     assert {name.run for name in marker.mark().manifests} == {"main", "other"}
 
 
-def test_a_run_that_begins_between_two_listings_is_seen(address, listings):
+def test_run_created_between_listings_is_seen(address, listings):
     seen, after = listings
     commit_to(address, "main")
     marker = marker_of(address)
@@ -191,12 +191,12 @@ def test_a_run_that_begins_between_two_listings_is_seen(address, listings):
     assert {name.run for name in marker.mark().manifests} == {"main", "late"}
 
 
-@pytest.mark.parametrize("moment", ["at once", "later"])
-def test_a_run_that_was_dropped_whole_leaves_the_trash_for_good(address, moment):
+@pytest.mark.parametrize("moment", ["immediately", "later"])
+def test_fully_dropped_run_leaves_the_trash(address, moment):
     commit_to(address, "main", "other")
     with ckstore.open(address, create=False) as store:
         assert store.delete(1)
-        if moment == "at once":
+        if moment == "immediately":
             assert store.gc(now=True, min_age=0).done.rescued == 0
         else:
             assert store.gc().done.rescued == 0

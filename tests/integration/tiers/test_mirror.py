@@ -1,4 +1,4 @@
-"""Protects the second copy: a store of its own, complete, that takes up where it was interrupted."""
+"""Protects the mirror: a complete, independent store that continues after an interruption."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_copy_holds_all_runs_and_tags(filled, address, tmp_path, is_bucket):
         assert_holds(copy, 7)
 
 
-def test_second_time_copies_what_is_new_and_removes_nothing(filled, address):
+def test_second_mirror_copies_only_new_data(filled, address):
     with ckstore.open(filled) as store:
         store.mirror(address)
         store.untag("best")
@@ -71,7 +71,7 @@ def test_second_time_copies_what_is_new_and_removes_nothing(filled, address):
         assert copy.tags() == {"best": 2}
 
 
-def test_what_lies_in_a_bucket_is_copied_from_there(filled, address, tmp_path):
+def test_packs_in_a_bucket_are_mirrored(filled, address, tmp_path):
     with ckstore.open(filled) as store:
         store.push(address, keep_local=0)
         for pack in (filled / "packs").glob("*/*.pack"):
@@ -82,10 +82,10 @@ def test_what_lies_in_a_bucket_is_copied_from_there(filled, address, tmp_path):
         assert_holds(copy, 1, 2)
 
 
-def test_repacked_checkpoint_is_copied_in_its_new_form(filled, address):
+def test_repacked_checkpoint_is_mirrored_in_new_form(filled, address):
     with ckstore.open(filled) as store:
         store.mirror(address)
-        # Bring generations on without changing what they hold.
+        # Add a generation with the same content.
         store.push(str(filled.parent / "attic"), keep_local=0)
         store.pull()
         assert [each.copied_count for each in store.mirror(address).runs] == [2, 0]
@@ -104,7 +104,7 @@ def alter(path):
     path.write_bytes(content)
 
 
-def test_missing_pack_is_told_and_everything_else_is_copied(filled, address):
+def test_missing_pack_is_reported_and_rest_is_copied(filled, address):
     with ckstore.open(filled) as store:
         (filled / pack_of(store, 2)).unlink()
         with pytest.raises(CorruptError, match=r"seq 1 \(step 2\) of run main") as caught:
@@ -116,7 +116,7 @@ def test_missing_pack_is_told_and_everything_else_is_copied(filled, address):
 
 
 @pytest.mark.parametrize("is_bucket", [True, False])
-def test_altered_pack_is_not_copied_and_a_mended_one_is(filled, address, tmp_path, is_bucket, capsys, quiet_log):
+def test_altered_pack_is_not_copied_until_fixed(filled, address, tmp_path, is_bucket, capsys, quiet_log):
     place = address if is_bucket else str(tmp_path / "copy")
     with ckstore.open(filled) as store:
         path = filled / pack_of(store, 1)
@@ -141,12 +141,12 @@ def test_altered_pack_is_not_copied_and_a_mended_one_is(filled, address, tmp_pat
         assert copy.tags() == {"best": 0}
 
 
-def test_pack_that_was_altered_in_the_copy_is_found_when_it_is_needed(filled, tmp_path):
+def test_altered_pack_in_the_copy_is_found_when_needed(filled, tmp_path):
     place = tmp_path / "copy"
     with ckstore.open(filled) as store:
         store.mirror(str(place))
         alter(place / pack_of(store, 2))
-        # The same bytes again, under another checkpoint.
+        # The same bytes again, in another checkpoint.
         store.rewind(2)
         with pytest.raises(CorruptError, match="existing pack in the copy") as caught:
             store.mirror(str(place))
@@ -164,6 +164,6 @@ def test_store_in_a_bucket_is_copied_to_a_folder(address, tmp_path):
         assert_holds(copy, 1, 2)
 
 
-def test_store_is_no_copy_of_itself(filled, tmp_path):
+def test_store_cannot_mirror_itself(filled, tmp_path):
     with ckstore.open(filled) as store, pytest.raises(UsageError, match="itself"):
         store.mirror(str(filled))

@@ -1,4 +1,4 @@
-"""Protects old checkpoints on their way to a bucket and back: nothing is let go of before it was seen there."""
+"""Protects checkpoints that are pushed and pulled: nothing is freed locally before it was verified in the tier."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tiers_of(store, step):
     return {pack.tier for pack in store.contents(step).packs}
 
 
-def test_pushed_checkpoints_stay_in_the_history_and_restore(folder, address):
+def test_pushed_checkpoints_are_listed_and_restored(folder, address):
     with filled(folder, 4) as store:
         report = store.push(address, keep_local=1)
         assert [(entry.step, entry.action, entry.is_done) for entry in report.entries] == [
@@ -64,7 +64,7 @@ def test_pushed_checkpoints_stay_in_the_history_and_restore(folder, address):
         assert np.array_equal(part["model"]["b"], np.arange(7) + 2)
 
 
-def test_bucket_can_be_opened_as_a_store_of_its_own(folder, address):
+def test_bucket_can_be_opened_as_a_store(folder, address):
     with filled(folder, 3) as store:
         store.push(address, keep_local=0)
     with ckstore.open(address, create=False) as there:
@@ -73,7 +73,7 @@ def test_bucket_can_be_opened_as_a_store_of_its_own(folder, address):
         assert there.verify("decode").is_clean
 
 
-def test_plan_is_what_is_done(folder, address):
+def test_push_follows_its_plan(folder, address):
     with filled(folder, 3) as store:
         planned = store.push(address, keep_local=1, dry_run=True)
         assert planned.is_dry_run
@@ -85,7 +85,7 @@ def test_plan_is_what_is_done(folder, address):
         assert done.bytes_to_push == planned.bytes_to_push == done.bytes_copied
 
 
-def test_age_decides_from_when_a_checkpoint_was_committed(folder, address, clock):
+def test_age_is_counted_from_commit(folder, address, clock):
     with filled(folder, 5, clock) as store:
         report = store.push(address, keep_local=0, older_than="2d12h")
         assert [entry.action for entry in report.entries] == ["push", "push", "push", "keep", "keep"]
@@ -105,7 +105,7 @@ def test_second_push_copies_only_what_is_new(folder, address):
         assert (report.packs_copied, [entry.step for entry in report.pushed]) == (1, [3])
 
 
-def test_shared_pack_goes_once_and_stays_for_whoever_names_it_here(folder, address):
+def test_shared_pack_is_pushed_once_and_stays_local(folder, address):
     with ckstore.open(folder) as store:
         for step in (1, 2, 3):
             store.commit(state_of(7), step)
@@ -120,7 +120,7 @@ def assert_restores_seven(store):
         assert np.array_equal(store.restore(step)["model"]["w"], state_of(7)["model"]["w"])
 
 
-def test_interrupted_push_goes_on_where_it_was(folder, address, monkeypatch):
+def test_interrupted_push_continues(folder, address, monkeypatch):
     with filled(folder, 3) as store:
         publish = type(repository_of(store).manifests).publish
 
@@ -143,7 +143,7 @@ def test_interrupted_push_goes_on_where_it_was(folder, address, monkeypatch):
 
 
 def server_of(store):
-    """The endpoint that the session's server has; undoing other patches must not lose it."""
+    """The endpoint of the session's server; undoing other patches must not remove it."""
     import os
 
     return os.environ["AWS_ENDPOINT_URL"]
@@ -184,7 +184,7 @@ def test_commits_go_on_after_a_push(folder, address):
     with filled(folder, 3) as store:
         store.push(address, keep_local=0)
         free_local_packs(store)
-        # The same bytes again: what lies only there is not reused.
+        # The same bytes again: a commit does not reuse chunks that are only in the tier.
         receipt = store.commit(state_of(3), 4)
         assert receipt.chunks_new > 0
         assert tiers_of(store, 4) == {"local"}
@@ -206,7 +206,7 @@ def test_prefix_with_other_things_is_refused(folder, address):
         store.push(address)
 
 
-def test_two_histories_of_one_store_do_not_mix_in_a_bucket(folder, address, tmp_path):
+def test_diverged_copies_do_not_mix_in_a_bucket(folder, address, tmp_path):
     import shutil
 
     with filled(folder, 1) as store:
@@ -225,7 +225,7 @@ def test_two_histories_of_one_store_do_not_mix_in_a_bucket(folder, address, tmp_
         assert_restores(copy, 3)
 
 
-def test_pack_that_someone_changed_there_is_told_and_nothing_here_goes(folder, address):
+def test_changed_pack_in_tier_keeps_local_packs(folder, address):
     with filled(folder, 1) as store:
         pack = store.contents(1).packs[0]
         there = backend_for(address)
@@ -253,7 +253,7 @@ def test_reading_back_finds_a_byte_that_differs(folder, address):
         (folder / "config.json").unlink()
 
 
-def test_a_pack_that_is_damaged_here_is_not_pushed(folder, tmp_path):
+def test_damaged_pack_is_not_pushed(folder, tmp_path):
     store = filled(folder, 3)
     (pack,) = {pack.pack_id for pack in store.contents(2).packs} - {pack.pack_id for pack in store.contents(1).packs}
     file = f"packs/{pack[:2]}/{pack}.pack"
@@ -267,7 +267,7 @@ def test_a_pack_that_is_damaged_here_is_not_pushed(folder, tmp_path):
     assert not (tmp_path / "tier" / file).exists()
 
 
-def test_bucket_emptied_by_someone_else_is_missing_chunks(folder, address):
+def test_emptied_bucket_reports_missing_chunks(folder, address):
     with filled(folder, 2) as store:
         store.push(address, keep_local=1)
         free_local_packs(store)
@@ -318,7 +318,7 @@ def test_folder_can_be_a_tier(folder, tmp_path):
         assert_restores(there, 1, 2)
 
 
-def test_dropped_checkpoint_stays_dropped_when_it_is_pushed_meanwhile(folder, address, monkeypatch):
+def test_checkpoint_dropped_during_push_stays_dropped(folder, address, monkeypatch):
     from ckstore.tiers import push
 
     with filled(folder, 2) as store:

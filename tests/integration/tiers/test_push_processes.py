@@ -1,4 +1,4 @@
-"""Protects a store whose pushes and pulls are killed at any request, or run concurrently while a trainer commits."""
+"""Protects a store whose pushes and pulls are killed at any request, or run while a trainer commits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def template(tmp_path_factory):
 
 @pytest.fixture
 def start(server):
-    """Return what runs a program on a store in a process of its own, and returns its pid; and what waits for one."""
+    """Return two functions: one runs a program on a store in a process and returns its pid, one waits for it."""
     forks = prepared("numpy", "ckstore.commit", "ckstore.tiers.push", "ckstore.tiers.pull", "ckstore.io.remote.backend")
 
     def act(folder, program, **variables):
@@ -62,7 +62,7 @@ def assert_restores(store):
 
 
 def run_and_kill(proxy, start, wanted, folder, program):
-    """Run a program that is killed when it makes a request; return whether it got so far."""
+    """Run a program that is killed at a request; return whether it made that request."""
     begin, wait = start
     begun = Future()
 
@@ -71,7 +71,7 @@ def run_and_kill(proxy, start, wanted, folder, program):
             return ""
         process = os.pidfd_open(begun.result())
         signal.pidfd_send_signal(process, signal.SIGKILL)
-        # It is readable once the process has ended.
+        # The log is readable once the process has ended.
         select.select([process], [], [])
         os.close(process)
         return "reset"
@@ -85,9 +85,7 @@ def run_and_kill(proxy, start, wanted, folder, program):
 
 
 @pytest.mark.deep
-def test_push_and_pull_killed_at_any_request_lose_nothing(
-    template, tmp_path, proxy, past_proxy, server, start, sample, note
-):
+def test_killed_push_and_pull_lose_nothing(template, tmp_path, proxy, past_proxy, server, start, sample, note):
     killed, numbers = 0, sample.part(range(60), parts=20)
     for number in numbers:
         folder, address = tmp_path / f"store-{number}", server.new_address()
@@ -106,7 +104,7 @@ def test_push_and_pull_killed_at_any_request_lose_nothing(
             assert_restores(store)
             assert store.verify("decode").is_clean
         shutil.rmtree(folder)
-    # A push makes more requests than that; a pull fewer.
+    # A push makes more requests than this; a pull fewer.
     assert killed >= len(numbers) >= (60 if sample.is_whole else 3)
     note(f"pushes and pulls killed at a request: {killed}")
 

@@ -1,4 +1,4 @@
-"""Protects what is kept of other tiers: it saves requests, it is bounded, and nothing in it is believed."""
+"""Protects the cache of ranges from tiers: it saves requests, is bounded, and its content is always verified."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gets_of(proxy):
     return [seen for seen in proxy.seen if seen.method == "GET" and seen.path.endswith(".pack")]
 
 
-def test_second_restore_reads_nothing_from_the_bucket(pushed, proxy, folder):
+def test_second_restore_reads_only_the_cache(pushed, proxy, folder):
     proxy.begin()
     assert_right(pushed.restore(1))
     assert gets_of(proxy)
@@ -63,7 +63,7 @@ def test_damaged_range_is_fetched_again(pushed, proxy, folder):
     assert len(gets_of(proxy)) == len(files)
 
 
-def test_removed_cache_is_nobodys_loss(pushed, folder):
+def test_cache_can_be_removed(pushed, folder):
     import shutil
 
     assert_right(pushed.restore(1))
@@ -72,7 +72,7 @@ def test_removed_cache_is_nobodys_loss(pushed, folder):
     assert_right(pushed.restore(1))
 
 
-def test_what_was_wrong_in_the_bucket_is_not_kept(pushed, address):
+def test_wrong_range_is_not_cached(pushed, address):
     pack = pushed.contents(1).packs[0]
     there, name = backend_for(address), f"packs/{pack.pack_id[:2]}/{pack.pack_id}.pack"
     whole = there.read_bytes(name, nbytes_max=1 << 30)
@@ -85,7 +85,7 @@ def test_what_was_wrong_in_the_bucket_is_not_kept(pushed, address):
     assert_right(pushed.restore(1))
 
 
-def test_oldest_ranges_go_when_it_is_full(clock):
+def test_full_cache_removes_oldest_ranges(clock):
     backend = MemoryBackend(clock=clock)
     for folder in ("tmp", "cache"):
         backend.make_folder(folder)
@@ -105,7 +105,7 @@ def test_oldest_ranges_go_when_it_is_full(clock):
     assert second.get(pack, 5000, 2000) is None, "what is larger than all of it is not kept"
 
 
-def test_small_disk_is_left_alone():
+def test_small_disk_is_not_used():
     backend = MemoryBackend(nbytes_max=3000)
     for folder in ("tmp", "cache"):
         backend.make_folder(folder)
@@ -116,7 +116,7 @@ def test_small_disk_is_left_alone():
     assert 0 < used <= 3000 * 0.3
 
 
-def test_failing_disk_costs_requests_only(monkeypatch):
+def test_failing_disk_costs_only_requests(monkeypatch):
     backend = MemoryBackend()
     backend.make_folder("tmp")
     cache, pack = RangeCache(backend), new_pack_id()

@@ -1,4 +1,4 @@
-"""Protects stores whose only home is a bucket: everything but collection works there as in a folder."""
+"""Protects stores in a bucket: everything but collection works there as in a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def assert_equal(got, wanted):
     assert got["step"] == wanted["step"]
 
 
-def test_what_was_committed_is_listed_and_restored(address):
+def test_commits_are_listed_and_restored(address):
     with ckstore.open(address) as store:
         for step in (1, 2, 3):
             store.commit(state_of(step), step, metrics={"loss": 1 / step}, tags=["best"] if step == 2 else ())
@@ -54,7 +54,7 @@ def test_two_writers_never_take_the_same_seq(address):
         assert store.steps() == [1, 2]
 
 
-def test_same_bytes_are_stored_once(address):
+def test_equal_bytes_are_stored_once(address):
     with ckstore.open(address) as store:
         first = store.commit(state_of(1), 1)
         again = store.commit(state_of(1), 2)
@@ -62,7 +62,7 @@ def test_same_bytes_are_stored_once(address):
     assert again.chunks_new == 0
 
 
-def test_deleted_checkpoint_is_gone_and_its_seq_stays_taken(address):
+def test_seq_of_deleted_checkpoint_is_not_reused(address):
     with ckstore.open(address) as store:
         store.commit(state_of(1), 1)
         store.commit(state_of(2), 2)
@@ -72,8 +72,8 @@ def test_deleted_checkpoint_is_gone_and_its_seq_stays_taken(address):
         assert [info.seq for info in store.log()] == [2, 1]
 
 
-def test_manifest_that_appears_after_all_has_its_packs(address, proxy, hasty):
-    """The put of the manifest takes effect, and neither its answer nor any later one arrives."""
+def test_late_manifest_has_its_packs(address, proxy, few_retries):
+    """The put of the manifest takes effect, but its answer and all later ones are lost."""
     with ckstore.open(address) as store:
         store.commit(state_of(1), 1)
 
@@ -92,8 +92,8 @@ def test_manifest_that_appears_after_all_has_its_packs(address, proxy, hasty):
         assert store.verify("decode").is_clean
 
 
-def test_tier_of_a_store_in_a_bucket_may_be_a_folder(address, tmp_path):
-    """Its packs are read by what reads folders, and mixed with those of the bucket where one restore needs both."""
+def test_folder_can_be_tier_of_store_in_bucket(address, tmp_path):
+    """Its packs are read through the folder backend, and mixed with those of the bucket if one restore needs both."""
     attic, copy = str(tmp_path / "attic"), str(tmp_path / "copy")
     with ckstore.open(address) as store:
         for step in (1, 2, 3):
@@ -116,7 +116,7 @@ def test_tier_of_a_store_in_a_bucket_may_be_a_folder(address, tmp_path):
         assert store.verify("decode").is_clean
 
 
-def test_server_that_ignores_conditions_takes_copies_and_no_commits(address, proxy, folder, monkeypatch):
+def test_server_without_conditions_accepts_only_copies(address, proxy, folder, monkeypatch):
     from ckstore.errors import UnsupportedError
     from ckstore.io.remote.client import Bucket
 
@@ -138,7 +138,7 @@ def test_server_that_ignores_conditions_takes_copies_and_no_commits(address, pro
             store.commit(state_of(2), 2)
 
 
-def test_doctor_looks_at_a_store_in_a_bucket(address, capsys):
+def test_doctor_checks_a_store_in_a_bucket(address, capsys):
     with ckstore.open(address) as store:
         store.commit({"x": np.arange(9)}, 1)
     assert ckstore_command(["doctor", address]) == 0

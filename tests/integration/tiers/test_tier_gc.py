@@ -1,4 +1,4 @@
-"""Protects collections in a tier: what was dropped for good goes there too, and never what anybody still needs."""
+"""Protects collections in a tier: purged data is removed there too, and needed data never."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def manifests_at(place):
     return backend_for(place).list_names("manifests/main")
 
 
-def test_dropped_checkpoint_goes_when_the_trash_has_it_no_more(pushed, place):
+def test_dropped_checkpoint_is_removed_after_purge(pushed, place):
     assert len(packs_at(place)) == 2
     pushed.delete(2)
     kept = pushed.gc_tier(min_age=0)
@@ -66,16 +66,16 @@ def test_dropped_checkpoint_goes_when_the_trash_has_it_no_more(pushed, place):
         assert there.verify("decode").is_clean
 
 
-def test_pack_that_others_share_stays(pushed, place):
+def test_shared_pack_stays(pushed, place):
     pushed.delete(1)
     pushed.gc(now=True)
     pushed.gc_tier(min_age=0)
-    # The chunk that all share lies in the pack of the first; it was written to a new one, too.
+    # The shared chunk is in the pack of the first checkpoint; it was written to a new pack, too.
     assert len(packs_at(place)) == 3
     assert_restores(pushed, 2, 3)
 
 
-def test_young_packs_and_packs_of_others_in_the_trash_stay(pushed, place):
+def test_young_packs_and_packs_in_trash_stay(pushed, place):
     pushed.delete(2)
     pushed.gc(now=True)
     report = pushed.gc_tier()
@@ -103,7 +103,7 @@ def test_rewound_checkpoint_keeps_its_packs(pushed, place):
     assert_restores(pushed, 1, 2, 3)
 
 
-def test_lower_generation_goes_when_the_higher_one_is_whole(pushed, place):
+def test_lower_generation_is_removed_below_whole_one(pushed, place):
     pushed.pull()
     pushed.push(keep_local=1)
     assert len(manifests_at(place)) == 4
@@ -115,7 +115,7 @@ def test_lower_generation_goes_when_the_higher_one_is_whole(pushed, place):
     assert_restores(pushed, 1, 2, 3)
 
 
-def test_manifest_that_cannot_be_read_stops_the_removal_of_packs(pushed, place):
+def test_unreadable_manifest_stops_removal_of_packs(pushed, place):
     pushed.delete(2)
     pushed.gc(now=True)
     there = backend_for(place)
@@ -130,7 +130,7 @@ def test_manifest_that_cannot_be_read_stops_the_removal_of_packs(pushed, place):
 
 
 def put_list(there, pack_ids, **changes):
-    """Write a list as a collector of this process does that is at work."""
+    """Write a list as a running collector of this process does."""
     there.make_folder("tmp")
     packs = {bytes.fromhex(pack_id): 1 for pack_id in pack_ids}
     path = pending_deletes._write_list(there, SYSTEM_CLOCK, packs)
@@ -142,7 +142,7 @@ def put_list(there, pack_ids, **changes):
     return path
 
 
-def test_push_sees_what_a_collector_is_about_to_remove(folder, place):
+def test_push_sees_packs_listed_for_removal(folder, place):
     with ckstore.open(folder) as store:
         store.commit(state_of(1), 1)
         pack_ids = [pack.pack_id for pack in store.contents(1).packs]
@@ -155,8 +155,8 @@ def test_push_sees_what_a_collector_is_about_to_remove(folder, place):
         assert_restores(store, 1)
 
 
-def test_collector_sees_a_manifest_that_was_published_after_its_plan(pushed, place, monkeypatch):
-    """A push of the same packs comes between the list and the last look."""
+def test_collector_sees_manifest_published_after_plan(pushed, place, monkeypatch):
+    """A push of the same packs comes between the list and the last check."""
     pushed.delete(2)
     pushed.gc(now=True)
     there = backend_for(place)
@@ -174,37 +174,37 @@ def test_collector_sees_a_manifest_that_was_published_after_its_plan(pushed, pla
     assert len(packs_at(place)) == 2
 
 
-# Lists of collectors that do not live any more
+# Lists of dead collectors
 
 
 @pytest.fixture
 def listed(folder, place):
-    """A store, and a place whose list names the only pack."""
+    """A store, and a location whose list names the only pack."""
     with ckstore.open(folder) as store:
         store.commit(state_of(1), 1)
         yield store, backend_for(place), [pack.pack_id for pack in store.contents(1).packs]
 
 
-def at_once(monkeypatch):
-    """Take what a process has sent for settled the moment after."""
+def settled_immediately(monkeypatch):
+    """Treat requests of a process as completed immediately."""
     monkeypatch.setattr(pending_deletes, "LAST_REQUEST_SECONDS", -2.0)
 
 
-def test_list_of_a_dead_process_of_this_machine_blocks_nobody(listed, place, monkeypatch):
+def test_list_of_dead_local_process_does_not_block(listed, place, monkeypatch):
     store, there, pack_ids = listed
     put_list(there, pack_ids, pid=2**22 + 1, process_started="1")
     with pytest.raises(ConflictError):
         store.push(place, keep_local=0)
-    at_once(monkeypatch)
+    settled_immediately(monkeypatch)
     store.push(place, keep_local=0)
     assert_restores(store, 1)
     assert store.gc_tier(min_age=0).lists == 1
     assert deletion_lists(there) == []
 
 
-def test_list_of_a_living_process_or_another_machine_blocks_until_it_is_old(listed, place, monkeypatch, quiet_log):
+def test_list_of_living_or_remote_process_blocks(listed, place, monkeypatch, quiet_log):
     store, there, pack_ids = listed
-    at_once(monkeypatch)
+    settled_immediately(monkeypatch)
     for changes in ({}, {"host": "elsewhere", "boot_id": "m/b/n"}):
         path = put_list(there, pack_ids, **changes)
         with pytest.raises(ConflictError):
@@ -216,8 +216,8 @@ def test_list_of_a_living_process_or_another_machine_blocks_until_it_is_old(list
     assert_restores(store, 1)
 
 
-class Jumped:
-    """The clock of a machine whose time was set a day ahead."""
+class FastClock:
+    """The clock of a machine whose time is a day ahead."""
 
     def __getattr__(self, name):
         return getattr(SYSTEM_CLOCK, name)
@@ -226,24 +226,24 @@ class Jumped:
         return SYSTEM_CLOCK.now_ns() + 86_400 * 10**9
 
 
-def test_clock_that_jumped_does_not_make_a_list_old(listed, place, quiet_log):
+def test_clock_jump_does_not_expire_a_list(listed, place, quiet_log):
     _, there, pack_ids = listed
     path = put_list(there, pack_ids, host="elsewhere", boot_id="m/b/n")
     packs = {bytes.fromhex(pack_id) for pack_id in pack_ids}
-    assert pending_deletes.packs_pending_deletion(there, packs, Jumped()) == packs
-    assert pending_deletes.remove_dead_lists(there, Jumped()) == 0
+    assert pending_deletes.packs_pending_deletion(there, packs, FastClock()) == packs
+    assert pending_deletes.remove_dead_lists(there, FastClock()) == 0
     assert deletion_lists(there) == [path]
 
 
-def test_list_that_this_process_has_left_behind_blocks_nobody(listed, place, monkeypatch):
+def test_leftover_list_of_this_process_does_not_block(listed, place, monkeypatch):
     store, there, pack_ids = listed
     path = put_list(there, pack_ids)
     pending_deletes._LISTS_IN_USE.discard(path)
-    at_once(monkeypatch)
+    settled_immediately(monkeypatch)
     store.push(place, keep_local=0)
 
 
-def test_list_that_cannot_be_read_may_name_anything(listed, place, quiet_log):
+def test_unreadable_list_may_name_anything(listed, place, quiet_log):
     store, there, pack_ids = listed
     path = put_list(there, pack_ids)
     there.unlink(path)
@@ -256,8 +256,8 @@ def test_list_that_cannot_be_read_may_name_anything(listed, place, quiet_log):
     assert_restores(store, 1)
 
 
-def test_removal_whose_answer_was_lost_keeps_its_list(pushed, place, monkeypatch, quiet_log):
-    """It may still take effect, and must not meet a manifest that was published after the list was gone."""
+def test_removal_without_answer_keeps_its_list(pushed, place, monkeypatch, quiet_log):
+    """The removal may still take effect, and must not hit a manifest that was published after the list was removed."""
     pushed.delete(2)
     pushed.gc(now=True)
     target = repository_of(pushed).tiers.open("remote")
@@ -273,7 +273,7 @@ def test_removal_whose_answer_was_lost_keeps_its_list(pushed, place, monkeypatch
         with pytest.raises(BackendError):
             pushed.gc_tier(min_age=0)
     assert len(deletion_lists(backend_for(place))) == 1
-    at_once(monkeypatch)
+    settled_immediately(monkeypatch)
     report = pushed.gc_tier(min_age=0)
     assert (report.lists, len(report.packs)) == (1, 1)
     assert deletion_lists(backend_for(place)) == []

@@ -1,4 +1,4 @@
-"""Protects rewriting in a tier: space that nobody needs comes back, and at no moment is a checkpoint lost for it."""
+"""Protects rewriting of packs in a tier: unneeded space is freed, and no checkpoint is unavailable at any moment."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def packs_of(store, step):
 
 @pytest.fixture
 def wasteful(folder, place):
-    """A store whose first checkpoint was dropped for good: of its pack in the tier only the shared chunk is needed."""
+    """A store whose first checkpoint was purged: of its pack in the tier only the shared chunk is needed."""
     with ckstore.open(folder) as store:
         for step in STEPS:
             store.commit(state_of(step), step)
@@ -56,7 +56,7 @@ def wasteful(folder, place):
 
 
 def collect_all(store):
-    """Collect there, free what the trash here holds, and collect there once more."""
+    """Collect in the tier, purge the local trash, and collect in the tier again."""
     first = store.gc_tier(min_age=0)
     store.gc(now=True, min_age=0)
     store.gc_tier(min_age=0)
@@ -64,7 +64,7 @@ def collect_all(store):
 
 
 def assert_tidy(store, place, *steps):
-    """Nothing is left to do, here or there, and both sides are whole."""
+    """Nothing is left to do, locally or in the tier, and both stores are complete."""
     again = store.gc_tier(min_age=0)
     assert (again.packs, again.rewrites, again.renewed, again.superseded, again.stop) == ({}, [], 0, [], "")
     assert again.repacked.troubles == []
@@ -83,14 +83,14 @@ def test_pack_of_which_little_is_needed_is_rewritten(wasteful, place):
     report = wasteful.gc_tier(min_age=0)
     assert [rewrite.pack_id.hex() for rewrite in report.rewrites] == [old]
     assert [pack_id.hex() for pack_id in report.repacked.pack_ids] == [old]
-    # Of the checkpoint that names the pack there is one manifest here and a copy of it there.
+    # The checkpoint that names the pack has one local manifest and a copy of it in the tier.
     assert (report.repacked.manifests, report.renewed) == (1, 1)
     (new,) = packs_at(place).keys() - before.keys()
     assert packs_at(place)[new] == report.rewrites[0].packed_nbytes == report.repacked.nbytes_written
     assert packs_at(place)[new] < before[old] / 2
     assert new in packs_of(wasteful, 2)
     assert old not in packs_of(wasteful, 2)
-    # The manifest that was replaced lies in the trash here, and could be brought back.
+    # The replaced manifest is in the local trash, and could be undeleted.
     assert old in packs_at(place)
     assert_restores(wasteful, 2, 3)
     wasteful.gc(now=True, min_age=0)
@@ -100,7 +100,7 @@ def test_pack_of_which_little_is_needed_is_rewritten(wasteful, place):
     assert_tidy(wasteful, place, 2, 3)
 
 
-def test_dry_run_tells_what_would_be_rewritten_and_changes_nothing(wasteful, place):
+def test_dry_run_reports_rewrites_and_changes_nothing(wasteful, place):
     packs, manifests = packs_at(place), manifests_at(place)
     planned = wasteful.gc_tier(min_age=0, dry_run=True)
     assert (packs_at(place), manifests_at(place)) == (packs, manifests)
@@ -109,14 +109,14 @@ def test_dry_run_tells_what_would_be_rewritten_and_changes_nothing(wasteful, pla
     assert wasteful.gc_tier(min_age=0).rewrites == planned.rewrites
 
 
-def test_budget_and_share_of_waste_are_kept_to(wasteful):
+def test_budget_and_waste_limit_are_respected(wasteful):
     assert wasteful.gc_tier(min_age=0, repack_nbytes_max=0).rewrites == []
     assert wasteful.gc_tier(min_age=0, repack_nbytes_max=10_000).rewrites == []
     assert wasteful.gc_tier(min_age=0, waste_max=0.99).rewrites == []
     assert len(wasteful.gc_tier(min_age=0, waste_max=0.5).rewrites) == 1
 
 
-def test_what_the_trash_can_bring_back_is_not_rewritten_away(folder, place):
+def test_undeletable_data_is_not_rewritten_away(folder, place):
     with ckstore.open(folder) as store:
         for step in STEPS:
             store.commit(state_of(step), step)
@@ -128,7 +128,7 @@ def test_what_the_trash_can_bring_back_is_not_rewritten_away(folder, place):
         assert_restores(store, *STEPS)
 
 
-def test_runs_that_share_a_pack_are_all_told(folder, place):
+def test_runs_that_share_a_pack_are_all_updated(folder, place):
     with ckstore.open(folder) as store, ckstore.open(folder, run="other") as other:
         for step in STEPS:
             store.commit(state_of(step), step)
@@ -145,7 +145,7 @@ def test_runs_that_share_a_pack_are_all_told(folder, place):
             assert_restores(there, 7)
 
 
-def test_a_pull_and_another_push_meet_no_conflict_after_it(wasteful, place):
+def test_pull_and_push_work_after_rewriting(wasteful, place):
     collect_all(wasteful)
     wasteful.pull()
     wasteful.push(place, keep_local=0)
@@ -153,7 +153,7 @@ def test_a_pull_and_another_push_meet_no_conflict_after_it(wasteful, place):
     assert_tidy(wasteful, place, 2, 3)
 
 
-def test_a_store_that_was_lost_comes_back_from_its_tier_after_it(wasteful, place, tmp_path):
+def test_lost_store_is_recovered_after_rewriting(wasteful, place, tmp_path):
     collect_all(wasteful)
     with ckstore.open(place) as there:
         there.mirror(str(tmp_path / "again"))
@@ -161,11 +161,11 @@ def test_a_store_that_was_lost_comes_back_from_its_tier_after_it(wasteful, place
         assert_restores(again, 2)
 
 
-# What bars it
+# What prevents rewriting
 
 
-def test_pack_that_lies_here_too_is_freed_here_first_with_its_proof(folder, place):
-    """What frees a copy here looks for the pack in the tier because manifests say that it is there."""
+def test_local_copy_of_pack_is_freed_first(folder, place):
+    """Freeing a local pack requires the pack in the tier, because local manifests say that it is there."""
     with ckstore.open(folder) as store:
         for step in (1, 2):
             store.commit(state_of(step), step)
@@ -173,7 +173,7 @@ def test_pack_that_lies_here_too_is_freed_here_first_with_its_proof(folder, plac
         (old,) = packs_of(store, 1)
         store.delete(1)
         store.push(place, keep_local=1)
-        # The trash here is freed of what was dropped and of what a push has replaced; the pack lies here yet.
+        # The purge removes what was dropped and what a push has replaced; the pack is still local.
         for trashed in repository_of(store).trash.contents():
             for manifest in trashed.manifests:
                 repository_of(store).trash.unlink(manifest.path)
@@ -185,7 +185,7 @@ def test_pack_that_lies_here_too_is_freed_here_first_with_its_proof(folder, plac
         assert_restores(store, 2)
 
 
-def test_checkpoint_that_misses_a_pack_there_is_not_rewritten_again_and_again(wasteful, place):
+def test_checkpoint_with_missing_pack_is_not_retried(wasteful, place):
     shared = {pack.pack_id: pack.nbytes for pack in wasteful.contents(2).packs}
     (own,) = shared.keys() - {max(packs_at(place), key=packs_at(place).get)}
     backend_for(place).unlink(paths.pack_name(bytes.fromhex(own)))
@@ -195,8 +195,8 @@ def test_checkpoint_that_misses_a_pack_there_is_not_rewritten_again_and_again(wa
         wasteful.gc(now=True, min_age=0)
 
 
-def test_store_that_was_set_back_pushes_and_collects_as_before(wasteful, place, folder):
-    """Its newest manifest rotted, and an earlier generation was brought back: numbers there are taken."""
+def test_store_with_older_generation_still_works(wasteful, place, folder):
+    """Its newest manifest was damaged, and an earlier generation was restored: its number is taken in the tier."""
     (name,) = [each for each in repository_of(wasteful).manifests.listing().names if each.step == 2]
     earlier = folder / name.path, (folder / name.path).read_bytes()
     wasteful.gc_tier(min_age=0)
@@ -213,8 +213,8 @@ def test_store_that_was_set_back_pushes_and_collects_as_before(wasteful, place, 
     assert_tidy(wasteful, place, 2, 3)
 
 
-def test_checkpoints_that_were_pulled_bar_it(wasteful, place):
-    """Their copies there name the pack, and no manifest here says so any more."""
+def test_pulled_checkpoint_prevents_rewriting(wasteful, place):
+    """Their copies in the tier name the pack, but no local manifest does."""
     wasteful.pull()
     assert wasteful.gc_tier(min_age=0).rewrites == []
     wasteful.gc(now=True, min_age=0)
@@ -222,8 +222,8 @@ def test_checkpoints_that_were_pulled_bar_it(wasteful, place):
     assert_tidy(wasteful, place, 2, 3)
 
 
-def test_checkpoints_that_another_put_there_bar_it(wasteful, place):
-    """One who commits there finds the chunk that is shared, and names its pack; nobody here knows."""
+def test_foreign_checkpoint_prevents_rewriting(wasteful, place):
+    """A commit to the tier finds the shared chunk, and names its pack; the local store does not know that."""
     with ckstore.open(place) as there:
         there.commit(state_of(9), 9)
         (old,) = packs_of(there, 9) & packs_of(wasteful, 2)
@@ -234,7 +234,7 @@ def test_checkpoints_that_another_put_there_bar_it(wasteful, place):
         assert_restores(there, 2, 9)
 
 
-def test_claim_that_is_not_of_a_push_bars_it(wasteful, place):
+def test_foreign_claim_prevents_rewriting(wasteful, place):
     there = backend_for(place)
     (manifest,) = manifests_at(place)[-1:]
     claim = paths.claim_name("main", paths.parse_manifest_file("main", manifest).seq)
@@ -243,14 +243,14 @@ def test_claim_that_is_not_of_a_push_bars_it(wasteful, place):
     assert wasteful.gc_tier(min_age=0).rewrites == []
 
 
-# What comes between
+# Concurrent changes
 
 
 class _DiedError(Exception):
     pass
 
 
-def test_what_died_before_the_copies_were_renewed_is_finished_by_the_next(wasteful, place, monkeypatch):
+def test_next_collection_renews_remaining_copies(wasteful, place, monkeypatch):
     def dies(*given):
         raise _DiedError
 
@@ -263,14 +263,14 @@ def test_what_died_before_the_copies_were_renewed_is_finished_by_the_next(wastef
         assert_restores(there, 2)
     wasteful.gc(now=True, min_age=0)
     report = wasteful.gc_tier(min_age=0)
-    # What is there names the old pack until it is renewed, so that it was not removed.
+    # The copies in the tier name the old pack until they are renewed, so that it was not removed.
     assert (report.packs, report.rewrites, report.renewed) == ({}, [], 1)
     assert_restores(wasteful, 2, 3)
     assert list(wasteful.gc_tier(min_age=0).packs) != []
     assert_tidy(wasteful, place, 2, 3)
 
 
-def test_what_died_before_a_manifest_was_replaced_leaves_garbage_only(wasteful, place, monkeypatch):
+def test_death_before_replacement_leaves_only_garbage(wasteful, place, monkeypatch):
     def dies(*given):
         raise _DiedError
 
@@ -287,7 +287,7 @@ def test_what_died_before_a_manifest_was_replaced_leaves_garbage_only(wasteful, 
     assert_tidy(wasteful, place, 2, 3)
 
 
-def test_checkpoint_that_is_dropped_while_its_pack_is_rewritten_stays_dropped(wasteful, place, folder, monkeypatch):
+def test_checkpoint_dropped_in_rewrite_stays_dropped(wasteful, place, folder, monkeypatch):
     copy = rewrite_packs._copy
 
     def drops_meanwhile(*given):
@@ -307,7 +307,7 @@ def test_checkpoint_that_is_dropped_while_its_pack_is_rewritten_stays_dropped(wa
     assert_restores(wasteful, 3)
 
 
-def test_pull_that_comes_between_is_not_undone(wasteful, place, folder, monkeypatch):
+def test_concurrent_pull_is_not_undone(wasteful, place, folder, monkeypatch):
     renew = gc.renew_copies
 
     def pulls_meanwhile(*given):
@@ -326,7 +326,7 @@ def test_pull_that_comes_between_is_not_undone(wasteful, place, folder, monkeypa
     assert_tidy(wasteful, place, 2, 3)
 
 
-def test_damage_in_a_pack_there_is_told_and_nothing_changes(wasteful, place):
+def test_damaged_pack_is_reported_and_not_rewritten(wasteful, place):
     there = backend_for(place)
     old = max(packs_at(place), key=packs_at(place).get)
     name = paths.pack_name(bytes.fromhex(old))
@@ -341,7 +341,7 @@ def test_damage_in_a_pack_there_is_told_and_nothing_changes(wasteful, place):
     assert packs_at(place) == before
 
 
-def test_another_manifest_under_the_name_there_is_told_and_nothing_is_lost(wasteful, place):
+def test_foreign_manifest_name_is_reported(wasteful, place):
     there = backend_for(place)
     name = paths.parse_manifest_file("main", manifests_at(place)[-1])
     generation = name.generation + 1
@@ -376,7 +376,7 @@ def test_silent_tier_loses_nothing(wasteful, place, monkeypatch):
     assert_tidy(wasteful, place, 2, 3)
 
 
-def test_rewriting_goes_on_beside_restores_of_the_same_checkpoints(wasteful, monkeypatch):
+def test_rewriting_works_during_restores(wasteful, monkeypatch):
     copy = rewrite_packs._copy
 
     def restores_meanwhile(*given):
@@ -389,7 +389,7 @@ def test_rewriting_goes_on_beside_restores_of_the_same_checkpoints(wasteful, mon
     assert len(wasteful.gc_tier(min_age=0).repacked.pack_ids) == 1
 
 
-def test_disk_that_is_full_there_is_told(wasteful, monkeypatch):
+def test_full_disk_of_tier_is_reported(wasteful, monkeypatch):
     def is_full(*given):
         raise ckstore.errors.CapacityError("the disk is full")
 

@@ -1,6 +1,6 @@
-"""What else can happen: a full disk, a program that ends right after its call, signals and races at bad moments.
+"""Protects background commits against failures: a full disk, an early exit, signals and races.
 
-Each costs at most the commit that it hits, is reported, and leaves everything that was promised.
+Each failure affects at most one commit, is reported, and loses nothing that was promised.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def store(folder):
         yield opened
 
 
-# A disk that is full
+# A full disk
 
 
-def test_saver_that_may_not_write_so_much_costs_one_commit(store):
+def test_file_size_limit_fails_one_commit(store):
     store.commit_async(noise(1, 2 * MIB), 1).result()
     pid = background_of(store).saver_pid
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
@@ -70,7 +70,7 @@ def small_disk(tmp_path, unmount):
 
 
 @pytest.mark.root
-def test_full_disk_fails_commits_and_space_that_comes_back_is_used(small_disk):
+def test_commits_work_after_full_disk_is_freed(small_disk):
     with ckstore.open(small_disk / "store", policy=POLICY) as store:
         store.commit_async(noise(1), 1).result()
         filler = small_disk / "filler"
@@ -80,7 +80,7 @@ def test_full_disk_fails_commits_and_space_that_comes_back_is_used(small_disk):
         for step in (2, 3):
             with pytest.raises(CapacityError):
                 store.commit_async(noise(step), step).result()
-        # Nothing of the failed ones keeps what little space there is.
+        # The failed commits must not occupy the remaining space.
         until(lambda: shutil.disk_usage(small_disk).free > MIB, "the space of what failed")
         filler.unlink()
         assert store.commit_async(noise(4), 4).result().step == 4
@@ -89,7 +89,7 @@ def test_full_disk_fails_commits_and_space_that_comes_back_is_used(small_disk):
 
 
 @pytest.mark.root
-def test_saver_on_a_full_disk_lets_go_what_rules_drop_and_empties_the_trash(small_disk):
+def test_saver_on_full_disk_applies_rules_and_purges(small_disk):
     with ckstore.open(small_disk / "store", policy=POLICY, retention={"keep_last": 1}, gc_every=1000) as store:
         for step in range(3):
             store.commit_async(noise(step), step).result()
@@ -101,7 +101,7 @@ def test_saver_on_a_full_disk_lets_go_what_rules_drop_and_empties_the_trash(smal
         assert np.array_equal(store.restore()["w0"], noise(3)["w0"])
 
 
-# A program that ends right after the call
+# A program that exits right after the call
 
 
 MODULES = ("numpy", "support.saver_harness", "ckstore.commit", "ckstore.background.commits")
@@ -143,20 +143,20 @@ ENDINGS = {
     [*((PLAIN, ending) for ending in ENDINGS), *((TRAINING, ending) for ending in ("end", "raise", "killed"))],
     ids=lambda value: {PLAIN: "plain", TRAINING: "guarded"}.get(value, value),
 )
-def test_program_that_ends_after_commit_async_has_its_checkpoint(folder, beginning, ending):
+def test_exit_after_commit_async_keeps_checkpoint(folder, beginning, ending):
     code, status = ENDINGS[ending]
     modules = (*MODULES, "support.guarded_memory") if beginning is TRAINING else MODULES
     done = run_trainer((PROGRAM + beginning + code).format(folder=str(folder)), *modules)
     assert done.returncode == status, done.stderr
     with ckstore.open(folder) as store:
-        # Of one that was killed the saver is waited for.
+        # A killed program leaves its saver, which is waited for.
         assert store.restore()["w0"].tobytes() == noise(1)["w0"].tobytes()
         assert store.steps() == [1]
         store.commit({"a": 1}, 2)
 
 
-def test_program_that_forgets_its_store_has_its_last_commit(folder):
-    """As a script, in a process of its own from its first line on."""
+def test_unclosed_store_keeps_last_commit(folder):
+    """As a script, in its own process."""
     program = f"""
 import sys
 sys.path.insert(0, {str(SOURCE)!r})
@@ -173,7 +173,7 @@ main()
         assert np.array_equal(store.restore("latest")["w"], np.arange(1 << 20))
 
 
-def test_program_that_is_gone_immediately_leaves_a_whole_checkpoint_or_none(folder):
+def test_immediate_exit_leaves_complete_or_no_commit(folder):
     for number in range(4):
         done = run_trainer((PROGRAM + PLAIN + "os._exit(7)").format(folder=str(folder)), *MODULES)
         assert done.returncode == 7, done.stderr
@@ -183,33 +183,33 @@ def test_program_that_is_gone_immediately_leaves_a_whole_checkpoint_or_none(fold
             assert {step for step in store.steps() if step < 100} <= {1}
 
 
-# Signals at bad moments of the saver
+# Signals during the start of the saver
 
 
-def test_sigterm_to_a_starting_saver_waits_until_it_can_be_handled(folder):
+def test_sigterm_to_starting_saver_is_deferred(folder):
     ckstore.open(folder).close()
-    desk = SaverHarness(folder)
+    harness = SaverHarness(folder)
     try:
         # It has hardly begun to start.
-        os.kill(desk.saver.pid, signal.SIGTERM)
-        handed = desk.begin(noise(1), 1).stage().finish()
-        assert handed.wait().seq == 0
-        until(lambda: not desk.saver.is_alive, "the end of the saver")
+        os.kill(harness.saver.pid, signal.SIGTERM)
+        in_flight = harness.begin(noise(1), 1).stage().finish()
+        assert in_flight.wait().seq == 0
+        until(lambda: not harness.saver.is_alive, "the end of the saver")
     finally:
-        desk.close()
+        harness.close()
     with ckstore.open(folder) as store:
         assert store.steps() == [1]
 
 
-def test_starting_a_saver_leaves_the_signal_mask_of_the_trainer(folder):
+def test_saver_start_keeps_signal_mask_of_trainer(folder):
     ckstore.open(folder).close()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
-        desk = SaverHarness(folder)
+        harness = SaverHarness(folder)
         now = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        desk.saver.wait_ready(SECONDS_MAX)
-        blocked = int(next(line.split()[1] for line in status_of(desk.saver.pid) if line.startswith("SigBlk")), 16)
-        desk.close()
+        harness.saver.wait_ready(SECONDS_MAX)
+        blocked = int(next(line.split()[1] for line in status_of(harness.saver.pid) if line.startswith("SigBlk")), 16)
+        harness.close()
         assert now == before | {signal.SIGUSR1}
         assert blocked == sum(1 << (number - 1) for number in JOB_SIGNALS - {signal.SIGTERM})
     finally:
@@ -220,10 +220,10 @@ def status_of(pid):
     return Path(f"/proc/{pid}/status").read_text().splitlines()
 
 
-# What a saver has died of
+# How a saver has died
 
 
-def test_saver_that_died_of_nonsense_can_be_ended_and_is_replaced(store, altered):
+def test_saver_killed_by_bad_message_is_replaced(store, altered):
     altered.run_once("os.write(channel, b'\\xffnonsense'); time.sleep(600)")
     store.prewarm(noise(1))
     saver = saver_of(store)
@@ -238,11 +238,11 @@ def test_saver_that_died_of_nonsense_can_be_ended_and_is_replaced(store, altered
     assert background_of(store).saver_pid != saver.pid
 
 
-def test_saver_that_nobody_can_listen_to_is_ended_and_reported(folder, monkeypatch):
+def test_saver_without_listener_is_ended_and_reported(folder, monkeypatch):
     started = []
     popen, start = subprocess.Popen, threading.Thread.start
 
-    class Noted(popen):
+    class RefusingThread(popen):
         def __init__(self, *words, **options):
             super().__init__(*words, **options)
             started.append(self)
@@ -252,7 +252,7 @@ def test_saver_that_nobody_can_listen_to_is_ended_and_reported(folder, monkeypat
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(subprocess, "Popen", Noted)
+    monkeypatch.setattr(subprocess, "Popen", RefusingThread)
     with ckstore.open(folder) as store:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
@@ -263,13 +263,13 @@ def test_saver_that_nobody_can_listen_to_is_ended_and_reported(folder, monkeypat
     until(lambda: all(process.poll() is not None for process in started))
 
 
-def test_on_busy_skip_leaves_nothing_out_once_the_last_receipt_is_there(folder):
+def test_on_busy_skip_commits_after_last_receipt(folder):
     with ckstore.open(folder, policy=ckstore.Policy(on_busy="skip", saver_nice=0)) as store:
         for step in range(30):
             assert store.commit_async({"a": np.full(2000, step)}, step).result().step == step
 
 
-def test_saver_without_memory_for_a_thread_ends(note):
+def test_saver_without_memory_for_threads_ends(note):
     program = f"""
 import os, resource, sys, threading, time
 sys.path.insert(0, {str(SOURCE)!r})
@@ -310,11 +310,11 @@ print(*codes)
     assert "waits" not in codes
     if set(codes) == {"0"}:
         pytest.skip("a thread of this Python begins without any memory but its stack")
-    # Where too little is left, one that could not begin was seen.
+    # With too little memory, a thread could not be started.
     assert "1" in codes, codes
 
 
-def test_dead_saver_of_a_closed_store_is_no_obstacle(folder):
+def test_dead_saver_of_closed_store_is_harmless(folder):
     with contextlib.suppress(SaverError), ckstore.open(folder, policy=POLICY) as store:
         store.commit_async(noise(1), 1).result()
         os.kill(background_of(store).saver_pid, signal.SIGKILL)
@@ -323,7 +323,7 @@ def test_dead_saver_of_a_closed_store_is_no_obstacle(folder):
         assert store.commit(noise(3), 3).step == 3
 
 
-def test_saver_collects_no_garbage_among_what_it_imported():
+def test_saver_freezes_imported_objects_for_gc():
     program = f"""
 import gc, os, socket, sys
 sys.path.insert(0, {str(SOURCE)!r})

@@ -1,4 +1,4 @@
-"""Protects what lies here from a tier that someone else changes: it is freed only after it was just seen there."""
+"""Protects local packs if someone else changes a tier: a pack is freed only after it was just verified there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shorter_bytes(there, name):
 
 
 def change_there(place, name, how):
-    """Do to a pack in the tier what only somebody else does."""
+    """Change a pack in the tier, which ckstore never does."""
     there = backend_for(place)
     content = None if how == "gone" else (other_bytes if how == "other bytes" else shorter_bytes)(there, name)
     there.unlink(name)
@@ -33,7 +33,7 @@ def change_there(place, name, how):
 
 
 @pytest.mark.parametrize("how", ["gone", "other bytes", "another size"])
-def test_pack_that_the_tier_lacks_is_not_let_go_of_here(pushed, folder, place, how, quiet_log):
+def test_pack_missing_in_tier_is_not_freed_locally(pushed, folder, place, how, quiet_log):
     name, before = pack_of(pushed, 1), packs_here(folder)
     change_there(place, name, how)
     planned = pushed.gc(now=True, dry_run=True)
@@ -42,13 +42,13 @@ def test_pack_that_the_tier_lacks_is_not_let_go_of_here(pushed, folder, place, h
     assert planned.plan == report.plan
     assert len(before) - len(packs_here(folder)) == 1, "what was proven is freed"
     assert_restores(pushed, 1, 2, 3)
-    # What is here counts again after a pull, and can be pushed anew once the other is removed there.
+    # After a pull the local pack counts again, and can be pushed once the other one is removed.
     pushed.pull(1)
     assert pushed.gc(now=True).unproven == {}
     assert_restores(pushed, 1, 2, 3)
 
 
-def test_pack_in_the_trash_goes_back_when_the_tier_has_lost_it_meanwhile(pushed, folder, place, quiet_log):
+def test_trashed_pack_is_restored_if_tier_lost_it(pushed, folder, place, quiet_log):
     name, before = pack_of(pushed, 2), packs_here(folder)
     assert pushed.gc().done.moved_packs == 2
     change_there(place, name, "gone")
@@ -58,7 +58,7 @@ def test_pack_in_the_trash_goes_back_when_the_tier_has_lost_it_meanwhile(pushed,
     assert_restores(pushed, 1, 2, 3)
 
 
-def test_purge_of_the_trash_asks_the_tier_too(pushed, folder, place):
+def test_purge_checks_the_tier(pushed, folder, place):
     name = pack_of(pushed, 2)
     pushed.gc()
     change_there(place, name, "gone")
@@ -68,7 +68,7 @@ def test_purge_of_the_trash_asks_the_tier_too(pushed, folder, place):
     assert_restores(pushed, 1, 2, 3)
 
 
-def test_packs_stay_when_a_manifest_was_removed_there(pushed, folder, place, quiet_log):
+def test_packs_stay_if_tier_lost_the_manifest(pushed, folder, place, quiet_log):
     there, before = backend_for(place), packs_here(folder)
     gone = there.list_names("manifests/main")[0]
     there.unlink(f"manifests/main/{gone}")
@@ -77,7 +77,7 @@ def test_packs_stay_when_a_manifest_was_removed_there(pushed, folder, place, qui
     assert len(before) - len(packs_here(folder)) == 1
 
 
-def test_rewound_checkpoint_needs_no_manifest_there(pushed, folder):
+def test_rewound_checkpoint_needs_no_manifest_in_tier(pushed, folder):
     pushed.rewind(1)
     before = packs_here(folder)
     report = pushed.gc(now=True)
@@ -85,7 +85,7 @@ def test_rewound_checkpoint_needs_no_manifest_there(pushed, folder):
     assert len(before) - len(packs_here(folder)) == 2
 
 
-def test_command_says_so_and_fails(pushed, folder, place, capsys, quiet_log):
+def test_command_reports_it_and_fails(pushed, folder, place, capsys, quiet_log):
     name = pack_of(pushed, 1)
     change_there(place, name, "gone")
     assert run(["gc", str(folder), "--now", "--json"]) == CorruptError.exit_code
@@ -99,7 +99,7 @@ def test_command_says_so_and_fails(pushed, folder, place, capsys, quiet_log):
 
 
 def interrupted(folder, place, monkeypatch):
-    """A push that was killed after it had published, and garbage that has nothing to do with it."""
+    """A push that was killed after publishing, and unrelated garbage."""
     from ckstore.tiers import push
 
     with ckstore.open(folder) as store:
@@ -112,7 +112,7 @@ def interrupted(folder, place, monkeypatch):
         store.delete(2)
 
 
-def test_silent_tier_stops_only_what_depends_on_it(folder, address, hasty, monkeypatch, capsys, quiet_log):
+def test_silent_tier_blocks_only_dependent_packs(folder, address, few_retries, monkeypatch, capsys, quiet_log):
     interrupted(folder, address, monkeypatch)
     before = packs_here(folder)
     endpoint = "http://127.0.0.1:9"
@@ -131,7 +131,7 @@ def test_silent_tier_stops_only_what_depends_on_it(folder, address, hasty, monke
         assert_restores(store, 1, 3)
 
 
-def test_packs_wait_in_the_trash_while_their_tier_is_silent(folder, address, hasty, monkeypatch, quiet_log):
+def test_packs_stay_in_trash_while_tier_is_silent(folder, address, few_retries, monkeypatch, quiet_log):
     with ckstore.open(folder) as store:
         for step in (1, 2):
             store.commit(state_of(step), step)

@@ -1,7 +1,7 @@
-"""Who is to be waited for is seen from the first staged byte on, however long its saver takes to start.
+"""Protects the lease from the first staged byte on, however long the saver takes to start.
 
-A trainer takes the lease in the name of its saver: a restarted trainer, and any other process, finds it there when the
-trainer dies or drops its handle before the saver has looked at the store.
+A trainer takes the lease in the name of its saver. If the trainer dies or drops its handle before the saver has opened
+the store, other processes find this lease and wait.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def started(*facts, **words):
     return saver
 handover.Saver.start = started
 """
-HANDED = """
+SUBMITTED = """
 pending = store.commit_async(noise(1), 1)
 # All is copied, and nobody waits for the saver.
 pending.wait_staged(1e-3)
-say("handed")
+say("in_flight")
 """
 BY_ITSELF = "store.commit(noise(0), 0)"
 GIVEN_BACK = "store.commit_async(noise(0), 0).result(); store.commit(noise(0), 0)"
@@ -80,7 +80,7 @@ def going_on_at_last(pid):
 
 
 def assert_waits_for(pid, address, caplog):
-    """Restore, which waits until a stopped saver goes on, and see that it has published by then."""
+    """Restore, which must wait until the stopped saver continues and has published."""
     with ckstore.open(address) as store, caplog.at_level(logging.WARNING, "ckstore"):
         thread, results = in_thread(store.restore)
         until(lambda: f"waiting for the saver (pid {pid}) of the trainer that died to publish step 1" in caplog.text)
@@ -93,32 +93,30 @@ def assert_waits_for(pid, address, caplog):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_state_that_was_staged_for_a_saver_that_has_not_looked_yet_is_published_when_the_trainer_dies(
-    address, child, caplog, way
-):
-    trainer = child(WAYS[way] + HANDED, has_desk=False)
+def test_staged_state_of_starting_saver_is_published(address, child, caplog, way):
+    trainer = child(WAYS[way] + SUBMITTED, has_harness=False)
     with going_on_at_last(trainer.saver_pid):
-        assert trainer.hear() == "handed"
+        assert trainer.hear() == "in_flight"
         trainer.kill()
         assert_waits_for(trainer.saver_pid, address, caplog)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_other_processes_wait_for_the_saver_of_a_dropped_handle_that_has_not_looked_yet(address, child, caplog, way):
+def test_others_wait_for_starting_saver(address, child, caplog, way):
     dropped = "pending = None; del store; gc.collect(); say('dropped')"
-    trainer = child(WAYS[way] + HANDED + dropped, has_desk=False)
+    trainer = child(WAYS[way] + SUBMITTED + dropped, has_harness=False)
     with going_on_at_last(trainer.saver_pid):
-        assert (trainer.hear(), trainer.hear()) == ("handed", "dropped")
+        assert (trainer.hear(), trainer.hear()) == ("in_flight", "dropped")
         assert_waits_for(trainer.saver_pid, address, caplog)
 
 
-def test_trainer_that_dies_before_all_was_staged_leaves_nothing_but_the_wait(address, child, caplog):
+def test_incomplete_state_of_dead_trainer_is_dropped(address, child, caplog):
     code = """
 from ckstore.background.staging import Staging
 Staging.copy_now = lambda self: (say("copying"), time.sleep(600))
 store.commit_async(noise(1), 1)
 """
-    trainer = child(WAYS["ready, a first commit"] + code, has_desk=False)
+    trainer = child(WAYS["ready, a first commit"] + code, has_harness=False)
     with going_on_at_last(trainer.saver_pid):
         assert trainer.hear() == "copying"
         trainer.kill()
@@ -131,11 +129,11 @@ store.commit_async(noise(1), 1)
     assert "step 1 was not published" in caplog.text
 
 
-def test_first_commit_in_the_background_waits_for_an_orphan_before_it_copies_anything(address, child, caplog):
-    trainer = child(WAYS["ready, a first commit"] + HANDED, has_desk=False)
+def test_first_commit_waits_for_orphan_before_copying(address, child, caplog):
+    trainer = child(WAYS["ready, a first commit"] + SUBMITTED, has_harness=False)
     pid = trainer.saver_pid
     with going_on_at_last(pid), ckstore.open(address) as store, caplog.at_level(logging.WARNING, "ckstore"):
-        assert trainer.hear() == "handed"
+        assert trainer.hear() == "in_flight"
         trainer.kill()
         thread, results = in_thread(lambda: store.commit_async(noise(2), 2))
         until(lambda: "waiting for the saver" in caplog.text)
@@ -147,7 +145,7 @@ def test_first_commit_in_the_background_waits_for_an_orphan_before_it_copies_any
         assert store.steps() == [1, 2]
 
 
-def test_lease_goes_to_the_saver_and_comes_back(folder):
+def test_lease_moves_to_the_saver_and_back(folder):
     with ckstore.open(folder) as store:
         holder = repository_of(store).lease.holder
         for step in range(0, 6, 2):
@@ -164,7 +162,7 @@ def test_lease_goes_to_the_saver_and_comes_back(folder):
     assert not (Path(folder) / paths.lease_name("main")).exists()
 
 
-def test_lease_that_was_lent_to_a_saver_of_which_nothing_was_asked_is_asked_back(folder):
+def test_unused_lease_of_saver_is_returned(folder):
     with ckstore.open(folder) as store:
         store.prewarm(noise(0))
         saver, lease = saver_of(store), repository_of(store).lease
@@ -176,14 +174,14 @@ def test_lease_that_was_lent_to_a_saver_of_which_nothing_was_asked_is_asked_back
     assert not (Path(folder) / paths.lease_name("main")).exists()
 
 
-def test_lease_is_not_lent_to_a_saver_that_may_give_it_back_at_any_moment(folder, monkeypatch):
+def test_lease_is_not_given_to_a_releasing_saver(folder, monkeypatch):
     with ckstore.open(folder) as store:
         store.commit_async(noise(0), 0).result(SECONDS_MAX)
         store.wait()
         saver, lease = saver_of(store), repository_of(store).lease
         assert saver.lease == lease.holder().token
         with monkeypatch.context() as patches:
-            # Ctrl-C before the answer comes.
+            # Ctrl-C before the answer arrives.
             patches.setattr(saver, "wait", lambda *facts, **words: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 store.commit(noise(1), 1)
@@ -195,7 +193,7 @@ def test_lease_is_not_lent_to_a_saver_that_may_give_it_back_at_any_moment(folder
         assert saver.lease == lease.holder().token
 
 
-def test_lease_that_was_taken_over_is_lent_anew(folder):
+def test_lost_lease_is_given_to_the_saver_again(folder):
     with ckstore.open(folder) as store, ckstore.open(folder) as other:
         store.commit_async(noise(0), 0).result(SECONDS_MAX)
         store.wait()
@@ -205,7 +203,8 @@ def test_lease_that_was_taken_over_is_lent_anew(folder):
         with pytest.raises(ConflictError):
             store.commit_async(noise(2), 2).result(SECONDS_MAX)
         other.close()
-        # Its slot is free a moment after its error; stopped before that, the saver would be waited for.
+        # The slot is released a moment after the error; the next commit would wait for a saver that is stopped before
+        # that.
         store.wait()
         stop(saver.pid)
         with going_on_at_last(saver.pid):

@@ -1,4 +1,4 @@
-"""Handles that are closed halfway, or dropped: nothing is lost, nothing stays, and nobody resumes what is older."""
+"""Protects handles that are closed early or dropped: nothing is lost, nothing leaks, and no older state is resumed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from support.saver_harness import SECONDS_MAX, noise, stop, until
 
 
 def opened(folder):
-    """Open a store whose saver does not give way to what else this machine does."""
+    """Open a store whose saver has normal priority."""
     return ckstore.open(folder, policy=ckstore.Policy(saver_nice=0))
 
 
 @pytest.fixture
 def no_collector():
-    """Trainers turn the collector of reference cycles off, or run it at their own times."""
+    """Disable the garbage collector, as many trainers do."""
     gc.collect()
     gc.disable()
     yield
@@ -42,7 +42,7 @@ def arenas():
     return Path("/proc/self/maps").read_text().count("ckstore-arena")
 
 
-def test_commits_in_the_background_leave_nothing_to_the_collector_of_cycles(folder, no_collector):
+def test_background_commits_create_no_cycles(folder, no_collector):
     with opened(folder) as store:
         store.commit_async(state(0), 0).result()
         store.wait()
@@ -62,10 +62,10 @@ def test_commits_in_the_background_leave_nothing_to_the_collector_of_cycles(fold
 
 
 class Large(dict):
-    """A state that can be watched."""
+    """A state that can be referenced weakly."""
 
 
-def test_error_of_a_commit_keeps_no_frame_of_who_asked_for_it(folder, no_collector):
+def test_commit_error_keeps_no_frame_of_the_caller(folder, no_collector):
     def ask(pending):
         here = Large()
         with pytest.raises(ckstore.SaverError):
@@ -74,7 +74,7 @@ def test_error_of_a_commit_keeps_no_frame_of_who_asked_for_it(folder, no_collect
 
     with opened(folder) as store:
         store.prewarm(state(0))
-        # A stopped saver cannot end the commit before it is killed.
+        # A stopped saver cannot finish the commit before it is killed.
         stop(background_of(store).saver_pid)
         pending = store.commit_async(state(0), 0)
         os.kill(background_of(store).saver_pid, signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_error_of_a_commit_keeps_no_frame_of_who_asked_for_it(folder, no_collect
         assert first.value is not second.value
 
 
-def test_closed_store_has_freed_its_arena_although_nothing_collects_cycles(folder, no_collector):
+def test_closed_store_frees_arena_without_gc(folder, no_collector):
     before = arenas()
     with opened(folder) as store:
         store.commit_async(state(0), 0).result()
@@ -97,7 +97,7 @@ def test_closed_store_has_freed_its_arena_although_nothing_collects_cycles(folde
     assert arenas() == before
 
 
-def test_a_dropped_store_frees_its_arena_although_nothing_collects_cycles(folder, no_collector):
+def test_dropped_store_frees_arena_without_gc(folder, no_collector):
     before = arenas()
     store = opened(folder)
     store.commit_async(state(0), 0).result()
@@ -107,7 +107,7 @@ def test_a_dropped_store_frees_its_arena_although_nothing_collects_cycles(folder
     until(lambda: arenas() == before)
 
 
-def test_interrupted_close_ends_the_saver_and_keeps_what_was_begun(folder, monkeypatch):
+def test_interrupted_close_keeps_begun_commits(folder, monkeypatch):
     before = arenas()
     store = opened(folder)
     pending = store.commit_async(state(0), 0)
@@ -130,12 +130,13 @@ def test_interrupted_close_ends_the_saver_and_keeps_what_was_begun(folder, monke
         assert again.commit(state(1), 1).seq == 1
 
 
-def handed_over_and_dropped(folder, *, has_lease):
-    """Have a saver started, stop it, hand it a state, and drop the handle; return the saver's pid."""
+def submit_and_drop(folder, *, has_lease):
+    """Start a saver, stop it, submit a state, and drop the handle; return the saver's pid."""
     store = opened(folder)
     if has_lease:
         store.commit_async(noise(0), 0).result()
-        # Its slot is free a moment after its receipt; stopped before that, the saver would be waited for by the next.
+        # The slot is released a moment after the receipt; the next commit would wait for a saver that is stopped before
+        # that.
         store.wait()
     else:
         store.commit(noise(0), 0)
@@ -145,15 +146,15 @@ def handed_over_and_dropped(folder, *, has_lease):
     try:
         store.commit_async(noise(1), 1)
     except BaseException:
-        # Else it would stay for ever, and with it a thread that later tests find.
+        # Otherwise it would stay stopped, and a thread would be left for later tests.
         os.kill(pid, signal.SIGCONT)
         raise
     return pid
 
 
 @pytest.mark.parametrize("has_lease", [True, False])
-def test_restore_waits_for_the_saver_of_a_handle_that_this_process_dropped(folder, caplog, has_lease):
-    pid = handed_over_and_dropped(folder, has_lease=has_lease)
+def test_restore_waits_for_saver_of_dropped_handle(folder, caplog, has_lease):
+    pid = submit_and_drop(folder, has_lease=has_lease)
     try:
         gc.collect()
         results = []
@@ -173,8 +174,8 @@ def test_restore_waits_for_the_saver_of_a_handle_that_this_process_dropped(folde
 
 
 @pytest.mark.parametrize("has_lease", [True, False])
-def test_commit_async_comes_after_what_a_dropped_handle_has_begun(folder, caplog, has_lease):
-    pid = handed_over_and_dropped(folder, has_lease=has_lease)
+def test_commit_async_waits_for_dropped_handle(folder, caplog, has_lease):
+    pid = submit_and_drop(folder, has_lease=has_lease)
 
     def is_waited_for():
         return f"waiting for the saver (pid {pid})" in caplog.text
@@ -190,12 +191,12 @@ def test_commit_async_comes_after_what_a_dropped_handle_has_begun(folder, caplog
         thread.join()
 
 
-def test_other_processes_wait_for_a_saver_that_is_told_to_end_while_it_works(desk, address):
+def test_other_process_waits_for_ending_saver(harness, address):
     with ckstore.open(address) as store:
         holder = repository_of(store).lease.holder
-        handed = desk.begin(noise(1), 1)
+        in_flight = harness.begin(noise(1), 1)
         until(lambda: holder() is not None)
         assert SaverPurpose.of(holder().purpose).trainer_pid == os.getpid()
-        desk.saver.quit(is_waited=False)
+        harness.saver.quit(is_waited=False)
         until(lambda: SaverPurpose.of(holder().purpose).trainer_started == TRAINER_DEAD)
-        handed.stage().finish().wait()
+        in_flight.stage().finish().wait()

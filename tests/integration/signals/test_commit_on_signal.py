@@ -1,4 +1,4 @@
-"""Protects who listens: what listened before is kept and told, nothing is left behind, misuse is refused."""
+"""Protects signal handling: earlier handlers are called and restored, nothing leaks, wrong use is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import ckstore
 from ckstore.errors import UsageError
 
 
-def test_a_commit_of_the_same_number_from_before_does_not_count(disk_store):
+def test_earlier_commit_of_the_step_does_not_count(disk_store):
     """A run that went back and reached the step again has another state."""
     state = {"w": np.arange(100)}
     disk_store.commit(state, 7)
@@ -31,7 +31,7 @@ def test_a_commit_of_the_same_number_from_before_does_not_count(disk_store):
     assert disk_store.restore()["w"][0] == 1
 
 
-def test_a_failing_last_commit_is_raised(disk_store):
+def test_failed_last_commit_is_raised(disk_store):
     def broken():
         return {"x": object()}
 
@@ -46,7 +46,7 @@ ERRORS = [MemoryError("no memory"), OSError(errno.ENOSPC, "full"), TimeoutError(
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_last_commit_that_the_system_fails_is_tried_again(disk_store, monkeypatch, error):
+def test_last_commit_is_retried_after_system_error(disk_store, monkeypatch, error):
     commit, tries = disk_store.commit, []
 
     def failing_once(*args, **options):
@@ -63,7 +63,7 @@ def test_a_last_commit_that_the_system_fails_is_tried_again(disk_store, monkeypa
 
 
 @pytest.mark.parametrize("is_done", [True, False])
-def test_a_time_out_of_the_system_is_told_from_the_deadline(disk_store, monkeypatch, is_done):
+def test_system_timeout_differs_from_deadline(disk_store, monkeypatch, is_done):
     def no_answer(timeout=None):
         raise TimeoutError(errno.ETIMEDOUT, "no answer")
 
@@ -75,13 +75,13 @@ def test_a_time_out_of_the_system_is_told_from_the_deadline(disk_store, monkeypa
     with disk_store.commit_on_signal(lambda: {"a": 1}, then="return") as last:
         signal.raise_signal(signal.SIGTERM)
         assert last.check(3)
-    # What goes on is not committed a second time beside it.
+    # The running commit is not repeated at the same time.
     assert disk_store.steps() == ([3] if is_done else [])
 
 
-def test_listening_ends_with_the_store_and_leaves_no_thread(folder, no_threads_left):
-    heard = []
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+def test_closing_store_stops_listening(folder, no_threads_left):
+    received = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
         ours = signal.getsignal(signal.SIGTERM)
         with ckstore.open(folder) as store:
@@ -89,34 +89,34 @@ def test_listening_ends_with_the_store_and_leaves_no_thread(folder, no_threads_l
             assert signal.getsignal(signal.SIGTERM) != ours
         assert signal.getsignal(signal.SIGTERM) is ours
         last.close()
-        # One who put itself over a listener that is closed meanwhile still reaches who was there before.
+        # A handler installed over a listener that is closed meanwhile still calls the original one.
         with ckstore.open(folder) as store:
             last = store.commit_on_signal(dict)
             under = signal.getsignal(signal.SIGTERM)
             signal.signal(signal.SIGTERM, lambda number, frame: under(number, frame))
         signal.raise_signal(signal.SIGTERM)
-        assert heard == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
 def test_two_stores_both_commit(folder):
-    heard = []
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    received = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     with contextlib.ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, previous)
         stores = [stack.enter_context(ckstore.open(folder.with_name(name))) for name in ("a", "b")]
         both = [stack.enter_context(store.commit_on_signal(lambda: {"a": 1})) for store in stores]
         signal.raise_signal(signal.SIGTERM)
-        # The one that listened first is told by the other one.
+        # The later listener calls the earlier one.
         assert [last.check(1) for last in both] == [False, True]
         assert [last.check(2) for last in both] == [True, True]
-        assert heard == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
         assert [store.steps() for store in stores] == [[2], [1]]
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["in the process", "by a saver"])
-def test_the_last_commit_is_stored_as_the_caller_says(disk_store, is_async):
+def test_last_commit_uses_given_options(disk_store, is_async):
     def state(step):
         return {"w": np.arange(1 << 20) + step}
 
@@ -133,7 +133,7 @@ def test_the_last_commit_is_stored_as_the_caller_says(disk_store, is_async):
         signal.signal(signal.SIGTERM, previous)
 
 
-def test_calls_that_cannot_work_are_refused(disk_store):
+def test_invalid_calls_are_refused(disk_store):
     errors = []
 
     def elsewhere():
@@ -156,7 +156,7 @@ def test_calls_that_cannot_work_are_refused(disk_store):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_without_a_name_is_refused_before_it_comes(disk_store):
+def test_unnamed_signal_is_refused(disk_store):
     number = signal.SIGRTMIN + 1
     before = signal.getsignal(number)
     with pytest.raises(UsageError, match="cannot be handled"):
@@ -164,7 +164,7 @@ def test_a_signal_without_a_name_is_refused_before_it_comes(disk_store):
     assert signal.getsignal(number) is before
 
 
-def test_tags_that_cannot_be_given_cost_no_last_commit(disk_store, monkeypatch, caplog):
+def test_failed_tags_do_not_fail_last_commit(disk_store, monkeypatch, caplog):
     def refuse(ref, name):
         raise ckstore.ConflictError("it is being dropped")
 
@@ -179,7 +179,7 @@ def test_tags_that_cannot_be_given_cost_no_last_commit(disk_store, monkeypatch, 
 
 
 def descriptor_count():
-    """Count what this process has open, except sockets: those of earlier tests are closed at any time."""
+    """Count the open descriptors, except sockets: those of earlier tests may be closed at any time."""
     links = []
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -187,9 +187,9 @@ def descriptor_count():
     return sum(not link.startswith("socket:") for link in links)
 
 
-def test_one_that_was_closed_keeps_neither_a_descriptor_nor_what_its_states_are_made_of(disk_store):
+def test_closed_listener_keeps_nothing(disk_store):
     class Model:
-        """What a closure of ``get_state`` holds."""
+        """An object that a closure of ``get_state`` holds."""
 
     def listen():
         model = Model()
@@ -208,7 +208,7 @@ def test_one_that_was_closed_keeps_neither_a_descriptor_nor_what_its_states_are_
         gc.enable()
 
 
-def test_of_several_that_a_store_closes_none_goes_on_listening(folder):
+def test_closing_store_stops_all_listeners(folder):
     before = signal.getsignal(signal.SIGTERM)
     store = ckstore.open(folder)
     several = [store.commit_on_signal(dict) for _ in range(3)]
@@ -217,16 +217,16 @@ def test_of_several_that_a_store_closes_none_goes_on_listening(folder):
     assert all(last._is_closed for last in several)
 
 
-def test_one_that_nobody_holds_listens_all_the_same(folder):
-    heard = []
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+def test_unreferenced_listener_stays_active(folder):
+    received = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
         with ckstore.open(folder) as store:
             store.commit_on_signal(dict)
             gc.collect()
             assert signal.getsignal(signal.SIGTERM) is not previous
             signal.raise_signal(signal.SIGTERM)
-            assert heard == []
-        assert heard == [signal.SIGTERM], "a signal that came is acted on in the end"
+            assert received == []
+        assert received == [signal.SIGTERM], "a signal that came is acted on in the end"
     finally:
         signal.signal(signal.SIGTERM, previous)

@@ -1,4 +1,4 @@
-"""Protects stores where processes are odd: paths that are not UTF-8, and a working folder that was removed."""
+"""Protects stores with unusual paths: names that are not UTF-8, and a removed working directory."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ STATE = {"x": np.arange(20_000, dtype=np.float32)}
 
 
 @pytest.fixture
-def odd(tmp_path):
-    """A path with bytes that are no UTF-8."""
+def non_utf8_path(tmp_path):
+    """A path that is not valid UTF-8."""
     return os.fsdecode(os.fsencode(tmp_path) + b"/st\xffore \xe9")
 
 
-def test_path_that_is_not_utf8_is_committed_to_in_the_foreground_and_background(odd):
-    with ckstore.open(odd) as store:
+def test_commits_to_non_utf8_path(non_utf8_path):
+    with ckstore.open(non_utf8_path) as store:
         store.commit(STATE, 0, tags=["good"])
         assert store.commit_async(STATE, 1).result().step == 1
         assert store.restore("good")["x"][-1] == 19_999
         store.delete("seq:1")
         store.gc({"keep_last": 1})
-        store.mirror(odd + "2")
+        store.mirror(non_utf8_path + "2")
         assert store.verify().is_clean
-    with ckstore.open(odd + "2", create=False) as copy:
+    with ckstore.open(non_utf8_path + "2", create=False) as copy:
         assert copy.steps() == [0]
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "doctor", "repair", "gc"])
-def test_commands_take_a_path_that_is_not_utf8(odd, command, capsysbinary):
-    with ckstore.open(odd) as store:
+def test_commands_accept_non_utf8_path(non_utf8_path, command, capsysbinary):
+    with ckstore.open(non_utf8_path) as store:
         store.commit(STATE, 0)
-    assert ckstore_command([command, odd]) == 0
-    assert ckstore_command([command, odd, "--json"]) == 0
-    assert ckstore_command([command, odd + "gone"]) == 10
+    assert ckstore_command([command, non_utf8_path]) == 0
+    assert ckstore_command([command, non_utf8_path, "--json"]) == 0
+    assert ckstore_command([command, non_utf8_path + "gone"]) == 10
     json.loads(capsysbinary.readouterr().out.splitlines()[-1])
 
 
-def test_tier_whose_path_is_not_utf8_is_refused_since_no_record_can_name_it(odd):
-    with ckstore.open(odd) as store:
+def test_tier_with_non_utf8_path_is_refused(non_utf8_path):
+    with ckstore.open(non_utf8_path) as store:
         store.commit(STATE, 0)
         with pytest.raises(UsageError, match="UTF-8"):
-            store.push(odd + "2")
+            store.push(non_utf8_path + "2")
 
 
 def places(tmp_path):
@@ -67,7 +67,7 @@ def places(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ENOTDIR", "ELOOP", "ENAMETOOLONG", "NUL", "ENOENT"])
-def test_place_that_can_hold_no_store_is_named_with_what_is_wrong_with_it(tmp_path, name, capsys):
+def test_unusable_location_is_named_with_reason(tmp_path, name, capsys):
     place, kind = places(tmp_path)[name]
     with pytest.raises(kind, match=name) as caught:
         ckstore.open(place)
@@ -80,23 +80,23 @@ def test_place_that_can_hold_no_store_is_named_with_what_is_wrong_with_it(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["ENOTDIR", "ELOOP", "ENAMETOOLONG", "ENOENT"])
-def test_output_that_cannot_be_made_is_an_error_of_ours(tmp_path, odd, name, capsys):
-    with ckstore.open(odd) as store:
+def test_failed_output_is_a_ckstore_error(tmp_path, non_utf8_path, name, capsys):
+    with ckstore.open(non_utf8_path) as store:
         store.commit({"x": STATE["x"][:9]}, 0)
     place, _ = places(tmp_path)[name]
-    assert ckstore_command(["export", odd, "latest", "-o", f"{place}.safetensors"]) in (10, 15)
+    assert ckstore_command(["export", non_utf8_path, "latest", "-o", f"{place}.safetensors"]) in (10, 15)
     assert "unexpected" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_output_files_follow_the_umask(tmp_path, odd, umask):
-    with ckstore.open(odd) as store:
+def test_output_files_follow_the_umask(tmp_path, non_utf8_path, umask):
+    with ckstore.open(non_utf8_path) as store:
         store.commit({"x": STATE["x"][:9]}, 0)
     before = os.umask(umask)
     try:
         for number, command in enumerate(("export", "report", "restore")):
             file = tmp_path / f"{number}{('.safetensors', '.html', '.npz')[number]}"
-            arguments = [command, odd, *([] if command == "report" else ["latest"]), "-o", str(file)]
+            arguments = [command, non_utf8_path, *([] if command == "report" else ["latest"]), "-o", str(file)]
             assert ckstore_command(arguments) == 0
             assert file.stat().st_mode & 0o777 == 0o666 & ~umask
     finally:
@@ -123,7 +123,7 @@ except UsageError as error:
 """
 
 
-def test_removed_working_folder_hinders_nothing_but_relative_paths(tmp_path):
+def test_removed_cwd_affects_only_relative_paths(tmp_path):
     places = os.pathsep.join(module_search_path())
     done = subprocess.run(
         [sys.executable, "-P", "-c", REMOVED, str(tmp_path / "store")],

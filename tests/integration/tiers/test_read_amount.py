@@ -1,4 +1,4 @@
-"""Protects the bill: what a restore from a bucket reads is what it needs, and little more."""
+"""Protects the cost of restores from a bucket: they read what is needed, and little more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stored_nbytes(store, paths):
 
 
 @pytest.mark.parametrize("only", ["model.w07", "model.w0*", "model.w?3"])
-def test_part_of_a_pushed_checkpoint_reads_what_it_needs(pushed, proxy, only):
+def test_partial_restore_reads_what_it_needs(pushed, proxy, only):
     proxy.begin()
     part = pushed.restore(1, only=only)
     wanted = [f"model.{name}" for name in part["model"]]
@@ -44,7 +44,7 @@ def test_part_of_a_pushed_checkpoint_reads_what_it_needs(pushed, proxy, only):
     assert np.array_equal(part["model"][wanted[0][6:]], state_of(1)["model"][wanted[0][6:]])
 
 
-def test_part_of_a_checkpoint_in_a_bucket_reads_one_manifest_more(pushed, proxy, address):
+def test_partial_restore_in_bucket_reads_one_manifest(pushed, proxy, address):
     manifest_nbytes = next((repository_of(pushed).backend.stat(name.path).nbytes for name in names(pushed)), 0)
     needed = stored_nbytes(pushed, ["model.w11"])
     with ckstore.open(address, create=False) as there:
@@ -58,7 +58,7 @@ def names(store):
     return repository_of(store).manifests.listing().names
 
 
-def test_whole_checkpoint_is_read_once_in_few_requests(pushed, proxy):
+def test_whole_restore_reads_once_in_few_requests(pushed, proxy):
     proxy.begin()
     restored = pushed.restore(1)
     assert all(np.array_equal(restored["model"][name], value) for name, value in state_of(1)["model"].items())

@@ -1,4 +1,4 @@
-"""Protects the memory that trainer and saver share, across processes and at the limits of one."""
+"""Protects the memory that trainer and saver share, across processes and with resource limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_python(code, *fds):
     return done.stdout.strip()
 
 
-def test_another_process_sees_bytes_marks_and_facts(arena):
+def test_other_process_sees_bytes_marks_and_state(arena):
     slot = arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
     slot.start(7, 2 * UNIT_NBYTES)
@@ -40,8 +40,8 @@ slot.view(0, 3)[:] = b"xyz"
     assert bytes(slot.view(0, 3)) == b"xyz"
 
 
-def test_a_limit_on_addresses_is_an_error_and_leaves_the_slot_as_it_was():
-    told = run_python(
+def test_address_space_limit_leaves_slot_unchanged():
+    reported = run_python(
         """
 import resource
 from ckstore.errors import CapacityError
@@ -57,11 +57,11 @@ except CapacityError as error:
     print(slot.nbytes == UNIT_NBYTES, bytes(slot.view(0, 4)), error.errno)
 """
     )
-    assert told == f"True b'here' {errno.ENOMEM}"
+    assert reported == f"True b'here' {errno.ENOMEM}"
 
 
-def test_a_limit_on_file_sizes_is_an_error():
-    told = run_python(
+def test_file_size_limit_is_an_error():
+    reported = run_python(
         """
 import resource
 from ckstore.errors import CapacityError
@@ -74,4 +74,4 @@ except CapacityError as error:
     print(error.errno)
 """
     )
-    assert told == str(errno.EFBIG)
+    assert reported == str(errno.EFBIG)

@@ -1,8 +1,9 @@
-"""Protects stores in use for long: any order of all operations on two runs, two tiers and a mirror, against a model.
+"""Protects stores in long use: any order of all operations on two runs, two tiers and a mirror, against a model.
 
-Commits exact and with a loss, rewinds, tags, deletions, collections by rules, the trash, repacks, demotions, pushes,
-pulls, mirrors, crashes of the handle. At every moment each checkpoint that was not dropped restores bit for bit what it
-restored when it was committed or demoted, what was dropped and not freed can be brought back, and verify finds nothing.
+The operations are exact and lossy commits, rewinds, tags, deletions, collections by rules, purges of the trash,
+repacks, demotions, pushes, pulls, mirrors, and crashes of the handle. At every moment each retained checkpoint restores
+bit for bit what it restored when it was committed or demoted, dropped checkpoints can be undeleted until they are
+purged, and verify finds no damage.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from support.model import difference
 RUNS = ("main", "other")
 TIERS = ("near", "far")
 SHAPE = (160, 512)
-"""Over 256 KiB in float32: chunks of their own, so that there are differences."""
+"""Over 256 KiB in float32: separate chunks, so that deltas are used."""
 
 POLICIES = {
     "none": ckstore.Policy(compression="none", threads=1),
@@ -44,7 +45,7 @@ RULES = st.one_of(
 
 @dataclass
 class Entry:
-    """A checkpoint: what it must restore, and whether it says that it lost nothing."""
+    """A checkpoint: its expected content, and whether it is exact."""
 
     step: int
     state: dict
@@ -52,7 +53,7 @@ class Entry:
 
 
 class Trainer:
-    """A state that moves as one of AdamW does: all of it a little, each step."""
+    """A state that changes like one of AdamW: every part slightly, each step."""
 
     def __init__(self, seed):
         self.source = np.random.default_rng(seed)
@@ -66,7 +67,7 @@ class Trainer:
         return (self.source.standard_normal(SHAPE) * scale).astype(np.float32)
 
     def train(self, size, moves_moments=True):
-        """Take a step; of size 0 nothing but the counters moves."""
+        """Do a step; with size 0 only the counters change."""
         before = self.state["optimizer"]["state"][0]
         first, second = before["exp_avg"], before["exp_avg_sq"]
         if size and moves_moments:
@@ -79,8 +80,8 @@ class Trainer:
         self.state = {"model": {**model, "w": weights}, "optimizer": {"state": {0: moments}}, "step": step}
 
 
-class LongLife(RuleBasedStateMachine):
-    """A store in a folder, and what it should hold."""
+class LongRunningStore(RuleBasedStateMachine):
+    """A store in a folder, and its expected content."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +201,7 @@ class LongLife(RuleBasedStateMachine):
     @rule(run=ANY_RUN)
     def empty_the_trash(self, run):
         self.stores[run].purge()
-        # What was deleted and never collected may be whole still; whether it is, nobody promised.
+        # A checkpoint that was deleted and never collected may still be complete, but this is not guaranteed.
         self.forget_dropped()
 
     @rule(run=ANY_RUN)
@@ -241,8 +242,8 @@ class LongLife(RuleBasedStateMachine):
             assert (report.stop, report.repacked.troubles) == ("", [])
 
     @rule(run=ANY_RUN, tier=ANY_TIER)
-    def grow_old(self, run, tier):
-        """Everything goes to a tier, one checkpoint goes for good: of its pack the next one needs a part."""
+    def push_and_purge_one(self, run, tier):
+        """Push everything, then purge one checkpoint whose pack the next one partly needs."""
         self.commit_step(run, "none", 1e-3)
         self.commit_step(run, "none", 1e-3, moves_moments=False)
         self.push(run, tier, 0)
@@ -259,7 +260,7 @@ class LongLife(RuleBasedStateMachine):
                 newest = max(self.entries[name])
                 assert difference(copy.restore(f"seq:{newest}"), self.entries[name][newest].state) is None
 
-    # Whoever looks
+    # Readers
 
     @rule(run=ANY_RUN, number=ANY)
     def restore(self, run, number):
@@ -304,7 +305,7 @@ def quiet():
 
 @pytest.mark.deep
 @pytest.mark.timeout(1500)
-def test_long_life_is_what_its_model_says():
-    # A life takes about a second: the depth of the run decides, by its Hypothesis profile, how many there are.
+def test_long_running_store_matches_model():
+    # An example takes about a second: the depth of the run sets their number with its Hypothesis profile.
     examples = max(5, settings.default.max_examples // 5)
-    run_state_machine_as_test(LongLife, settings=settings(settings.default, max_examples=examples))
+    run_state_machine_as_test(LongRunningStore, settings=settings(settings.default, max_examples=examples))

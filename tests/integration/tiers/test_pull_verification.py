@@ -1,4 +1,4 @@
-"""Protects what lies here from what a tier has come to hold: a pull checks every byte before it counts as ours."""
+"""Protects the local store from changed data in a tier: a pull verifies every byte before it uses it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def flipped(content, offset):
 
 
 @pytest.mark.parametrize("offset", [100, 20_000, -5000, -20])
-def test_altered_pack_is_not_pulled_and_a_mended_one_is(pushed, folder, place, offset):
+def test_altered_pack_is_not_pulled_until_fixed(pushed, folder, place, offset):
     pushed.gc(now=True)
     before, name, there = packs_here(folder), pack_of(pushed, 2), backend_for(place)
     sound = content_of(there, name)
@@ -48,7 +48,7 @@ def test_altered_pack_is_not_pulled_and_a_mended_one_is(pushed, folder, place, o
     assert_restores(pushed, 1, 2, 3)
 
 
-def test_altered_payload_names_the_tensor_and_the_command_fails(pushed, folder, place, capsys, quiet_log):
+def test_altered_payload_names_tensor_and_fails(pushed, folder, place, capsys, quiet_log):
     pushed.gc(now=True)
     name, there = pack_of(pushed, 1), backend_for(place)
     put_over(there, name, flipped(content_of(there, name), 20_000))
@@ -61,7 +61,7 @@ def test_altered_payload_names_the_tensor_and_the_command_fails(pushed, folder, 
     assert_restores(pushed, 2, 3)
 
 
-def test_altered_checkpoint_keeps_no_other_from_being_pulled(pushed, folder, place, capsys, quiet_log):
+def test_altered_checkpoint_does_not_block_others(pushed, folder, place, capsys, quiet_log):
     pushed.commit(state_of(4), 4)
     pushed.push(keep_local=0)
     pushed.gc(now=True)
@@ -91,7 +91,7 @@ def test_altered_checkpoint_keeps_no_other_from_being_pulled(pushed, folder, pla
     assert "seq 2 (step 3) of run main" in said.err
 
 
-def test_damaged_manifest_keeps_no_other_from_being_pulled(pushed, folder):
+def test_damaged_manifest_does_not_block_others(pushed, folder):
     pushed.gc(now=True)
     (manifest,) = folder.glob("manifests/main/*-000000000002.*")
     manifest.chmod(0o600)
@@ -101,7 +101,7 @@ def test_damaged_manifest_keeps_no_other_from_being_pulled(pushed, folder):
     assert [pack.tier for pack in pushed.contents(1).packs] == ["local"]
 
 
-def test_damaged_copy_that_lies_here_does_not_count_as_pulled(pushed, folder):
+def test_damaged_local_copy_is_pulled_again(pushed, folder):
     name = pack_of(pushed, 1)
     (folder / name).chmod(0o600)
     (folder / name).write_bytes(flipped(bytearray((folder / name).read_bytes()), 20_000))
@@ -114,7 +114,7 @@ def test_damaged_copy_that_lies_here_does_not_count_as_pulled(pushed, folder):
     assert_restores(pushed, 1, 2, 3)
 
 
-def test_store_in_a_bucket_pulls_nothing_that_was_altered(server, address):
+def test_store_in_bucket_pulls_no_altered_pack(server, address):
     attic = server.new_address()
     with ckstore.open(address) as store:
         for step in (1, 2):
@@ -132,8 +132,8 @@ def test_store_in_a_bucket_pulls_nothing_that_was_altered(server, address):
 
 
 @pytest.mark.parametrize("room", [0, 1])
-def test_disk_that_is_full_during_a_pull_is_told_and_loses_nothing(pushed, room, monkeypatch):
-    """What there was room for is here; the rest lies there as before, and comes when there is room again."""
+def test_full_disk_during_pull_loses_nothing(pushed, room, monkeypatch):
+    """The packs that fit are here; the others stay in the tier, and can be pulled when there is space again."""
     pushed.gc(now=True, min_age=0)
     backend, made = repository_of(pushed).backend, []
     create = type(backend).create_pack

@@ -1,4 +1,4 @@
-"""Protects what people are told of checkpoints that lie elsewhere: by listings, by verify, and by commands."""
+"""Protects reports about checkpoints in other tiers: listings, verify, and commands."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def test_commands_push_list_show_restore_and_pull(filled, address, call, tmp_pat
         (("push", "nowhere://x/y"), 2),
         (("push", "s3://there-is-no-such-bucket/x"), 15),
         (("push", "s3://key:SECRET@bucket/x"), 2),
-        (("push", "--older-than", "soon"), 2),
+        (("push", "--older-than", "later"), 2),
         (("pull", "7"), 10),
     ],
 )
-def test_mistakes_are_told_in_a_line(filled, address, call, arguments, code):
+def test_mistakes_are_reported_in_one_line(filled, address, call, arguments, code):
     verb, *rest = arguments
     found, _, err = call(verb, filled, *rest)
     assert found == code
@@ -91,7 +91,7 @@ def test_mistakes_are_told_in_a_line(filled, address, call, arguments, code):
     assert "SECRET" not in err
 
 
-def test_verify_looks_at_other_tiers_when_it_is_asked_to(filled, address):
+def test_verify_reads_tiers_on_request(filled, address):
     with ckstore.open(filled) as store:
         store.push(address, keep_local=1)
         remove_packs(filled, store, 1)
@@ -115,8 +115,8 @@ def test_verify_looks_at_other_tiers_when_it_is_asked_to(filled, address):
         assert damage.what == "the pack is missing"
 
 
-def test_chains_that_begin_elsewhere_are_no_damage_here(folder, address):
-    """One checkpoint stays here and needs a part of packs in which chains of others lie, begun in packs elsewhere."""
+def test_chain_with_base_in_tier_is_no_damage(folder, address):
+    """A local checkpoint needs part of packs with chains of other checkpoints, whose bases are in the tier."""
     shared, later = np.arange(70_000.0), np.arange(70_000.0) + 0.5
     with ckstore.open(folder) as store:
         writer = ChainWriter(store)
@@ -139,7 +139,7 @@ def test_chains_that_begin_elsewhere_are_no_damage_here(folder, address):
             assert (report.damage, report.packs_elsewhere) == ([], 0)
 
 
-def test_local_stores_are_listed_without_the_client_of_buckets(filled):
+def test_local_listing_does_not_import_obstore(filled):
     program = (
         "import sys\n"
         "import ckstore\n"

@@ -1,4 +1,4 @@
-"""A saver process that a signal asks to end, as schedulers ask every process of a job, costs its trainer no commit."""
+"""Protects commits when a saver gets SIGTERM, which schedulers send to every process of a job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN = {"compression": "none"}
 
 
 @pytest.mark.parametrize("on_busy", ["wait", "replace"])
-def test_commit_that_comes_while_a_saver_that_is_leaving_writes_is_durable(folder, on_busy):
+def test_commit_while_saver_is_ending_is_durable(folder, on_busy):
     with ckstore.open(folder, policy=ckstore.Policy(on_busy=on_busy, **PLAIN)) as store:
         for number in range(2):
             first = store.commit_async(noise(number, 48 * MIB), 10 * number + 1)
@@ -40,14 +40,14 @@ def test_commit_that_comes_while_a_saver_that_is_leaving_writes_is_durable(folde
         assert np.array_equal(store.restore(12)["w0"], noise(11)["w0"])
 
 
-def test_commit_right_after_the_signal_is_durable(folder):
+def test_commit_right_after_sigterm_is_durable(folder):
     left = []
     with ckstore.open(folder, policy=ckstore.Policy(**PLAIN)) as store:
         for step in range(1, 9):
             store.commit_async({"step": np.full(100, step)}, step).result(SECONDS_MAX)
             saver = saver_of(store)
             left.append(saver.pid)
-            # One that was asked before may have ended by itself.
+            # A saver that got the signal earlier may have ended by itself.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(saver.pid, signal.SIGTERM)
             time.sleep(0.003 * (step % 4))
@@ -56,7 +56,7 @@ def test_commit_right_after_the_signal_is_durable(folder):
         assert len(set(left)) > 1, "those that were asked have ended"
 
 
-def test_state_that_is_being_prepared_when_the_saver_leaves_goes_to_another_one(folder, monkeypatch, caplog):
+def test_prepared_state_goes_to_a_new_saver(folder, monkeypatch, caplog):
     with ckstore.open(folder, policy=ckstore.Policy(**PLAIN)) as store:
         store.commit_async(noise(1), 1).result(SECONDS_MAX)
         leaving, encode = saver_of(store), HeadWriter.encode
@@ -76,7 +76,7 @@ def test_state_that_is_being_prepared_when_the_saver_leaves_goes_to_another_one(
         assert store.steps() == [1, 2]
 
 
-def test_trainer_that_is_interrupted_while_it_speaks_may_wait_for_what_the_saver_says(folder, monkeypatch):
+def test_interrupted_send_may_wait_for_the_saver(folder, monkeypatch):
     send, waited = protocol.send, []
     with ckstore.open(folder, policy=ckstore.Policy(**PLAIN)) as store:
         pending = store.commit_async(noise(1), 1)
@@ -84,12 +84,12 @@ def test_trainer_that_is_interrupted_while_it_speaks_may_wait_for_what_the_saver
 
         def interrupted_send(end, message):
             if not waited:
-                # A handler of the user's that a signal has called, in the middle of this.
+                # A signal handler of the user runs in the middle of this call.
                 waited.append(message)
                 os.kill(saver.pid, signal.SIGTERM)
                 assert pending.result(SECONDS_MAX).step == 1
                 until(lambda: not saver.takes_tickets, "the word of the saver")
-                # That the slot is free is said after that.
+                # The release of the slot is reported after that.
                 store.wait()
             send(end, message)
 
@@ -99,7 +99,7 @@ def test_trainer_that_is_interrupted_while_it_speaks_may_wait_for_what_the_saver
         assert store.commit_async(noise(2), 2).result(SECONDS_MAX).step == 2
 
 
-# A program in the place of a saver
+# Programs that replace the saver
 
 SPEAKING = """
 import select
@@ -116,7 +116,7 @@ def packet(message):
     return repr(protocol.encode_message(message))
 
 
-def test_trainer_lets_a_saver_go_once_and_as_soon_as_all_was_told_of(address, altered, tmp_path):
+def test_trainer_releases_saver_once(address, altered, tmp_path):
     heard = tmp_path / "heard"
     altered.run(
         SPEAKING
@@ -133,36 +133,36 @@ with open({str(heard)!r}, "w") as out:
     out.write(repr(said[2:]))
 """
     )
-    desk = SaverHarness(address)
+    harness = SaverHarness(address)
     try:
-        handed = desk.begin(noise(1), 1)
+        in_flight = harness.begin(noise(1), 1)
         with pytest.raises(SaverError, match="it failed"):
-            handed.wait()
-        until(lambda: not desk.saver.is_alive, "the end of the saver")
-        # Its handle lives on: nobody is to wait for the run.
+            in_flight.wait()
+        until(lambda: not harness.saver.is_alive, "the end of the saver")
+        # Its handle stays open: nobody should wait for the run.
         assert heard.read_text() == repr([b"", protocol.encode_message(protocol.Quit(is_parting=True)), b""])
     finally:
-        desk.close()
+        harness.close()
 
 
-def test_trainer_takes_what_was_said_by_a_saver_that_died_without_reading_all(address, altered):
+def test_messages_of_dead_saver_are_processed(address, altered):
     receipt = Receipt(1, 0, "ab" * 32, 1, 1, 1, 0, 0, 0, {}, "pwrite", ())
-    told = (protocol.Began(1), protocol.done_of(1, receipt), protocol.SlotFree(1))
-    # It leaves the ticket unread, and waits until it is there.
+    reported = (protocol.Began(1), protocol.done_of(1, receipt), protocol.SlotFree(1))
+    # Leave the ticket unread, and wait until it has arrived.
     wait = "hear()\nselect.select([channel], [], [])\n"
-    altered.run(SPEAKING + wait + "".join(f"say({packet(each)})\n" for each in told))
-    desk = SaverHarness(address)
+    altered.run(SPEAKING + wait + "".join(f"say({packet(each)})\n" for each in reported))
+    harness = SaverHarness(address)
 
     def wait_for_its_death(given):
         def began():
-            os.waitid(os.P_PID, desk.saver.pid, os.WEXITED | os.WNOWAIT)
+            os.waitid(os.P_PID, harness.saver.pid, os.WEXITED | os.WNOWAIT)
             given.on_began()
 
         return dataclasses.replace(given, on_began=began)
 
     try:
-        handed = desk.begin(noise(1), 1, callbacks=wait_for_its_death)
-        assert handed.wait() == receipt
-        assert handed.events == ["began", "done", "free"]
+        in_flight = harness.begin(noise(1), 1, callbacks=wait_for_its_death)
+        assert in_flight.wait() == receipt
+        assert in_flight.events == ["began", "done", "free"]
     finally:
-        desk.close()
+        harness.close()

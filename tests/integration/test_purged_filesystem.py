@@ -1,4 +1,4 @@
-"""Protects a store on a file system whose owner removes old files and empty folders: scratch, a bucket, rclone."""
+"""Protects a store on a file system that removes old files and empty folders: scratch, a bucket, rclone."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def identity_of(path):
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "init", "doctor", "gc"])
-def test_lost_store_file_is_named_with_its_remedy(path, command, capsys):
+def test_missing_store_file_is_named_with_remedy(path, command, capsys):
     purge(path, ["store.json"])
     code = ckstore_command([command, str(path)])
-    told = capsys.readouterr()
-    assert "store.json is missing" in told.out + told.err
-    assert "repair" in told.out + told.err
+    output = capsys.readouterr()
+    assert "store.json is missing" in output.out + output.err
+    assert "repair" in output.out + output.err
     assert code == (0 if command == "doctor" else CorruptError.exit_code)
     with pytest.raises(CorruptError, match="repair"):
         ckstore.open(path)
     assert not (path / "store.json").exists()
 
 
-def test_repair_makes_the_store_file_again_with_its_identity(path, capsys):
+def test_repair_restores_store_file_and_identity(path, capsys):
     before = identity_of(path)
     shutil.rmtree(path / "claims")
     purge(path, ["store.json"])
@@ -75,7 +75,7 @@ def test_repair_makes_the_store_file_again_with_its_identity(path, capsys):
     assert ckstore.repair_store(path).is_clean
 
 
-def test_identity_comes_from_packs_where_no_manifest_is_left_and_limits_from_a_copy(path, tmp_path):
+def test_identity_is_recovered_from_packs(path, tmp_path):
     with ckstore.open(path) as store:
         store.mirror(tmp_path / "copy")
     content = (path / "store.json").read_bytes()
@@ -86,7 +86,7 @@ def test_identity_comes_from_packs_where_no_manifest_is_left_and_limits_from_a_c
     assert (path / "store.json").read_bytes() == content
 
 
-def test_files_of_two_stores_are_told_apart_and_nothing_is_made(path, tmp_path):
+def test_files_of_two_stores_are_not_repaired(path, tmp_path):
     with ckstore.open(tmp_path / "other") as store:
         store.commit(state_of(9), 9)
     manifest = next((tmp_path / "other" / "manifests" / "main").iterdir())
@@ -97,7 +97,7 @@ def test_files_of_two_stores_are_told_apart_and_nothing_is_made(path, tmp_path):
     assert not (path / "store.json").exists()
 
 
-def test_folders_of_which_all_files_are_gone_are_no_store_and_may_become_one(path):
+def test_folders_without_files_can_become_a_store(path):
     for found in list(path.rglob("*")):
         if found.is_file():
             found.unlink()
@@ -109,7 +109,7 @@ def test_folders_of_which_all_files_are_gone_are_no_store_and_may_become_one(pat
 
 
 @pytest.mark.parametrize("name", ["reserve", "reserve/00", "reserve/notes.txt"])
-def test_files_where_a_store_has_its_reserve_are_somebodys(tmp_path, name):
+def test_foreign_files_in_reserve_folder_are_kept(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     with pytest.raises(UsageError, match="contains 'reserve'"):
@@ -141,7 +141,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
-def test_empty_folders_that_vanish_under_a_handle_are_made_again(path, verb):
+def test_vanished_empty_folders_are_recreated(path, verb):
     with ckstore.open(path) as store:
         store.commit(state_of(4), 4)
         remove_empty_folders(path)
@@ -152,7 +152,7 @@ def test_empty_folders_that_vanish_under_a_handle_are_made_again(path, verb):
 
 
 @pytest.mark.parametrize("what", ["folder", "store.json"])
-def test_store_that_vanishes_under_a_handle_is_an_error_and_is_not_made_anew(path, what):
+def test_vanished_store_is_an_error(path, what):
     with ckstore.open(path) as store:
         store.commit(state_of(4), 4)
         if what == "folder":
@@ -182,7 +182,7 @@ def is_old(found):
     return time.time() - found.stat().st_mtime > MONTH / 2
 
 
-def test_commit_renews_what_it_needs_and_nothing_else(path):
+def test_commit_refreshes_only_what_it_needs(path):
     with ckstore.open(path) as store:
         store.set_retention({"keep_last": 9})
         store.tag("latest", "good")
@@ -194,7 +194,7 @@ def test_commit_renews_what_it_needs_and_nothing_else(path):
     assert len(frozen) == 2, "the new pack, and the one with what is not changed"
 
 
-def test_purge_by_age_during_a_training_costs_older_checkpoints_only(path):
+def test_purge_by_age_loses_only_older_checkpoints(path):
     make_old(path)
     with ckstore.open(path) as store:
         store.commit(state_of(4), 4)
@@ -206,7 +206,7 @@ def test_purge_by_age_during_a_training_costs_older_checkpoints_only(path):
     assert restored(path) == 5
 
 
-def test_doctor_warns_of_files_that_a_purge_would_take(path, capsys):
+def test_doctor_warns_about_old_files(path, capsys):
     make_old(path)
     ckstore_command(["doctor", str(path)])
     out = capsys.readouterr().out

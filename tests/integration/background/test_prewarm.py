@@ -1,4 +1,4 @@
-"""A saver process has memory for states to come when prewarming returns; nobody waits for the answer of a dead one."""
+"""Protects prewarming: afterwards the saver process has memory for coming states; nobody waits for a dead saver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE_NBYTES = BLOCKS * WRITE_BLOCK_NBYTES
 
 
 def mapped_nbytes(pid):
-    """Return how much of an arena is in the page tables of a process."""
+    """Return how many bytes of an arena are in the page tables of a process."""
     total, is_ours = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
@@ -34,13 +34,13 @@ def mapped_nbytes(pid):
 
 
 def own_nbytes(pid):
-    """Return the memory that a process has, without what it shares."""
+    """Return the private memory of a process."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     return int(status["RssAnon"].split()[0]) * 1024
 
 
 def settled(measure):
-    """Return a size that stays the same for a while: a process that has just started gives some memory back."""
+    """Wait until a size stays the same: a process that has just started releases some memory."""
     found = [measure()]
     deadline = time.monotonic() + SECONDS_MAX
     while len(found) < 5 or len(set(found[-5:])) > 1:
@@ -50,7 +50,7 @@ def settled(measure):
     return found[-1]
 
 
-def test_saver_process_has_memory_for_a_state_when_prewarm_returns_until_it_is_told_to_forget(folder):
+def test_prewarm_maps_memory_until_it_is_released(folder):
     state = noise(1, 64 * MIB)
     with ckstore.open(folder, policy=Policy(compression="none", threads=1)) as store:
         store.prewarm({"w": state["w0"][:10]})
@@ -63,7 +63,7 @@ def test_saver_process_has_memory_for_a_state_when_prewarm_returns_until_it_is_t
         for step in (1, 2):
             store.commit_async(state, step).result(SECONDS_MAX)
             store.wait()
-            # Beside the blocks it has some buffers of its own.
+            # Besides the blocks it has some small buffers.
             assert own_nbytes(saver.pid) - cold < warm + 5 * WRITE_BLOCK_NBYTES, step
         saver.release_retained()
         until(lambda: own_nbytes(saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2, "the blocks given back")
@@ -71,40 +71,40 @@ def test_saver_process_has_memory_for_a_state_when_prewarm_returns_until_it_is_t
 
 
 @pytest.mark.parametrize("is_asked_before", [True, False])
-def test_trainer_does_not_wait_for_the_answer_of_a_saver_that_dies(address, altered, is_asked_before):
+def test_prewarm_does_not_wait_for_a_dead_saver(address, altered, is_asked_before):
     heard = 2 if is_asked_before else 1
     altered.run(f"for _ in range({heard}):\n    os.read(channel, 1 << 17)\nos._exit(1)")
-    desk = SaverHarness(address)
+    harness = SaverHarness(address)
     try:
         if not is_asked_before:
-            until(lambda: not desk.saver.is_alive, "its death")
-        thread = threading.Thread(target=desk.saver.warm, args=(BLOCKS, STATE_NBYTES), daemon=True)
+            until(lambda: not harness.saver.is_alive, "its death")
+        thread = threading.Thread(target=harness.saver.warm, args=(BLOCKS, STATE_NBYTES), daemon=True)
         thread.start()
         thread.join(SECONDS_MAX)
         assert not thread.is_alive()
     finally:
-        desk.close()
+        harness.close()
 
 
-def test_ctrl_c_while_one_asks_leaves_no_question_for_the_next_to_wait_behind(desk):
+def test_interrupted_prewarm_does_not_block_the_next(harness):
     places = []
     while True:
         with contextlib.suppress(KeyboardInterrupt), Interrupt(1 + len(places)) as interrupt:
-            desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
-        assert desk.saver.release_lease(SECONDS_MAX), interrupt.place
-        assert desk.saver.is_alive, interrupt.place
+            harness.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
+        assert harness.saver.release_lease(SECONDS_MAX), interrupt.place
+        assert harness.saver.is_alive, interrupt.place
         if interrupt.place is None:
             break
         places.append(interrupt.place)
     assert len(places) > 15
 
 
-def test_saver_that_lives_and_cannot_be_asked_is_an_error(desk, monkeypatch):
+def test_failed_prewarm_message_is_an_error(harness, monkeypatch):
     def refuse(end, message):
         raise SaverError("the saver does not listen")
 
     with monkeypatch.context() as patched:
         patched.setattr(protocol, "send", refuse)
         with pytest.raises(SaverError, match="does not listen"):
-            desk.saver.release_lease(SECONDS_MAX)
-    assert desk.saver.release_lease(SECONDS_MAX)
+            harness.saver.release_lease(SECONDS_MAX)
+    assert harness.saver.release_lease(SECONDS_MAX)

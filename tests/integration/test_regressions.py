@@ -1,4 +1,4 @@
-"""Promises that were broken once: each test names what a user would have lost."""
+"""Regression tests: each name says what a user would have lost."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ckstore.io.memory import MemoryBackend
 from support.faults import Fault, FaultyBackend
 
 
-def strike(backend: FaultyBackend, fault: Fault) -> None:
-    """Let a fault strike from now on: its calls are counted from here."""
+def activate(backend: FaultyBackend, fault: Fault) -> None:
+    """Activate the fault, and count its calls from now on."""
     backend.fault, backend._counted = fault, 0
 
 
@@ -38,7 +38,7 @@ def test_array_with_hundreds_of_fields_is_restored(store):
     assert store.verify("decode").is_clean
 
 
-def test_metrics_that_fill_more_than_a_header_are_refused_before_anything_is_written(store, backend):
+def test_too_large_metrics_are_refused_first(store, backend):
     with pytest.raises(UsageError, match="bytes of metrics"):
         store.commit({"a": np.ones(1000)}, 0, metrics={f"metric number {index}": 0.5 for index in range(3000)})
     assert store.log() == []
@@ -46,8 +46,8 @@ def test_metrics_that_fill_more_than_a_header_are_refused_before_anything_is_wri
 
 @pytest.mark.parametrize("compression", ["none", "fast"])
 @pytest.mark.parametrize("verify_encoded", [True, False])
-def test_state_changed_during_a_commit_never_poisons_the_chunk_it_was(compression, verify_encoded):
-    """The frame of a torn chunk must not be published under the identity that its bytes had before."""
+def test_state_changed_during_commit_corrupts_no_chunk(compression, verify_encoded):
+    """The frame of a torn chunk must not be published under the id of its earlier bytes."""
     original = np.random.default_rng(5).standard_normal(1 << 20).astype(np.float32)
     changing = original.copy()
     policy = Policy(compression=compression, verify_encoded=verify_encoded, threads=1)
@@ -79,8 +79,8 @@ def test_state_changed_during_a_commit_never_poisons_the_chunk_it_was(compressio
 
 
 @pytest.mark.parametrize("verify_encoded", [True, False])
-def test_state_that_changes_while_it_is_coded_and_changes_back_poisons_nothing(monkeypatch, verify_encoded):
-    """Hashing the source again would not see it: only a decoded frame, or a private copy, can be trusted."""
+def test_change_and_revert_corrupts_no_chunk(monkeypatch, verify_encoded):
+    """Hashing the source again would not detect it: only a decoded frame or a private copy is reliable."""
     original = np.random.default_rng(6).standard_normal(1 << 18).astype(np.float32)
     changing = original.copy()
     encode = ChunkWorker.encode
@@ -105,7 +105,7 @@ def test_state_that_changes_while_it_is_coded_and_changes_back_poisons_nothing(m
 
 
 @pytest.mark.parametrize("name", ["best", "seq", "id"])
-def test_words_of_the_reference_grammar_are_tags_like_others(store, name):
+def test_reference_keywords_can_be_tags(store, name):
     store.commit({"a": 1}, 7, tags=[name])
     assert store.info(name).step == 7
     store.untag(name)
@@ -113,30 +113,30 @@ def test_words_of_the_reference_grammar_are_tags_like_others(store, name):
         store.info(name)
 
 
-def test_tag_that_fails_after_a_durable_commit_is_a_warning():
+def test_failed_tag_after_commit_is_a_warning():
     faulty = FaultyBackend(MemoryBackend())
     with ckstore.open(faulty) as store:
         store.commit({"a": 1}, 0)
-        strike(faulty, Fault(1, errno.ENOSPC, for_ever=True, sites=frozenset({"rename"})))
+        activate(faulty, Fault(1, errno.ENOSPC, for_ever=True, sites=frozenset({"rename"})))
         receipt = store.commit({"a": 2}, 1, tags=["kept"])
         assert any("'kept' was not set" in warning for warning in receipt.warnings)
         assert store.restore() == {"a": 2}
 
 
-def test_delete_that_fails_halfway_leaves_no_intent_behind():
+def test_failed_delete_leaves_no_intent():
     faulty = FaultyBackend(MemoryBackend())
     with ckstore.open(faulty) as store:
         for _ in range(2):
             store.commit({"a": 1}, 5)
         # The second intent cannot be written.
-        strike(faulty, Fault(2, errno.ENOSPC, sites=frozenset({"create"})))
+        activate(faulty, Fault(2, errno.ENOSPC, sites=frozenset({"create"})))
         with pytest.raises((CapacityError, BackendError)):
             store.delete(5)
         faulty.fault = None
         store.tag("seq:0", "still-there")
 
 
-def test_chunks_of_an_old_checkpoint_are_reused_once_it_was_restored(store):
+def test_chunks_of_restored_checkpoint_are_reused(store):
     first = np.random.default_rng(1).standard_normal(100_000)
     store.commit({"w": first}, 0)
     for step in range(1, 20):
@@ -145,7 +145,7 @@ def test_chunks_of_an_old_checkpoint_are_reused_once_it_was_restored(store):
     assert store.commit({"w": first}, 0).chunks_new == 0
 
 
-def test_chunks_of_the_run_written_last_are_reused_however_it_is_named(tmp_path):
+def test_chunks_of_latest_run_are_reused(tmp_path):
     weights = np.random.default_rng(1).standard_normal(100_000)
     for number in range(18):
         with ckstore.open(tmp_path / "store", run=f"a{number:02}") as other:
@@ -156,7 +156,7 @@ def test_chunks_of_the_run_written_last_are_reused_however_it_is_named(tmp_path)
         assert mine.commit({"w": weights}, 0).chunks_new == 0
 
 
-def test_missing_pack_names_a_tensor_that_is_lost(tmp_path):
+def test_missing_pack_names_a_lost_tensor(tmp_path):
     with ckstore.open(tmp_path / "store") as store:
         store.commit({"model": {"weight": np.arange(1000.0)}}, 3)
         for pack in (tmp_path / "store" / "packs").rglob("*.pack"):
@@ -166,8 +166,8 @@ def test_missing_pack_names_a_tensor_that_is_lost(tmp_path):
     assert caught.value.tensor == "model.weight"
 
 
-def test_a_state_in_an_arena_is_hashed_once_and_a_faulty_copy_of_it_is_found(store, monkeypatch):
-    """Nobody changes an arena: a checksum tells what copying did, and nothing is hashed twice for it."""
+def test_arena_state_is_hashed_once_and_verified(store, monkeypatch):
+    """The arena does not change: a checksum verifies the copy, so that nothing is hashed twice."""
     state = {"w": np.random.default_rng(5).integers(0, 256, 9 << 20, np.uint8)}
     monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     monkeypatch.setattr(chunk_writer, "new_hasher", lambda: pytest.fail("it is hashed again"))
@@ -187,7 +187,7 @@ def test_a_state_in_an_arena_is_hashed_once_and_a_faulty_copy_of_it_is_found(sto
     assert store.steps() == [1]
 
 
-def test_a_coded_state_in_an_arena_is_hashed_once_and_a_faulty_coder_is_found(store, monkeypatch):
+def test_encoded_arena_state_is_verified_by_checksum(store, monkeypatch):
     state = {"w": np.random.default_rng(6).standard_normal(3 << 20).astype(np.float32)}
     monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     hashed = []
@@ -216,8 +216,8 @@ def test_a_coded_state_in_an_arena_is_hashed_once_and_a_faulty_coder_is_found(st
     assert store.steps() == [1]
 
 
-def test_a_base_that_this_handle_hashed_is_proved_by_its_checksum_and_a_faulty_decoder_is_found(store, monkeypatch):
-    """What is subtracted decides what is restored: a base that decodes to other bytes must never become one."""
+def test_hashed_base_is_verified_by_checksum(store, monkeypatch):
+    """The base decides what is restored: a base that decodes to other bytes must not be used."""
     state = {"w": np.random.default_rng(7).standard_normal(3 << 20).astype(np.float32)}
     monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     policy = Policy(compression="fast", base_cache="none")
@@ -247,8 +247,8 @@ def test_a_base_that_this_handle_hashed_is_proved_by_its_checksum_and_a_faulty_d
     assert np.array_equal(store.restore()["w"], state["w"])
 
 
-def test_bytes_that_change_while_they_are_hashed_do_not_pass_for_what_they_were(monkeypatch):
-    """Checksum first: whoever compares it with what is stored finds that the identity is another content's."""
+def test_bytes_changed_during_hashing_are_detected(monkeypatch):
+    """The checksum is computed first, so that a later change gives a chunk id that does not match it."""
     plain = np.zeros(1 << 20, np.uint8)
 
     class Changing:
@@ -268,7 +268,7 @@ def test_bytes_that_change_while_they_are_hashed_do_not_pass_for_what_they_were(
     assert checksum != xxh3_64(plain)
 
 
-def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
+def test_failed_commits_leave_no_checksums(store, monkeypatch):
     monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     state = {"w": np.random.default_rng(8).integers(0, 256, 9 << 20, np.uint8)}
     store.commit(state, 1, policy=Policy(compression="none"))
@@ -285,8 +285,8 @@ def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
     assert len(bases_of(store)._checksums) == 3
 
 
-def test_a_checksum_that_does_not_match_is_not_believed_twice(store, monkeypatch):
-    """A commit that is tried again reads the same bases: BLAKE3 decides then, and they are used."""
+def test_wrong_checksum_is_not_used_twice(store, monkeypatch):
+    """A retried commit reads the same bases: then BLAKE3 decides, and they are used."""
     monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     state = {"w": np.random.default_rng(9).standard_normal(3 << 20).astype(np.float32)}
     policy = Policy(compression="fast", base_cache="none")
