@@ -143,7 +143,7 @@ __all__ = [
 ]
 
 
-_DOORS = ("accelerate", "transformers")
+_DOORS = ("accelerate", "lightning", "transformers")
 """Modules for frameworks, which are imported only when they are used."""
 
 

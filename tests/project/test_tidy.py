@@ -27,6 +27,7 @@ LONG_FILES = {
 }
 """Files that may be longer than others: their limit, and the reason."""
 
+LIGHTNING = {"integrations/lightning.py", "integrations/exact_resume.py"}
 DOORS = {
     "blake3": {"hashing.py"},
     "xxhash": {"format/wire.py"},
@@ -48,6 +49,10 @@ DOORS = {
     "safetensors": {"ops/interop/"},
     "accelerate": {"integrations/accelerate.py", "integrations/transformers.py"},
     "transformers": {"integrations/transformers.py"},
+    "lightning": LIGHTNING,
+    "lightning_fabric": LIGHTNING,
+    "pytorch_lightning": LIGHTNING,
+    "omegaconf": {"integrations/leaves.py"},
     "time": {"clock.py"},
     # obstore takes timeouts as timedeltas; it reads no clock.
     "datetime": {"cli/", "io/remote/client.py", "state/standard_types.py", "ops/interop/plain_fields.py"},
