@@ -50,20 +50,26 @@ def make_model(kind):
     return model
 
 
-def make_trainer(kind, output_dir, *, callbacks=(), **options):
-    """Return a trainer that logs every step and saves every second one."""
+def make_trainer(model, output_dir, *, kind=None, **options):
+    """Return a trainer that logs every step and saves every second one.
+
+    Args:
+        model: As for ``make_model``.
+        output_dir: Where it saves.
+        kind: Its class; None: the one that fits the model.
+        options: Training arguments.
+    """
     import transformers
 
-    is_seq2seq = kind == "t5"
+    is_seq2seq = model == "t5"
     arguments = transformers.Seq2SeqTrainingArguments if is_seq2seq else transformers.TrainingArguments
     defaults = {
         **{"max_steps": 8, "save_steps": 2, "save_strategy": "steps", "logging_steps": 1, "learning_rate": 1e-2},
         **{"per_device_train_batch_size": 4, "use_cpu": True, "report_to": [], "disable_tqdm": True, "seed": 3},
     }
     args = arguments(str(output_dir), **{**defaults, **options})
-    trainer = transformers.Seq2SeqTrainer if is_seq2seq else transformers.Trainer
-    data = {"train_dataset": Tokens(), "eval_dataset": Tokens(8)}
-    return trainer(make_model(kind), args, **data, callbacks=list(callbacks))
+    kind = kind or (transformers.Seq2SeqTrainer if is_seq2seq else transformers.Trainer)
+    return kind(make_model(model), args, train_dataset=Tokens(), eval_dataset=Tokens(8))
 
 
 def losses_of(trainer):

@@ -33,6 +33,7 @@ from transformers import trainer_utils
 
 from ckstore.errors import CapacityError, CkstoreError, NotFoundError, UsageError
 from ckstore.integrations.checkpoint_folders import FILES, CheckpointFolders, clear_folder, read_files
+from ckstore.integrations.hub_uploads import uploads_without
 from ckstore.integrations.model_parts import has_adapters, model_parts, put_adapters
 from ckstore.integrations.pointer_store import PointerStore
 from ckstore.integrations.pointers import POINTER_NAME, is_pointer
@@ -187,6 +188,7 @@ class _Door:
         self.writes_weights = writes_weights
         self.folders = CheckpointFolders(Path(_output_dir(trainer)), pointers)
         self.draft: dict[str, Any] | None = None
+        self.folder: Path | None = None
         self.limit: int | None = None
         self._unsettled: list[Path] = []
         self._is_rotation_due = False
@@ -208,7 +210,7 @@ class _Door:
             folder.mkdir(parents=True, exist_ok=True)
             self.pointers.announce(step, folder / POINTER_NAME)
             clear_folder(folder)
-        self.draft, self.limit = {}, self.trainer.args.save_total_limit
+        self.draft, self.folder, self.limit = {}, folder, self.trainer.args.save_total_limit
         try:
             # Nothing is rotated before the new checkpoint is durable.
             with self.rotation_limit(None):
@@ -225,6 +227,15 @@ class _Door:
             raise
         finally:
             self.draft = None
+
+    @property
+    def exports(self) -> Path:
+        """Folder for files that are uploaded. transformers leaves out names with ``_`` when it uploads the rest."""
+        return Path(_output_dir(self.trainer)) / "_ckstore_push"
+
+    def uploads(self) -> contextlib.AbstractContextManager[None]:
+        """Let uploads leave out the store."""
+        return uploads_without(self.pointers.address, _output_dir(self.trainer), transformers.trainer)
 
     @contextlib.contextmanager
     def rotation_limit(self, limit: int | None) -> Iterator[None]:
@@ -277,9 +288,11 @@ class _Door:
     def close(self, *, is_failing: bool) -> None:
         """Wait until everything is durable, and close the store. If training has failed, log errors only."""
         try:
-            if self.is_writer:
-                self.settle(waits=True)
-            self.pointers.close()
+            try:
+                if self.is_writer:
+                    self.settle(waits=True)
+            finally:
+                self.pointers.close()
         except CkstoreError as error:
             if not is_failing:
                 raise
@@ -303,6 +316,14 @@ class _Door:
         if isinstance(answer[0], Exception):
             raise answer[0]
         return str(answer[0])
+
+    def find_best(self) -> None:
+        """Set the best checkpoint where its path is of another machine."""
+        state = self.trainer.state
+        if state.best_model_checkpoint is None and state.best_global_step:
+            folder = self.folders.of_step(state.best_global_step)
+            if is_pointer(folder):
+                state.best_model_checkpoint = str(folder)
 
     def part(self, folder: str, name: str, **how: Any) -> Any:
         """Restore one part of a checkpoint; None: the checkpoint has no such part."""
@@ -361,7 +382,9 @@ def _optimizer_of(trainer: Any) -> Any:
 
 
 def _moments_to_come(optimizer: Any) -> list[torch.Tensor]:
-    """Return memory as large as what Adam will need for the parameters that have no state yet. It is not touched."""
+    """Return memory as large as what Adam of torch will need for parameters without a state. It is not touched."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return []
     return [
         torch.empty_like(parameter, device="cpu")
         for group in optimizer.param_groups
@@ -380,6 +403,7 @@ class _Between(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Attach the optimizer, which exists only now, and allocate memory."""
+        self._door.find_best()
         self._door.prewarm()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -421,7 +445,7 @@ class _StoreTrainer:
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         default: Any = super()
         door = self._ckstore
-        if door.draft is None or output_dir is None:
+        if door.draft is None or output_dir is None or Path(output_dir) != door.folder:
             default._save(output_dir, state_dict)
         elif door.is_writer:
             with door.rotation_limit(door.limit):
@@ -466,6 +490,37 @@ class _StoreTrainer:
         with door.folders.mirrored() if door.is_writer else contextlib.nullcontext():
             return default._finalize_training(trial, num_train_samples, start_time)
 
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        default: Any = super()
+        door = self._ckstore
+        is_busy = not self.args.hub_always_push and not _is_push_done(self)
+        if door.draft is None or not door.is_writer or is_busy or self.args.hub_strategy == "end":
+            default._push_from_checkpoint(checkpoint_folder)
+            return
+        exported = door.exports / Path(checkpoint_folder).name
+        if _is_push_done(self):
+            shutil.rmtree(door.exports, ignore_errors=True)
+        # Real files, as transformers without ckstore would have them in the folder.
+        shutil.copytree(checkpoint_folder, exported, ignore=shutil.ignore_patterns(POINTER_NAME))
+        with door.rotation_limit(door.limit), door.uploads():
+            default._save(str(exported))
+            if not self.args.save_only_model:
+                default._save_optimizer_and_scheduler(str(exported))
+                default._save_scaler(str(exported))
+                default._save_rng_state(str(exported))
+            default._push_from_checkpoint(str(exported))
+
+    def _finish_current_push(self) -> None:
+        default: Any = super()
+        default._finish_current_push()
+        if self._ckstore.is_writer:
+            shutil.rmtree(self._ckstore.exports, ignore_errors=True)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        default: Any = super()
+        with self._ckstore.uploads():
+            return default.push_to_hub(*args, **kwargs)
+
     # Load
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -490,9 +545,7 @@ class _StoreTrainer:
         if checkpoint is None or not is_pointer(checkpoint):
             default._load_optimizer_and_scheduler(checkpoint)
         elif door.part(checkpoint, "optimizer", into={"optimizer": _optimizer_of(self)}) is None:
-            _log.warning(
-                "%s has no optimizer state (save_only_model): the optimizer starts without moments", checkpoint
-            )
+            _log.warning("%s has no optimizer state (save_only_model): the optimizer starts empty", checkpoint)
         else:
             door.part(checkpoint, "scheduler", into={"scheduler": door.trainer.lr_scheduler})
 
@@ -509,6 +562,11 @@ class _StoreTrainer:
             default._load_rng_state(checkpoint)
         elif (states := self._ckstore.part(checkpoint, "random")) is not None:
             put_own_rng(states)
+
+
+def _is_push_done(trainer: Any) -> bool:
+    push = getattr(trainer, "push_in_progress", None)
+    return push is None or bool(push.is_done())
 
 
 def _scaler_of(trainer: Any) -> Any:

@@ -1,0 +1,46 @@
+"""Uploads of a trainer to the hub, without the store in the uploaded folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+@contextlib.contextmanager
+def uploads_without(store: str, folder: str, module: ModuleType) -> Iterator[None]:
+    """Let uploads of a folder leave out a store in it, inside this context.
+
+    Args:
+        store: Path or URL of the store.
+        folder: What is uploaded.
+        module: The module that uploads, with a function ``hf_api``.
+    """
+    place, parent = Path(store).resolve(), Path(folder).resolve()
+    if "://" in store or not place.is_relative_to(parent):
+        yield
+        return
+    inner = place.relative_to(parent).as_posix()
+    original: Callable[[], Any] = module.hf_api
+    replaced: Any = module
+    replaced.hf_api = lambda: _Uploads(original(), (inner, f"{inner}/*"))
+    try:
+        yield
+    finally:
+        replaced.hf_api = original
+
+
+class _Uploads:
+    """An API of the hub that leaves out paths when it uploads a folder."""
+
+    def __init__(self, api: Any, left_out: Sequence[str]) -> None:
+        self._api = api
+        self._left_out = left_out
+
+    def upload_folder(self, *, ignore_patterns: Sequence[str] = (), **how: Any) -> Any:
+        return self._api.upload_folder(ignore_patterns=[*ignore_patterns, *self._left_out], **how)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._api, name)
