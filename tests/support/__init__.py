@@ -1,4 +1,4 @@
-"""What several test folders share: fixtures, fakes, simulators' scenarios, and the programs of child processes.
+"""Shared test code: fixtures, fakes, simulator scenarios, and the programs of child processes.
 
-Start with ``sampling.py`` (which part of a long programme a run takes). Tests do not belong here.
+Start with ``sampling.py``, which selects the part of a long test that a run executes. Tests do not belong here.
 """

@@ -1,4 +1,4 @@
-"""Programs that are started in the place of savers: they say what no saver says, or serve with a fault of their own."""
+"""Programs that replace savers: they send invalid messages, or serve with a fault."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AlteredSavers:
     def run(self, program):
         """Run a program and nothing else."""
         path = self._folder / "altered-saver"
-        # With -S nothing of this environment is imported: it begins at once.
+        # With -S nothing of this environment is imported: it starts immediately.
         first = f"#!{sys.executable} -S" if "runpy" not in program else f"#!{sys.executable}"
         path.write_text(f"{first}\nimport os, sys, time\nchannel = int(sys.argv[3])\n{program}\n")
         path.chmod(0o700)
@@ -35,10 +35,10 @@ class AlteredSavers:
 
     def run_once(self, program):
         """Run a program in the place of the next saver; those that come after it are savers."""
-        told = self._folder / "was-run"
+        marker = self._folder / "was-run"
         self.run(f"""
 try:
-    os.close(os.open({str(told)!r}, os.O_CREAT | os.O_EXCL))
+    os.close(os.open({str(marker)!r}, os.O_CREAT | os.O_EXCL))
 except FileExistsError:
     os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 {program}

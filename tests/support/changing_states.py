@@ -1,4 +1,4 @@
-"""A training state with a little of everything, and many ways to change it, each of which a capture tells of."""
+"""A training state with many kinds of content, and many ways to change it, each of which a capture must notice."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def resized(case):
 
 
 def moved_over_another(case):
-    # It now lies in an allocation that others lie in: they share a storage from here on.
+    # It is now in the allocation of other tensors, and shares their storage.
     case.state["views"]["far"] = case.pool[24:27]
 
 

@@ -1,7 +1,7 @@
-"""What the crash tests do to a store, and what must hold of it afterwards.
+"""What the crash tests do to a store, and what must hold afterwards.
 
-Used by the tests and by the children they kill: numpy only, and every state can be made again from its number.
-An acknowledgement is a line ``verb fact...`` written after the call returned.
+Used by the tests and by the children that they kill: numpy only, and every state can be recomputed from its number. An
+acknowledgement is a line ``verb fact...`` that is written after the call returned.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def read(place, ack):
 
 
 def repack(place, ack):
-    """Commit plain bytes, and store them anew as a keyframe and differences; then commit on top of that."""
+    """Commit plain bytes, repack them as a keyframe and deltas, then commit again."""
     plain = replace(QUIET_POLICY, compression="none")
     with open_store(place) as store:
         for step, number in ((80, 2001), (81, 2002), (82, 2003)):
@@ -140,13 +140,13 @@ def collect(place, ack):
         seqs = sorted(info.seq for info in store.log())
         for seq in seqs[:-2]:
             ack(f"deleting {seq}")
-        keeping = Store(Repository(repository_of(store).backend, repository_of(store).record, RUN), QUIET_POLICY)
-        report = keeping.gc(Retention(keep_last=2), min_age=0)
+        other = Store(Repository(repository_of(store).backend, repository_of(store).record, RUN), QUIET_POLICY)
+        report = other.gc(Retention(keep_last=2), min_age=0)
         for name in report.done.dropped:
             ack(f"deleted {name.seq}")
         ack(f"replaced {report.done.repacked.manifests}")
-        ack(f"undeleted {keeping.undelete(f'seq:{seqs[-3]}').seq} 80 2006")
-        report = keeping.gc(min_age=0, now=True)
+        ack(f"undeleted {other.undelete(f'seq:{seqs[-3]}').seq} 80 2006")
+        report = other.gc(min_age=0, now=True)
         ack(f"freed {report.done.freed_files}")
         commit(store, 2015, 83, ack)
 

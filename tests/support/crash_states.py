@@ -22,11 +22,11 @@ from support.simfs import FOLDER, Op, SimFS, Tree
 
 SECTOR_NBYTES = 512
 
-TensorOutcome = Literal["kept", "lost", "hole", "garbage", "torn", "sectors", "longer"]
+ByteOutcome = Literal["kept", "lost", "hole", "garbage", "torn", "sectors", "longer"]
 """What becomes of a file's unsynced bytes: ``"lost"`` leaves the last durable size and bytes, ``"hole"`` the new
 size and zeros, ``"torn"`` the first sectors only, ``"sectors"`` any of them, ``"longer"`` all and zeros behind."""
 
-FATES: tuple[TensorOutcome, ...] = ("kept", "lost", "hole", "garbage", "torn", "sectors", "longer")
+OUTCOMES: tuple[ByteOutcome, ...] = ("kept", "lost", "hole", "garbage", "torn", "sectors", "longer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ def _visible(tree: Tree) -> bytes:
 class _Choice:
     label: str
     kept: frozenset[int]
-    fates: dict[int, TensorOutcome]
-    default: TensorOutcome
+    outcomes: dict[int, ByteOutcome]
+    default: ByteOutcome
 
 
 def crash_states(
@@ -112,19 +112,19 @@ def crash_states(
         rng = random.Random(f"{seed}:{point}")
         for choice in _choices(platter, rng, samples, singles_max):
             kept = platter.closed(choice.kept)
-            fates = {node: choice.fates.get(node, choice.default) for node in platter.dirty}
-            key = platter.key(kept, fates, choice.label)
+            outcomes = {node: choice.outcomes.get(node, choice.default) for node in platter.dirty}
+            key = platter.key(kept, outcomes, choice.label)
             if key not in seen:
                 seen.add(key)
-                yield CrashState(point, choice.label, tuple(platter.marks), platter.mount(kept, fates, rng))
+                yield CrashState(point, choice.label, tuple(platter.marks), platter.mount(kept, outcomes, rng))
 
 
 def _choices(platter: _Platter, rng: random.Random, samples: int, singles_max: int) -> Iterator[_Choice]:
     names, dirty = frozenset(platter.pending), sorted(platter.dirty)
     nothing: frozenset[int] = frozenset()
-    for fate in FATES:
-        yield _Choice(f"all names, bytes {fate}", names, {}, fate)
-        yield _Choice(f"no new name, bytes {fate}", nothing, {}, fate)
+    for outcome in OUTCOMES:
+        yield _Choice(f"all names, bytes {outcome}", names, {}, outcome)
+        yield _Choice(f"no new name, bytes {outcome}", nothing, {}, outcome)
     folders = {op.folder for op in platter.pending.values()}
     for folder in sorted(folders):
         inside = frozenset(index for index, op in platter.pending.items() if op.folder == folder)
@@ -135,15 +135,15 @@ def _choices(platter: _Platter, rng: random.Random, samples: int, singles_max: i
         yield _Choice(f"name {platter.pending[index].path!r} lost", names - {index}, {}, "kept")
         yield _Choice(f"only name {platter.pending[index].path!r}", frozenset({index}), {}, "kept")
     for node in rng.sample(dirty, min(singles_max, len(dirty))):
-        for fate in FATES[1:]:
-            yield _Choice(f"file {node} {fate}", names, {node: fate}, "kept")
-            yield _Choice(f"only file {node} not lost but {fate}", names, {node: fate}, "lost")
+        for outcome in OUTCOMES[1:]:
+            yield _Choice(f"file {node} {outcome}", names, {node: outcome}, "kept")
+            yield _Choice(f"only file {node} not lost but {outcome}", names, {node: outcome}, "lost")
     if not names and not dirty:
         return
     for number in range(samples):
         share = rng.random()
         some = frozenset(index for index in sorted(names) if rng.random() < share)
-        yield _Choice(f"sample {number}", some, {node: rng.choice(FATES) for node in dirty}, "kept")
+        yield _Choice(f"sample {number}", some, {node: rng.choice(OUTCOMES) for node in dirty}, "kept")
 
 
 @dataclass(slots=True)
@@ -203,13 +203,13 @@ class _Platter:
             if len(kept) == before:
                 return frozenset(kept)
 
-    def key(self, kept: frozenset[int], fates: dict[int, TensorOutcome], label: str) -> Hashable:
+    def key(self, kept: frozenset[int], outcomes: dict[int, ByteOutcome], label: str) -> Hashable:
         """Return what makes a state differ from every other one."""
-        chance = label if any(fate in ("garbage", "torn", "sectors") for fate in fates.values()) else ""
-        sizes = tuple((n, f, 0 if f == "lost" else len(self.dirty[n].steps)) for n, f in sorted(fates.items()))
+        chance = label if any(outcome in ("garbage", "torn", "sectors") for outcome in outcomes.values()) else ""
+        sizes = tuple((n, f, 0 if f == "lost" else len(self.dirty[n].steps)) for n, f in sorted(outcomes.items()))
         return (self.version, len(self.marks), kept, sizes, chance)
 
-    def mount(self, kept: frozenset[int], fates: dict[int, TensorOutcome], rng: random.Random) -> SimFS:
+    def mount(self, kept: frozenset[int], outcomes: dict[int, ByteOutcome], rng: random.Random) -> SimFS:
         """Return a disk with what is durable, these names, and these bytes."""
         folders = dict(self.folders)
         own: set[str] = set()
@@ -217,8 +217,8 @@ class _Platter:
             if index in kept:
                 _put(folders, own, op)
         contents = dict(self.contents)
-        for node, fate in fates.items():
-            contents[node] = _survivor(contents[node], self.dirty[node].steps, fate, rng)
+        for node, outcome in outcomes.items():
+            contents[node] = _survivor(contents[node], self.dirty[node].steps, outcome, rng)
         # Only a folder whose own name may be lost can be out of reach.
         if any(op.node == FOLDER or op.call == "remove_folder" for op in self.pending.values()):
             folders = _reachable(folders)
@@ -284,23 +284,23 @@ def _applied(durable: bytes, steps: list[Op]) -> bytes:
     return bytes(content)
 
 
-def _survivor(durable: bytes, steps: list[Op], fate: TensorOutcome, rng: random.Random) -> bytes:
-    if fate == "lost":
+def _survivor(durable: bytes, steps: list[Op], outcome: ByteOutcome, rng: random.Random) -> bytes:
+    if outcome == "lost":
         return durable
     after = _applied(durable, steps)
-    if fate == "kept":
+    if outcome == "kept":
         return after
-    if fate == "longer":
+    if outcome == "longer":
         return after + bytes(4096)
     before = durable[: len(after)] + bytes(max(0, len(after) - len(durable)))
-    if fate == "hole" or not after:
+    if outcome == "hole" or not after:
         return before
     count = -(-len(after) // SECTOR_NBYTES)
     cut = rng.randrange(count) * SECTOR_NBYTES
-    if fate == "torn":
+    if outcome == "torn":
         rest = before[cut:] if rng.random() < 0.5 else b""
         return after[:cut] + rest
-    if fate == "garbage":
+    if outcome == "garbage":
         touched = after[cut : cut + SECTOR_NBYTES]
         garbage = rng.randbytes(len(touched)) if before[cut : cut + SECTOR_NBYTES] != touched else touched
         return after[:cut] + garbage + after[cut + len(touched) :]

@@ -15,7 +15,7 @@ class CtrlC:
 
     def send(self):
         """Interrupt the main thread; return when it was."""
-        # A signal right before a thread begins to sleep does not wake it: Python looks at signals between steps.
+        # A signal right before a thread begins to sleep does not wake it: Python checks signals between instructions.
         while not self.heard.is_set():
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             self.heard.wait(0.05)
@@ -35,6 +35,6 @@ def ctrl_c():
     try:
         yield made
     finally:
-        # Whoever is still sending ends.
+        # Stop a thread that is still sending.
         made.heard.set()
         signal.signal(signal.SIGINT, before)

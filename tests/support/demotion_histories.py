@@ -1,4 +1,4 @@
-"""What the tests of demotion share: histories of small states with moments, and looks at them."""
+"""Shared by the tests of demotion: histories of small states with moments, and checks of them."""
 
 from __future__ import annotations
 

@@ -20,17 +20,17 @@ class Staged:
         found = kinds_of(self.captured, starts, guarded)
         self.kinds = found if kind is None else [kind] * len(found)
         self.stowage = plan_layout(self.captured.storages, self.kinds, [])
-        self.arena, self.crew, self.told = Arena.create(self.stowage.end), CopyPool(2), []
+        self.arena, self.crew, self.events = Arena.create(self.stowage.end), CopyPool(2), []
         self.slot = self.arena.slots[0]
         self.slot.start(1, self.stowage.end)
         self.staging = Staging(
             self.captured, self.stowage, starts, self.slot, self.crew, bell=-1, is_checked=False,
-            on_staged=lambda: self.told.append("staged"), on_failed=self.told.append,
+            on_staged=lambda: self.events.append("staged"), on_failed=self.events.append,
         )  # fmt: skip
 
     def content(self):
         assert self.staging.is_over.wait(60)
-        assert self.told == ["staged"]
+        assert self.events == ["staged"]
         sizes = [storage.nbytes for storage in self.captured.storages]
         return [bytes(self.slot.view(place, n)) for place, n in zip(self.stowage.places, sizes, strict=True)]
 

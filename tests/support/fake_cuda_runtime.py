@@ -1,4 +1,4 @@
-"""A runtime of a device whose memory is the host's: ``cudaMemcpyAsync`` as a function with an address."""
+"""A fake CUDA runtime whose device memory is host memory: ``cudaMemcpyAsync`` as a function with an address."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ CudaMemcpyAsync = ctypes.CFUNCTYPE(
 
 
 class FakeCudaRuntime:
-    """Copies at once, and notes what it was told; fails, or copies other bytes, when a test says so."""
+    """Copies immediately, and records the calls; fails, or copies other bytes, when a test says so."""
 
     def __init__(self):
-        self.told = []
+        self.calls = []
         self.problem = 0
         self.fails_after = None
         self.shift = 0
@@ -23,8 +23,8 @@ class FakeCudaRuntime:
         self.address = ctypes.cast(self._function, ctypes.c_void_p).value
 
     def _copy(self, destination, source, nbytes, kind, stream):
-        if self.fails_after is not None and len(self.told) >= self.fails_after:
+        if self.fails_after is not None and len(self.calls) >= self.fails_after:
             return self.problem
-        self.told.append((source, destination, nbytes, kind, stream))
+        self.calls.append((source, destination, nbytes, kind, stream))
         ctypes.memmove(destination, source + self.shift, nbytes - self.shift)
         return 0

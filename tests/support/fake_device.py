@@ -1,4 +1,4 @@
-"""A device that is a thread: it sends what it is told, in order, when its time has come, and not when it is told."""
+"""A fake device: a thread that copies what was submitted, in order, with a delay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS_MAX = 30
 
 
 class MemoryKinds:
-    """Says where states lie, and when they are copied; takes the place of attached optimizers too."""
+    """Says in which memory states are, and when they are copied; also replaces attached optimizers."""
 
     kind = NOW
 
@@ -22,7 +22,7 @@ class MemoryKinds:
         return [self.kind] * len(captured.storages)
 
     def spans(self):
-        # Another one for each kind: what has not changed is not asked again.
+        # A different span for each kind, because an unchanged span would not be checked again.
         return [(self.kind, self.kind + 1)]
 
     def release(self):
@@ -30,43 +30,43 @@ class MemoryKinds:
 
 
 class FakeDevice:
-    """Takes the place of a CUDA device; its thread is the stream of copies, the test's thread the one of training."""
+    """Replaces a CUDA device; its thread is the stream of copies, the test's thread is the training stream."""
 
     def __init__(self):
-        self._told = queue.SimpleQueue()
+        self._jobs = queue.SimpleQueue()
         self._held = []
         self.sent_count = 0
         self._thread = threading.Thread(target=self._serve, name="played-device")
         self._thread.start()
 
     def _serve(self):
-        while (job := self._told.get()) is not None:
+        while (job := self._jobs.get()) is not None:
             time.sleep(SECONDS_A_UNIT)
             job()
 
-    def tell(self, job):
-        self._told.put(job)
+    def submit(self, job):
+        self._jobs.put(job)
 
     def hold(self, events):
         self._held += events
 
     def wait_for_held_copies(self):
-        """What training tells the device comes after the copies that a guard holds it for."""
+        """Wait for held copies: what training submits afterwards is executed after them."""
         held, self._held = self._held, []
         for event in held:
             assert event.wait(SECONDS_MAX)
 
     def finish(self):
-        """Return when it has sent everything that it was told so far."""
+        """Wait until it has executed everything that was submitted so far."""
         is_sent = Latch()
-        self.tell(is_sent.set)
+        self.submit(is_sent.set)
         assert is_sent.wait(SECONDS_MAX)
 
     def copies_of(self, section, storages, slot):
         return FakeDeviceCopies(self, section, storages, slot)
 
     def close(self):
-        self._told.put(None)
+        self._jobs.put(None)
         self._thread.join()
 
 
@@ -84,7 +84,7 @@ class FakeDeviceCopies:
         for unit in range(self._section.unit_count):
             is_there = Latch()
             self._events.append(is_there)
-            self._device.tell(self._sending(unit, self._storages, is_there))
+            self._device.submit(self._sending(unit, self._storages, is_there))
 
     def _sending(self, unit, storages, is_there):
         def send():
@@ -108,7 +108,7 @@ class FakeDeviceCopies:
 
 
 class SlowDevice:
-    """Copies of one section that come when a test says so, of what there was when the device was told of them."""
+    """Copies of one section: the source is read at submission, and written when a test says so."""
 
     may_enqueue: threading.Event
     may_copy: threading.Event

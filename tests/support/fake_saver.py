@@ -1,4 +1,4 @@
-"""A saver that is no process: it keeps what was staged, and ends tickets when a test says so."""
+"""A fake saver without a process: it keeps what was staged, and ends tickets when a test says so."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class FakeSaver:
     """What ``saver.client.Saver`` offers to a handover."""
 
     started: list[FakeSaver]
-    """All that were started; a fixture makes it anew for each test."""
+    """All that were started; a fixture resets it for each test."""
 
     def __init__(self, arena, options):
         self.arena, self.options = arena, options
         self.pid = os.getpid()
         self.is_alive = True
-        self.lease = "lent"  # There is no process that one could be lent to.
+        self.lease = "lent"  # There is no process that could hold a lease.
         self.bell = os.eventfd(0, os.EFD_NONBLOCK)
         self.begun, self.aborted = {}, []
         self.is_quick = True
@@ -90,7 +90,7 @@ class FakeSaver:
             self.fail(ticket, SaverError("given up by the trainer"))
 
     def content(self, ticket):
-        """Return the bytes of each storage, as they lie in the slot now."""
+        """Return the current bytes of each storage in the slot."""
         room, head, _ = self.begun[ticket]
         return [bytes(room.view(row.place, row.nbytes)) for row in head.storages]
 
@@ -166,9 +166,9 @@ class FakeSaver:
 
 
 class DelayedCopy:
-    """Takes the place of ``HostCopy.send``: what a guard protects is copied when somebody waits for it, and not before.
+    """Replaces ``HostCopy.send``: guarded memory is copied only when somebody waits for it.
 
-    So a state that is saved right was saved right because of the guard, not because copying was fast.
+    A correct state then proves that the guard works, not that copying was fast.
     """
 
     def __init__(self, monkeypatch):
@@ -203,7 +203,7 @@ def step_without_hooks(optimizer):
 
 
 class OwnerOfAll:
-    """Takes the place of attached optimizers: all memory is theirs."""
+    """Replaces attached optimizers: owns all memory."""
 
     def spans(self):
         return [(0, 1 << 62)]

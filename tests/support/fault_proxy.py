@@ -1,7 +1,7 @@
 """A proxy between a client and an S3 server that counts what passes, and breaks requests on purpose.
 
-A fault either keeps a request from the server (``refused`` kinds) or lets it take effect and loses or falsifies the
-answer (``after`` kinds): the second half is where checkpoints are lost by clients that believe what they are told.
+A fault either keeps a request from the server (``refused`` kinds) or lets it take effect and loses or falsifies
+the answer (``after`` kinds). Clients that trust such answers lose checkpoints.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class _Passing(BaseHTTPRequestHandler):
         return self.upstream
 
     def finish(self) -> None:
-        """Let go of both connections."""
+        """Close both connections."""
         if self.upstream is not None:
             self.upstream.close()
         super().finish()

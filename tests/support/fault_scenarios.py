@@ -229,8 +229,8 @@ class Rewrite(Scenario):
             proxy.begin()
             assert_restores(store, 2, 3)
             # A server that shows nothing, again and again, has nothing to be rewritten.
-            is_told = has_acted and not self.report.stop and not self.report.repacked.troubles
-            assert not is_told or self.report.renewed == 2 * len(self.report.rewrites)
+            is_reported = has_acted and not self.report.stop and not self.report.repacked.troubles
+            assert not is_reported or self.report.renewed == 2 * len(self.report.rewrites)
             for _ in range(2):
                 # What is half done is finished, and what was replaced goes for good.
                 store.gc_tier(min_age=0)

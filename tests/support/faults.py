@@ -266,7 +266,7 @@ class FaultySink:
             self._inner.finish(nbytes)
 
     def close(self) -> None:
-        """Let go; never fails."""
+        """Close; never fails."""
         self._inner.close()
 
 
@@ -335,7 +335,7 @@ class _SyncSkippingSink(FaultySink):
             self._inner.finish(nbytes)
             return
         self._inner.drain()
-        # Letting go of an unfinished pack takes its name away: keep another one meanwhile.
+        # Closing an unfinished pack removes its name: keep a second one meanwhile.
         backend.inner.link(self.name, f"{self.name}.kept")
         self._inner.close()
         backend.inner.rename(f"{self.name}.kept", self.name)

@@ -1,16 +1,16 @@
 """The rules of ckstore's deletions in a bucket, where nothing can be renamed; a model for gc_model.py.
 
-One chunk lies in one pack, and at the start no manifest names that pack. Writers want to use it, collectors want to
+One chunk is in one pack, and at the start no manifest names that pack. Writers want to use it, collectors want to
 remove it.
 
-A writer chooses the pack, publishes a manifest that names it, *then* reads all lists of collectors, *then* looks at the
+A writer chooses the pack, publishes a manifest that names it, *then* reads all lists of collectors, *then* checks the
 pack, and acknowledges if no list names it and it is there; else it withdraws. Afterwards retention may drop the
 manifest.
 
 A collector lists manifests; if none names the pack, it writes a list of its own that does, lists manifests *again*, and
 removes the pack if still none names it. A request to remove it takes effect some time after it was sent; its answer may
-be lost, and then the list stays. Otherwise the collector takes its list away. It crashes anywhere, and starts anew with
-another list; the one that it has left may be taken away once nothing that it has sent may still take effect.
+be lost, and then the list stays. Otherwise the collector takes its list away. It crashes anywhere, and starts again
+with another list; the one that it has left may be taken away once nothing that it has sent may still take effect.
 
 The property: a pack that an acknowledged, retained manifest names is there, and stays there.
 
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from support.gc_rules import Move
 
-ENDED = {"acked", "dead", "withdrawn", "writes it anew"}
+ENDED = {"acked", "dead", "withdrawn", "writes it again"}
 
 
 class Writer(NamedTuple):
@@ -101,7 +101,7 @@ def writer_moves(state: BucketState, i: int, rules: BucketRules) -> Iterator[Mov
     first, second = ("read lists", "look") if rules.looks_last else ("look", "read lists")
     match me.at:
         case "choose":
-            yield to("publish" if state.is_there else "writes it anew")
+            yield to("publish" if state.is_there else "writes it again")
         case "publish":
             yield to(first if rules.reads_lists else "look", has_manifest=True)
         case "read lists" | "look":

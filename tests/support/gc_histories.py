@@ -1,4 +1,4 @@
-"""What the tests of collections share: histories of small states, and looks at what is in place."""
+"""Shared by the tests of collections: histories of small states, and functions that list what is in place."""
 
 from __future__ import annotations
 

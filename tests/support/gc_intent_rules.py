@@ -1,6 +1,6 @@
 """The rules of tags and intents, as a model that a search can walk through; see gc_model.py.
 
-May a checkpoint be dropped, or lose bits to a demotion, although somebody was told that it carries a tag?
+May a checkpoint be dropped, or lose bits to a demotion, although a tag on it was acknowledged?
 
     One checkpoint. A maker declares its intent, reads the tags, and decides: a dropper makes the drop mark, a demoter
     publishes the next generation and then moves the exact one away. A tagger writes the tag, looks for a mark or an
@@ -9,7 +9,7 @@ May a checkpoint be dropped, or lose bits to a demotion, although somebody was t
 
     Maker and tagger die anywhere.
 
-    The property: what was decided was not tagged, as far as the tagger was told before that.
+    The property: what was decided was not tagged, as far as was acknowledged before.
 
 Limits
     One tagger, which sets its tag once. Listing and linking are taken as linearizable. In a bucket a mark is no link:
@@ -33,11 +33,11 @@ class IntentState(NamedTuple):
     maker: str
     tagger: str
     has_tag: bool
-    told_first: bool  # the tagger was told that its tag stands, before anything was decided
+    acknowledged_first: bool  # the tag was acknowledged before anything was decided
 
     @property
     def is_violation(self) -> bool:
-        return self.is_done and self.told_first
+        return self.is_done and self.acknowledged_first
 
 
 class IntentRules(NamedTuple):
@@ -97,5 +97,5 @@ def tagger_moves(state: IntentState) -> Iterator[Move]:
             if state.intent == "whole" or (state.is_done and state.is_decided):
                 yield "tagger: takes it back", state._replace(tagger="ended", has_tag=False)
             else:
-                told = state._replace(tagger="ended", told_first=not state.is_decided)
-                yield "tagger: is told that it stands", told
+                acknowledged = state._replace(tagger="ended", acknowledged_first=not state.is_decided)
+                yield "tagger: is acknowledged", acknowledged

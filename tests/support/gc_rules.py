@@ -1,7 +1,7 @@
 """The rules of ckstore's deletions, as two models that a search can walk through; see gc_model.py.
 
 Model 1, packs: may garbage collection take a pack that a commit is about to use?
-    One chunk lies in one pack, and at the start no manifest references that pack. This is the
+    One chunk is in one pack, and at the start no manifest references that pack. This is the
     dangerous moment: writers want to use the chunk, collectors want to remove the pack. (A pack that
     a writer has just filled and not yet published is in the same position.)
 
@@ -37,7 +37,7 @@ Limits
     collector; a dropper or collector that dies is not modelled, nor packs, nor a drop taken back.
     Listing and renaming are taken as linearizable (true on a local file system). Power loss is not
     modelled: it is covered by acknowledging only after the fsyncs. Neither are tags. Object stores, which have
-    no atomic rename, have a model of their own: bucket_rules.py; so has rewriting in a tier: tier_rules.py.
+    no atomic rename, have a model of their own: gc_bucket_rules.py; so has rewriting in a tier: gc_tier_rules.py.
     Safety only: it does not show that garbage is collected.
 """
 
@@ -70,7 +70,7 @@ class Rules(Protocol):
 
 IN_PLACE = "in place"
 PURGED = "purged"
-WRITER_ENDED = {"acked", "dead", "withdrawn", "writes it anew"}
+WRITER_ENDED = {"acked", "dead", "withdrawn", "writes it again"}
 
 
 class TrashNames(Enum):
@@ -94,7 +94,7 @@ class Collector(NamedTuple):
 
 
 class PackState(NamedTuple):
-    pack: str | int  # IN_PLACE, PURGED, or the name of the trash folder it lies in
+    pack: str | int  # IN_PLACE, PURGED, or the name of its trash folder
     trash_names_used: int
     writers: tuple[Writer, ...]
     collectors: tuple[Collector, ...]
@@ -150,7 +150,7 @@ def writer_moves(state: PackState, i: int, rules: PackRules) -> Iterator[Move]:
     match me.at:
         case "choose":
             is_found = state.pack == IN_PLACE or (rules.undeletes and state.is_in_trash)
-            yield to("publish" if is_found else "writes it anew")
+            yield to("publish" if is_found else "writes it again")
         case "publish":
             yield to("verify", has_manifest=True)
         case "verify":

@@ -1,10 +1,10 @@
-"""Writers, collectors and readers in processes of their own, killed and stopped at random; then nothing may be lost.
+"""Writers, collectors and readers in separate processes, killed and stopped at random; nothing may be lost.
 
     PYTHONPATH=src:tests python -m support.gc_stress --count 5000 --seed 1
 
-Each writer has a run of its own and shares chunks with all others. What it acknowledges it notes in a file outside of
-the store. Two collectors work at the same time, without the lock that would keep them apart. The last line printed is
-a JSON document of counters; the exit status is 1 if anything was lost.
+Each writer has its own run and shares chunks with all others. It records acknowledgements in a file outside the store.
+Two collectors work at the same time, without the lock that would separate them. The last line printed is a JSON
+document of counters; the exit status is 1 if anything was lost.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def state_of(number):
         value = rng.randrange(POOL)
         state[kind[1:]] = np.random.default_rng(value).integers(0, 256, 12_000, dtype=np.uint8).view(kind)
     if number % 2:
-        # Large enough that, once it is dropped, its pack is worth writing anew for what others need of it.
+        # Large enough that, once it is dropped, its pack is worth rewriting for the parts that others need.
         state["f4"] = np.random.default_rng(number).standard_normal(30_000).astype("<f4")
     era = number >> ERA_SHIFT
     state["i8"] = np.random.default_rng(era).integers(0, 2**62, 1500)
@@ -149,7 +149,7 @@ def write(folder, run, rng, note):
 
 
 def remove_unacknowledged(folder, run, note):
-    """Do as an operator does with what a killed writer has published or tagged, and not looked at after that."""
+    """Clean up like an operator: remove what a killed writer has published or tagged but not verified."""
     acks = (folder / "acks" / f"writer-{run[1:]}").read_text().splitlines()
     acked = {int(line.split()[2]) for line in acks if line.startswith("commit ")}
     tagged = {int(line.split()[2]) for line in acks if line.startswith("tagged ")}
@@ -249,13 +249,13 @@ def collect(folder, run, rng, note):
                 undelete_one(other_handle(store), rng, note)
 
 
-def undelete_one(keeping, rng, note):
-    dropped = [manifest for entry in keeping.trash() for manifest in entry.manifests if manifest[0] == keeping.run]
+def undelete_one(handle, rng, note):
+    dropped = [manifest for entry in handle.trash() for manifest in entry.manifests if manifest[0] == handle.run]
     if dropped:
         run, seq, step, *_ = rng.choice(dropped)
         note(f"again {run} {step}")
         with contextlib.suppress(NotFoundError, CorruptError, ConflictError):
-            info = keeping.undelete(f"seq:{seq}")
+            info = handle.undelete(f"seq:{seq}")
             note(f"undeleted {run} {info.seq}")
 
 
@@ -290,7 +290,7 @@ def read_once(store, seq, note):
             note(f"FAIL reader: {store.run} seq {seq}: {found}")
         note("read")
         return
-    # An unacknowledged manifest may be withdrawn while it is looked at; one in place that never comes back is lost.
+    # An unacknowledged manifest may be withdrawn while it is read; one in place that cannot be restored is lost.
     if repository_of(store).manifests.is_visible(seq) and not is_dropped(store, seq):
         note(f"unreadable {store.run} {seq} {error!r}"[:300])
 

@@ -2,25 +2,25 @@
 
 One checkpoint that was pushed: its manifest here names the pack ``a`` in the tier, and a copy of an earlier generation
 of it lies there. Part of the pack is needed by nobody, so that a collector rewrites it; what it writes is ``b``, and
-``c`` or ``d`` when it begins anew. Meanwhile somebody pulls the checkpoint and pushes it again.
+``c`` or ``d`` when it starts again. Meanwhile somebody pulls the checkpoint and pushes it again.
 
-A rewriter looks at both sides, copies what is needed to a new pack, publishes the next generation here unless another
+A rewriter checks both sides, copies what is needed to a new pack, publishes the next generation here unless another
 has, sees the pack, and withdraws if it is gone, or else moves the lower generations to the trash. Then it looks again,
 and puts there what is here *now*, as the next generation of what is there, if the copy there names another pack. It
-dies anywhere and begins anew. A cleaner removes copies there that have a whole one above them, and packs that no
+dies anywhere and starts again. A cleaner removes copies there that have a whole one above them, and packs that no
 manifest names: none here, in the trash here, or there. A collector here moves the generations below a whole one to the
 trash, and the trash is emptied at any time.
 
 A pull brings the pack here and publishes the next generation. A push puts the pack there unless it is there, puts the
 manifest there under the number that it has here, publishes the next one here, and sees to it as a rewriter does. Where
-the number is taken there it publishes the same here above all numbers there, and begins anew. Once the manifest here is
-lost, and the one before it is brought back from the trash.
+the number is taken there it publishes the same here above all numbers there, and starts again. Once the manifest here
+is lost, and the one before it is brought back from the trash.
 
 The property: here is a whole generation; what the trash here names is there; the tier, opened by itself, has a whole
 copy; and no push ever meets another manifest under a name that it puts: that would end in an error for ever.
 
-Limits: one checkpoint, one pack of it at a time, one rewriter that begins anew twice, two pulls or pushes. Nobody drops
-the checkpoint: that is model 2. Looking at all manifests and removing is one step here: that is bucket_rules.py.
+Limits: one checkpoint, one pack of it at a time, one rewriter that starts again twice, two pulls or pushes. Nobody
+drops the checkpoint: that is model 2. Checking all manifests and removing is one step here: that is gc_bucket_rules.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEW_PACKS = "dcb"
 """By turns that are left: ids are never used twice."""
 
 
-class StoragePlan(NamedTuple):
+class Manifest(NamedTuple):
     """A manifest: its generation, its pack, and whether that lies here."""
 
     generation: int
@@ -44,15 +44,15 @@ class StoragePlan(NamedTuple):
 
 class Actor(NamedTuple):
     at: str = "look"
-    seen: StoragePlan = StoragePlan(0, "")
+    seen: Manifest = Manifest(0, "")
     pack: str = ""
     turns_left: int = 2
 
 
 class TierState(NamedTuple):
-    here: frozenset[StoragePlan]
-    trash: frozenset[StoragePlan]  # manifests in the trash here
-    copies: frozenset[StoragePlan]
+    here: frozenset[Manifest]
+    trash: frozenset[Manifest]  # manifests in the trash here
+    copies: frozenset[Manifest]
     packs: frozenset[str]  # in the tier
     rewriter: Actor
     mover: Actor
@@ -60,14 +60,14 @@ class TierState(NamedTuple):
     was_set_back: bool = False
 
     @property
-    def home(self) -> StoragePlan:
+    def home(self) -> Manifest:
         return max(self.here)
 
     @property
-    def highest(self) -> StoragePlan:
+    def highest(self) -> Manifest:
         return max(self.copies)
 
-    def is_whole(self, form: StoragePlan) -> bool:
+    def is_whole(self, form: Manifest) -> bool:
         return form.is_local or form.pack in self.packs
 
     @property
@@ -85,8 +85,8 @@ class TierRules(NamedTuple):
     cleans_by_trash: bool = True  # False: what only the trash here names is removed
 
     def start(self) -> TierState:
-        here, copies, packs = frozenset({StoragePlan(1, "a")}), frozenset({StoragePlan(0, "a")}), frozenset("a")
-        return TierState(here, frozenset({StoragePlan(0, "a", is_local=True)}), copies, packs, Actor(), Actor())
+        here, copies, packs = frozenset({Manifest(1, "a")}), frozenset({Manifest(0, "a")}), frozenset("a")
+        return TierState(here, frozenset({Manifest(0, "a", is_local=True)}), copies, packs, Actor(), Actor())
 
     def moves(self, state: TierState) -> Iterator[Move]:
         yield from rewriter_moves(state, self)
@@ -102,13 +102,13 @@ class TierRules(NamedTuple):
             yield "what is here is lost, and what was before it brought back", after
 
 
-def put(state: TierState, form: StoragePlan) -> TierState:
+def put(state: TierState, form: Manifest) -> TierState:
     """Put a manifest there, create-only: where the name is taken, nothing comes of it."""
     is_taken = form.generation in {copy.generation for copy in state.copies}
-    return state if is_taken else state._replace(copies=state.copies | {StoragePlan(form.generation, form.pack)})
+    return state if is_taken else state._replace(copies=state.copies | {Manifest(form.generation, form.pack)})
 
 
-def with_lower_moved(state: TierState, form: StoragePlan) -> TierState:
+def with_lower_moved(state: TierState, form: Manifest) -> TierState:
     """Move what lies below a generation here to the trash, where it names its pack."""
     if form not in state.here:
         return state
@@ -116,7 +116,7 @@ def with_lower_moved(state: TierState, form: StoragePlan) -> TierState:
     return state._replace(here=state.here - lower, trash=state.trash | lower)
 
 
-def settled(state: TierState, form: StoragePlan) -> TierState:
+def settled(state: TierState, form: Manifest) -> TierState:
     """See the pack of what was published, and withdraw it, or let it take the place of what is below."""
     if form not in state.here or state.is_whole(form):
         return with_lower_moved(state, form)
@@ -124,35 +124,35 @@ def settled(state: TierState, form: StoragePlan) -> TierState:
 
 
 def rewriter_moves(state: TierState, rules: TierRules) -> Iterator[Move]:
-    """Everything the rewriter can do next; that it dies is that it begins anew."""
+    """Everything the rewriter can do next; that it dies is that it starts again."""
     me, home = state.rewriter, state.home
 
     def to(at: str, after: TierState = state, **changes: object) -> Move:
         return f"rewriter: now at: {at}", after._replace(rewriter=me._replace(at=at, **changes))
 
     if me.at != "look" and me.turns_left:
-        yield "rewriter: begins anew", state._replace(rewriter=Actor(turns_left=me.turns_left - 1))
+        yield "rewriter: starts again", state._replace(rewriter=Actor(turns_left=me.turns_left - 1))
     match me.at:
         case "look":
             follows = not home.is_local and state.highest.generation <= home.generation
             if follows and len(state.here) == 1:
                 yield to("copy", seen=home, pack=NEW_PACKS[me.turns_left])
-            yield to("look at copies")
+            yield to("check copies")
         case "copy":
             yield to("publish", state._replace(packs=state.packs | {me.pack}))
         case "publish":
-            target = StoragePlan(me.seen.generation + 1, me.pack)
+            target = Manifest(me.seen.generation + 1, me.pack)
             if home == me.seen:
                 yield to("see", state._replace(here=state.here | {target}), seen=target)
             else:
-                yield to("look at copies")
+                yield to("check copies")
         case "see":
             see = settled if rules.looks_after else with_lower_moved
-            yield to("look at copies", see(state, me.seen))
-        case "look at copies":
+            yield to("check copies", see(state, me.seen))
+        case "check copies":
             follows = not home.is_local and state.highest.generation <= home.generation
             if follows and state.highest.pack != home.pack and home.pack in state.packs:
-                yield to("put", seen=StoragePlan(state.highest.generation + 1, home.pack))
+                yield to("put", seen=Manifest(state.highest.generation + 1, home.pack))
         case "put":
             yield to("ended", put(state, me.seen))
 
@@ -183,12 +183,12 @@ def mover_moves(state: TierState, rules: TierRules) -> Iterator[Move]:
             elif not rules.steps_over:
                 yield to("ended", state._replace(has_conflict=True))
             elif home == me.seen:
-                above = StoragePlan(max(home.generation, state.highest.generation) + 1, home.pack, is_local=True)
+                above = Manifest(max(home.generation, state.highest.generation) + 1, home.pack, is_local=True)
                 yield to("put pack", with_lower_moved(state._replace(here=state.here | {above}), above), seen=above)
             else:
                 yield ended(state)
         case "publish":
-            target = StoragePlan(me.seen.generation + 1, me.seen.pack, is_local=not me.seen.is_local)
+            target = Manifest(me.seen.generation + 1, me.seen.pack, is_local=not me.seen.is_local)
             if home == me.seen:
                 yield to("see", state._replace(here=state.here | {target}), seen=target)
             else:

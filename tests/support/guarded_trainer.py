@@ -47,7 +47,7 @@ def bytes_of(state):
 
 
 def commit_and(store, state, then, step=1):
-    """Commit a state, do something at once, and return what was at the call and what was staged."""
+    """Commit a state, call a function immediately, and return the state at the call and the staged one."""
     wanted = bytes_of(state)
     pending = store.commit_async(state, step)
     then()

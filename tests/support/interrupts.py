@@ -69,7 +69,7 @@ class Interrupt:
 
 
 class RecordingSaver(FakeSaver):
-    """Looks at what is staged, at the moment when it is; ends each ticket once."""
+    """A fake saver that records the staged bytes when they are staged, and ends each ticket once."""
 
     seen: list[tuple[int, set[int]]]
     """Steps, and the least and the greatest byte that was staged of them."""

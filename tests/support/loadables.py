@@ -1,4 +1,4 @@
-"""Objects with ``load_state_dict`` of every kind: users' own, modules, optimizers, schedulers; and round trips."""
+"""Objects with ``load_state_dict`` of every kind: users' classes, modules, optimizers, schedulers; and round trips."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fill(kept, **options):
 
 
 class Resetting:
-    """Begins anew when it is asked for its state, as torchdata's loader does."""
+    """Restarts when it is asked for its state, as torchdata's loader does."""
 
     def __init__(self):
         self.position, self.asked, self.loads = 0, 0, 0
@@ -204,7 +204,7 @@ class Reshaping(torch.nn.Module):
 
 
 class Adding(torch.nn.Module):
-    """Loads in two ways of its own: an instance's hook changes the state in place, another one looks at the old one."""
+    """Loads with two hooks: one changes the state in place, the other one reads the old state."""
 
     def __init__(self):
         super().__init__()

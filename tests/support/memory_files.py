@@ -1,6 +1,6 @@
-"""The files of a backend in memory: list them, copy them, and damage them as a failing disk would.
+"""The files of a memory backend: list them, copy them, and damage them as a failing disk would.
 
-Everything here goes through the public methods of ``MemoryBackend``.
+Everything here uses the public methods of ``MemoryBackend``.
 """
 
 from __future__ import annotations

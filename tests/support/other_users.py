@@ -1,4 +1,4 @@
-"""Do something as another user, in this process: what is imported stays imported, and nothing needs to be installed."""
+"""Run code as another user, in this process: imported modules stay imported, and nothing needs to be installed."""
 
 from __future__ import annotations
 

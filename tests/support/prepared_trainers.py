@@ -1,7 +1,7 @@
-"""Trainers that begin in milliseconds: forked by a process that has imported what they need.
+"""Trainers that start in milliseconds: a process that has imported what they need forks them.
 
-The prepared process forks whenever it is sent a program, and says how each fork has ended. A fork runs its program
-where a script would run it: what is unhandled there, and what is registered ``atexit``, is the interpreter's affair.
+The process forks whenever it gets a program, and reports how each fork has ended. A fork runs its program as a script
+would: unhandled exceptions and ``atexit`` functions are left to the interpreter.
 """
 
 from __future__ import annotations

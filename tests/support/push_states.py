@@ -1,4 +1,4 @@
-"""States to be pushed, what restores them, and where they lie."""
+"""States to be pushed, a check that they restore, and functions that locate their packs."""
 
 from __future__ import annotations
 

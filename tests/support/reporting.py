@@ -1,4 +1,4 @@
-"""A pytest plugin: list what was covered, and fail a run that skips what could have run.
+"""A pytest plugin: print what was covered, and fail a run that skips tests which could have run.
 
 CI sets ``CKSTORE_TEST_NOTHING_SKIPPED``, because everything that tests need is installed there.
 """
@@ -36,10 +36,10 @@ def pytest_terminal_summary(terminalreporter, config):
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     # Each phase of a test has a report, with all lines of the phases before.
     reports = [report for report in reports if getattr(report, "when", None) == "call"]
-    told = [line for report in reports for key, line in getattr(report, "user_properties", ()) if key == COVERED]
-    if told:
+    lines = [line for report in reports for key, line in getattr(report, "user_properties", ()) if key == COVERED]
+    if lines:
         terminalreporter.section("what was covered")
-        terminalreporter.write_line("\n".join(told))
+        terminalreporter.write_line("\n".join(lines))
     skipped = _skipped_without_excuse(config)
     if skipped:
         terminalreporter.section(f"skipped although {NOTHING_SKIPPED} is set", red=True)

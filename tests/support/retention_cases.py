@@ -116,7 +116,7 @@ CASES = {
     "tag rule that matches nothing, alone, keeps all": (tagged(4), {"keep_tag": "x"}, {0, 1, 2, 3}),
     "tag rules of which none matches keep all": (tagged(4, s1="good"), {"keep_tag": ["x", "god"]}, {0, 1, 2, 3}),
     "tag rules of which one matches": (tagged(4, s1="good"), {"keep_tag": ["x", "good"]}, {1, 3}),
-    "tag rule that matches nothing beside another": (tagged(4), {"keep_tag": "x", "keep_last": 2}, {2, 3}),
+    "tag rule that matches nothing with another rule": (tagged(4), {"keep_tag": "x", "keep_last": 2}, {2, 3}),
     "tag of letters and case": (tagged(4, s0="Good", s1="good"), {"keep_tag": "good"}, {0, 1, 3}),
     # several rules
     "last or every": (TEN, {"keep_last": 2, "keep_every": 400}, {0, 4, 8, 9}),
@@ -129,7 +129,7 @@ CASES = {
     ),
     # safety
     "newest stays though no rule keeps it": ([(1, 0), (2, 1)], {"keep_every": 7}, {1}),
-    "newest stays beside a newer archival one": ([(1, 0), (2, 1), (1, 2, ARCHIVAL)], {"keep_every": 7}, {1, 2}),
+    "newest stays despite a newer archival one": ([(1, 0), (2, 1), (1, 2, ARCHIVAL)], {"keep_every": 7}, {1, 2}),
     "partial does not count and stays": ([(1, 0), (2, 1), (3, 2, {"is_partial": True})], {"keep_last": 1}, {1, 2}),
     "all archival stay": ([(1, 0, ARCHIVAL), (2, 1, ARCHIVAL)], {"keep_every": 7}, {0, 1}),
     "future stays": ([(1, 0), (2, 1e5), (3, 2)], {"keep_last": 1}, {1, 2}),

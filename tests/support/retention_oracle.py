@@ -1,7 +1,7 @@
 """Retention once more, as plainly as it can be said: for each entry and rule, is it kept? Slow, and easy to believe.
 
 It shares nothing with the code it is compared with but the types: dates come from the standard library, and every
-question is answered from the definition, by looking at all entries again.
+question is answered from the definition, by checking all entries again.
 """
 
 from __future__ import annotations

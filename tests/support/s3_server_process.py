@@ -1,8 +1,8 @@
 """The process of the S3 server for tests: moto's S3 on a free port of the loopback, which it prints, until stdin ends.
 
-Moto does what S3 does; how requests come and answers go is told here. The server that moto brings closes the connection
-after each request, so that every one costs a connection and a thread on both sides, and it waits then for what may
-still come.
+Moto does what S3 does; this module defines how requests and answers are sent. The server that moto brings closes the
+connection after each request, so that every one costs a connection and a thread on both sides, and it waits then for
+what may still come.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class _Lasting(MotoRequestHandler):
 def _answer_of(
     app: Callable[..., Iterable[bytes]], environ: dict[str, Any]
 ) -> tuple[str, list[tuple[str, str]], bytes]:
-    told: list[tuple[str, list[tuple[str, str]]]] = []
+    answers: list[tuple[str, list[tuple[str, str]]]] = []
 
     def start(status: str, headers: list[tuple[str, str]], error: object = None) -> None:
-        told.append((status, headers))
+        answers.append((status, headers))
 
     parts = app(environ, start)
     try:
@@ -68,7 +68,7 @@ def _answer_of(
     finally:
         if hasattr(parts, "close"):
             parts.close()
-    return *told[-1], content
+    return *answers[-1], content
 
 
 def main() -> None:

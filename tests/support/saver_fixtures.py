@@ -1,4 +1,4 @@
-"""What those that stage, hand over and commit in a saver begin with."""
+"""Fixtures of tests that stage and commit in a saver."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def savers(monkeypatch):
 
 @pytest.fixture
 def recording_savers(savers, monkeypatch):
-    """The same, of those that look at what is staged."""
+    """The fake savers that were started; they record what is staged."""
     RecordingSaver.started, RecordingSaver.seen = savers, []
     monkeypatch.setattr(commits, "Saver", RecordingSaver)
     return savers
@@ -111,7 +111,7 @@ def recording_savers(savers, monkeypatch):
 
 @pytest.fixture
 def memory_kinds(monkeypatch):
-    """What says where states lie from now on: in the host's memory at first."""
+    """Sets in which memory states are: in host memory at first."""
     found = MemoryKinds()
     monkeypatch.setattr(staging, "kinds_of", found.kinds_of)
     return found
@@ -119,7 +119,7 @@ def memory_kinds(monkeypatch):
 
 @pytest.fixture
 def device(monkeypatch):
-    """A device that is a thread, wherever states are said to lie in one."""
+    """A fake device, for states that are in device memory."""
     played = FakeDevice()
     monkeypatch.setattr(device_copy, "copies_of", played.copies_of)
     # What it sends too late is there when somebody looks.
@@ -187,7 +187,7 @@ def fake_saver_store(open_fake_store):
 
 @pytest.fixture
 def broken_logging():
-    """Return a context in which a filter of the user's raises; Python lets that through to whoever logs."""
+    """Return a context in which a filter of the user's raises; Python passes that to the code that logs."""
 
     def broken(record):
         raise ValueError("no such field")
@@ -207,7 +207,7 @@ def broken_logging():
 
 @pytest.fixture
 def open_served(address, monkeypatch):
-    """Return a function that serves a saver of that store on a thread, with what ``ServedSaver`` is told."""
+    """Return a function that serves a saver of that store on a thread, with options of ``ServedSaver``."""
     opened, leave = [], os._exit
 
     def leave_thread(code):

@@ -1,4 +1,4 @@
-"""A trainer's harness, by hand: an arena, a saver, and states that are staged as far as a test wants."""
+"""A trainer's side of a background commit, by hand: an arena, a saver, and states staged as far as a test wants."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def lay_out(arena, ticket, state, step, *, slot=0, metrics=None, tags=(), policy
 
 
 def stage_storages(slot, captured, places, units=None):
-    """Copy all storages to their places, or as much as lies in the first units of the slot, and mark these."""
+    """Copy all storages to their places, or as much as fits into the first units of the slot, and mark these."""
     end = slot.nbytes if units is None else units * UNIT_NBYTES
     for storage, place in zip(captured.storages, places, strict=True):
         nbytes = max(0, min(storage.nbytes, end - place))
@@ -158,7 +158,7 @@ class InFlightCommit:
         )
 
     def stage(self, units=None):
-        """Copy all storages, or as much as lies in the first units of the slot; mark these, and ring."""
+        """Copy all storages, or as much as fits into the first units of the slot; mark these, and ring."""
         stage_storages(self.slot, self.captured, self.places, units)
         os.eventfd_write(self.harness.saver.bell, 1)
         return self
@@ -220,16 +220,16 @@ class SaverHarness:
             policy=policy,
             sample=sample,
         )
-        handed = InFlightCommit(self, self.ticket, room, captured, places)
-        self.saver.begin(self.ticket, slot, place, nbytes, callbacks(handed.callbacks()), **words)
-        return handed
+        in_flight = InFlightCommit(self, self.ticket, room, captured, places)
+        self.saver.begin(self.ticket, slot, place, nbytes, callbacks(in_flight.callbacks()), **words)
+        return in_flight
 
     def commit(self, state, step, **options):
         """Stage a state and wait until it is durable."""
         return self.begin(state, step, **options).stage().finish().wait()
 
     def close(self):
-        """End the saver, whatever it does, and let go of the arena."""
+        """End the saver, whatever it does, and close the arena."""
         if self.saver.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.saver.pid, signal.SIGCONT)

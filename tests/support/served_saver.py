@@ -1,7 +1,7 @@
-"""A saver's server on a thread of the test: what is said to it, and what it says, are the messages of the protocol.
+"""A saver's server on a thread of the test; the test sends and receives the messages of the protocol.
 
-Nothing of the server is looked at but what its trainer sees: the socket, the bell, the arena, and the store on disk.
-The priority of its process is one that only notes what it is set to.
+Tests use only what its trainer sees: the socket, the bell, the arena, and the store on disk. The priority of its
+process is a fake that records what it is set to.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Levels:
         self._note("give way")
 
     def use_idle_class(self):
-        self._note("stand aside")
+        self._note("idle class")
 
     def use_full_priority(self):
         self._note("hurry")
@@ -93,14 +93,14 @@ class Gate:
 
 
 class Begun:
-    """A ticket that a served saver was told of, and what became of it."""
+    """A ticket of a served saver, and its events."""
 
     def __init__(self, saver, number, slot, captured, places):
         self.number, self.slot = number, slot
         self._saver, self._captured, self._places = saver, captured, places
 
     def stage(self, units=None):
-        """Copy all storages, or as much as lies in the first units of the slot; mark these, and ring."""
+        """Copy all storages, or as much as fits into the first units of the slot; mark these, and ring."""
         stage_storages(self.slot, self._captured, self._places, units)
         self._saver.ring()
         return self
@@ -128,15 +128,15 @@ class Begun:
     @property
     def events(self):
         """Return the kinds of what was said of it by now, but for how far it is."""
-        told = [each for each in self._saver.heard() if getattr(each, "ticket", None) == self.number]
-        return [type(each).__name__ for each in told if not isinstance(each, protocol.Progress)]
+        message = [each for each in self._saver.heard() if getattr(each, "ticket", None) == self.number]
+        return [type(each).__name__ for each in message if not isinstance(each, protocol.Progress)]
 
     def result(self):
         """Wait for the end; return the receipt, or raise the error."""
-        told = self.hear((protocol.Done, protocol.Failed))
-        if isinstance(told, protocol.Failed):
-            raise error_of(told)
-        return told.receipt
+        message = self.hear((protocol.Done, protocol.Failed))
+        if isinstance(message, protocol.Failed):
+            raise error_of(message)
+        return message.receipt
 
     def wait(self):
         """Wait until the slot is free, too."""
@@ -152,7 +152,7 @@ class ServedSaver:
         run: The run.
         slot_count: Of the arena.
         has_trainer: Whether the trainer is a process of its own, which can be killed; else it is this one.
-        is_served: Whether it serves at once; else with ``serve``, and what was said before waits for that.
+        is_served: Whether it serves immediately; otherwise after ``serve``, and earlier messages wait.
         engine: What moves packs.
         leave_seconds: For how long a trainer that says nothing keeps one that was asked to end; None: as long as ever.
     """
@@ -291,7 +291,7 @@ class ServedSaver:
 
     @property
     def rings_left(self):
-        """How often the bell was rung that the saver has not looked at since."""
+        """How often the bell was rung that the saver has not handled yet."""
         lines = Path(f"/proc/self/fdinfo/{self.bell}").read_text().splitlines()
         return next(int(line.split()[1], 16) for line in lines if line.startswith("eventfd-count"))
 

@@ -244,7 +244,7 @@ class SimFS:
             yield ReadResult(request.tag, view, buffer)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
     def _record(self, op: Op) -> int:
         with self._lock:
@@ -344,11 +344,11 @@ class SimFile:
         return bytes(self._content[offset : offset + nbytes])
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
 class SimSink:
-    """A pack being written; every write is in the record at once and durable only after ``finish``."""
+    """A pack being written; every write is recorded immediately and durable only after ``finish``."""
 
     def __init__(self, disk: SimFS, name: str, node: int) -> None:
         self._disk = disk
@@ -380,7 +380,7 @@ class SimSink:
         self._is_finished = True
 
     def close(self) -> None:
-        """Let go; a pack that was not finished loses its name, so that a full disk has room again."""
+        """Close; an unfinished pack loses its name, which frees space."""
         if not self._is_finished:
             self._is_finished = True
             with self._disk._lock, contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""One state on its way into a slot, for the tests of staging: what went where, and what was told."""
+"""One state on its way to a slot, for the tests of staging: what was copied where, and what was reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def noise(nbytes, seed=0):
 
 
 class Staged:
-    """One state and its way into a slot, with what it told."""
+    """One state on its way to a slot, with its events."""
 
     def __init__(self, arena, crew, state, lazy=(), *, is_checked=False, captured=None, kinds=None):
         self.captured = captured or capture(state)
@@ -31,7 +31,7 @@ class Staged:
         self.slot = arena.slots[0]
         self.slot.reserve(self.stowage.end)
         self.slot.start(1, self.stowage.end)
-        self.told = []
+        self.events = []
         self.bell = os.eventfd(0, os.EFD_NONBLOCK)
         self.staging = Staging(
             self.captured,
@@ -41,8 +41,8 @@ class Staged:
             crew,
             bell=self.bell,
             is_checked=is_checked,
-            on_staged=lambda: self.told.append("staged"),
-            on_failed=self.told.append,
+            on_staged=lambda: self.events.append("staged"),
+            on_failed=self.events.append,
         )
 
     def host_copy(self, kind, on_over=lambda error: None):

@@ -2,7 +2,7 @@
 
 Invariants:
 - ``difference`` compares bits and types: NaN equals NaN of the same payload, 0.0 differs from -0.0.
-- Torch is looked at only if someone else has imported it.
+- Torch is used only if another module has imported it.
 """
 
 from __future__ import annotations

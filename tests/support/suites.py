@@ -1,8 +1,6 @@
-"""One suite an interface: inherit it in a test class, hand in an instance by a fixture, and it is tested.
+"""One test suite per interface: inherit it in a test class and provide an instance by a fixture.
 
-Whoever writes a backend or an engine runs the same tests as the ones shipped here.
-
-What others need to test their backends and codecs, and what proves the promises of this one.
+New backends and engines run the same tests as the existing ones.
 """
 
 from __future__ import annotations
@@ -255,7 +253,7 @@ class BackendSuite:
         file.close()
 
     def test_backend_works_again_after_close(self, backend: Backend, pool: BufferPool) -> None:
-        """Close lets go of rings and threads only."""
+        """Close releases only rings and threads."""
         write_pack(backend, "x.pack", [b"a" * 5000])
         backend.close()
         write_pack(backend, "y.pack", [b"b" * 5000])
@@ -304,7 +302,7 @@ class EngineSuite:
             assert [move(queue, [each])[0] for each in reads] == [(PAGE + 10, None), (10, None), (0, None)]
         os.close(fd)
 
-    def test_failure_is_told_to_its_request_only(self, queue: IoQueue, tmp_path: Path) -> None:
+    def test_failure_affects_only_its_request(self, queue: IoQueue, tmp_path: Path) -> None:
         """A bad descriptor among good ones."""
         fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
         with BufferPool(PAGE, 1) as pool:

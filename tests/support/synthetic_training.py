@@ -1,4 +1,4 @@
-"""Pretended trainings: states that move as those of a real one do, for tests of what is stored with a loss."""
+"""Synthetic training: states that change like those of a real one, for tests of lossy checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks that look like training: weights and their changes, moments, and what several test files do with them."""
+"""Chunks as in training: weights, their changes and moments, and shared helper functions."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def room_for(plain: memoryview) -> memoryview:
 
 
 def payload_of(made: QuantizedChunk) -> memoryview:
-    """Return the payload in one piece, as it lies in a pack."""
+    """Return the payload in one piece, as in a pack."""
     return memoryview(b"".join(made.encoded.parts))
 
 
 def decoded(made: QuantizedChunk, scratch: Scratch, base: memoryview | None) -> memoryview:
-    """Decode beside the base and, where there is one, onto it; both must give the reconstruction."""
+    """Decode to separate memory and, if there is a base, onto it; both must give the reconstruction."""
     payload, plain = payload_of(made), room_for(made.reconstruction)
     how = {"width": made.encoded.width, "scratch": scratch}
     chunk_codec.decode(payload, made.encoded.steps, destination=plain, base=base, **how)

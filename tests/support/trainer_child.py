@@ -1,9 +1,9 @@
 """A process that forks the trainers that are killed: everything is imported once, a trainer starts in a few ms.
 
-Reads one JSON job a line. Each trainer restores the newest checkpoint, then trains and commits in the background, and
-says in lines on stdout what it did and what it was promised: ``life word fact...``. A line is one write: what was said
-before a SIGKILL was said. The process adopts orphans (PR_SET_CHILD_SUBREAPER) and says when one has ended, so that
-whoever listens knows of every process that a trainer leaves behind.
+It reads one JSON job per line. Each trainer restores the newest checkpoint, then trains and commits in the background,
+and prints what it did and which promises it got: ``life word fact...``. A line is one write, so that it is complete
+even before a SIGKILL. The process adopts orphans (PR_SET_CHILD_SUBREAPER) and reports when one has ended, so that the
+reader knows every process that a trainer leaves behind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trainers that are forked to be killed: what each was told to do and said, and the process that they come from."""
+"""Trainers that are forked to be killed: their jobs, their output, and the process that forks them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS_MAX = 100.0
 
 
 class TrainerRun:
-    """One trainer: what it was told to do, what it said, and what was done to it."""
+    """One trainer: its job, its output, and the faults that hit it."""
 
     def __init__(self, number, job):
         self.number, self.job = number, job
@@ -44,7 +44,7 @@ class TrainerRun:
         return int(self.facts("started")[0][0])
 
     def saver_of(self):
-        """Return for each step the saver that it was handed to."""
+        """Return for each step the saver that got it."""
         return {int(step): int(pid) for step, pid in self.facts("submitted")}
 
     def promised_steps(self):

@@ -1,7 +1,7 @@
-"""Lives of trainers in one store, one after the other, each ended from outside; and what must hold of them all.
+"""Trainers on one store, one after the other, each ended from outside; and the checks that hold for all of them.
 
-What a trainer said before its death is what it was promised: what is durable is there bit for bit, what was staged is
-published although it died, and whatever else is visible is whole.
+What a trainer printed before its death is what it was promised: durable states exist bit for bit, staged states are
+published although it died, and everything else that is visible is complete.
 """
 
 from __future__ import annotations

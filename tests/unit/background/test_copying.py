@@ -83,7 +83,7 @@ def test_state_of_many_shapes_is_copied(arena, crew, monkeypatch, loops):
         assert staged.slot.state == STAGING
         staged.staging.copy_now()
         staged.staging.finish()
-        assert staged.told == ["staged"]
+        assert staged.events == ["staged"]
         assert staged.slot.state == STAGED
         assert staged.content() == [bytes(each.read(0, each.nbytes)) for each in staged.captured.storages]
         assert staged.slot.is_staged(0, staged.stowage.end), attempt
@@ -165,7 +165,7 @@ def test_caller_copies_when_no_thread_starts(arena, monkeypatch):
     staged = Staged(arena, crew, [content], is_checked=True, lazy=(0,))
     staged.staging.copy_now()
     staged.staging.guard()
-    assert staged.told == ["staged"]
+    assert staged.events == ["staged"]
     assert staged.content() == [content.tobytes()]
     staged.close()
 
@@ -182,7 +182,7 @@ def test_unit_is_marked_after_its_copy(arena, crew, monkeypatch):
     staged = Staged(arena, crew, [noise(40 * MIB, 3)], lazy=(0,))
     staged.staging.copy_now()
     assert not staged.slot.marks[: staged.stowage.end // UNIT_NBYTES].any()
-    assert staged.told == []
+    assert staged.events == []
     assert staged.slot.state == STAGING
     for _ in range(50):
         proceed.release()
@@ -206,7 +206,7 @@ def test_late_thread_copies_nothing(arena, crew, monkeypatch):
     for work in works:
         work()
     assert not staged.slot.marks[: staged.stowage.end // UNIT_NBYTES].any()
-    assert staged.told == ["staged"]
+    assert staged.events == ["staged"]
     staged.close()
 
 

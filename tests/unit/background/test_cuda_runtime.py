@@ -33,12 +33,12 @@ def stream():
 def test_rows_are_copied_in_order_on_the_stream(runtime, stream):
     launcher = cuda.launcher_for(HERE, stream)
     assert stream.waits, "a pattern was copied, and waited for"
-    runtime.told.clear()
+    runtime.calls.clear()
     there, here = np.arange(1000, dtype=np.uint8), np.zeros(1000, np.uint8)
     begin, to = there.ctypes.data, here.ctypes.data
     table = np.array([[begin, to + 900, 100], [begin + 100, to, 900]], np.uint64)
     launcher.launch(table)
-    assert runtime.told == [(*(int(word) for word in row), DEVICE_TO_HOST, stream.cuda_stream) for row in table]
+    assert runtime.calls == [(*(int(word) for word in row), DEVICE_TO_HOST, stream.cuda_stream) for row in table]
     assert (here == np.concatenate([there[100:], there[:100]])).all()
 
 

@@ -100,11 +100,11 @@ def test_every_commit_launches_all_copies(quick_saver_store, savers, runtime):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         wanted = {bytes(part.detach().numpy()) for part in model.state_dict().values()}
         parts = [*model.parameters(), *(each for its in optimizer.state.values() for each in its.values())]
-        runtime.told.clear()
+        runtime.calls.clear()
         pending = quick_saver_store.commit_async(state, step)
         optimizer.step()
         pending.result()
-        assert {part.data_ptr() for part in parts} <= {source for source, *_ in runtime.told}
+        assert {part.data_ptr() for part in parts} <= {source for source, *_ in runtime.calls}
         assert len(parts) == 8, "two parameters, four moments, two counters of steps"
         assert wanted <= set(savers[-1].content(step + 1))
 
@@ -129,8 +129,8 @@ def test_runtime_launches_all_copies_on_one_stream(devices, runtime, monkeypatch
     staged.staging.copy_now()
     content = staged.content()
     assert content == [bytes(storage.read(0, storage.nbytes)) for storage in staged.captured.storages]
-    assert {call[-1] for call in runtime.told} == {STREAM}
-    assert sum(call[2] for call in runtime.told[2:]) == sum(map(len, content)), "without the test pattern"
+    assert {call[-1] for call in runtime.calls} == {STREAM}
+    assert sum(call[2] for call in runtime.calls[2:]) == sum(map(len, content)), "without the test pattern"
     staged.close()
 
 
@@ -141,7 +141,7 @@ def test_torch_copies_when_the_runtime_is_wrong(devices, runtime):
     staged.staging.copy_now()
     content = staged.content()
     assert content == [bytes(storage.read(0, storage.nbytes)) for storage in staged.captured.storages]
-    assert len(runtime.told) == 2
+    assert len(runtime.calls) == 2
     staged.close()
 
 
@@ -152,10 +152,10 @@ def test_refused_copy_fails_the_commit(devices, runtime):
     runtime.problem, runtime.fails_after = 700, 3
     staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
-    [error] = staged.told
+    [error] = staged.events
     assert isinstance(error, ckstore.BackendError)
     assert "cudaMemcpyAsync refused a copy: CUDA error 700" in str(error)
-    assert len(runtime.told) == 3
+    assert len(runtime.calls) == 3
     staged.close()
 
 
@@ -201,7 +201,7 @@ def test_launch_error_keeps_neither_state_nor_arena(devices, monkeypatch):
         staged = Staged([tensor], kind=DEVICE_LAZY)
         staged.staging.copy_now()
         assert staged.staging.is_over.wait(60)
-    [error] = staged.told
+    [error] = staged.events
     assert isinstance(error, ckstore.BackendError)
     assert "out of memory" in str(error)
     mapping = weakref.ref(staged.slot.memory)
@@ -220,7 +220,7 @@ def test_resized_storage_fails_the_commit_unchanged(devices, launcher, kind):
     with contextlib.suppress(ckstore.BackendError):
         staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
-    [error] = staged.told
+    [error] = staged.events
     assert isinstance(error, ckstore.BackendError)
     assert "resized" in str(error)
     assert tensor.untyped_storage().nbytes() == 400

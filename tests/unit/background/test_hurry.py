@@ -36,24 +36,24 @@ def test_priority_follows_the_work(served, gate):
     begun = served.begin(state(), 1).stage()
     begun.hear(protocol.Began)
     served.settle()
-    assert served.priority.noted == ["stand aside"], "while there is nothing to do, and while a state is copied"
+    assert served.priority.noted == ["idle class"], "while there is nothing to do, and while a state is copied"
     begun.finish()
     until_level(served, "give way")
     served.say(protocol.Hurry())
     until_level(served, "hurry")
     gate.open()
     begun.wait()
-    until_level(served, "stand aside")
+    until_level(served, "idle class")
     served.say(protocol.Quit())
     assert served.code() == 0
-    assert served.priority.noted == ["stand aside", "give way", "hurry", "stand aside", "hurry"]
+    assert served.priority.noted == ["idle class", "give way", "hurry", "idle class", "hurry"]
 
 
 def test_hurry_without_work_changes_nothing(served):
     served.settle()
     served.say(protocol.Hurry())
     served.settle()
-    assert served.priority.noted == ["stand aside"]
+    assert served.priority.noted == ["idle class"]
 
 
 def test_hurry_covers_begun_tickets_only(open_served):
@@ -64,9 +64,9 @@ def test_hurry_covers_begun_tickets_only(open_served):
     third = served.begin(state(3), 3, slot=2)
     first.stage().finish().wait()
     served.settle()
-    assert served.priority.noted == ["stand aside", "hurry"], "the second one is waited for too"
+    assert served.priority.noted == ["idle class", "hurry"], "the second one is waited for too"
     second.stage().finish().wait()
-    until_level(served, "stand aside")
+    until_level(served, "idle class")
     third.stage().finish().wait()
     served.say(protocol.Quit())
     served.code()
@@ -88,11 +88,11 @@ def test_hurry_lasts_until_an_earlier_request_is_answered(served):
     try:
         begun.stage().finish().wait()
         served.settle()
-        assert served.priority.noted == ["stand aside", "hurry"]
+        assert served.priority.noted == ["idle class", "hurry"]
     finally:
         may_go_on.set()
     served.hear(protocol.Answer, question=question)
-    until_level(served, "stand aside")
+    until_level(served, "idle class")
 
 
 def test_hurry_applies_before_a_delayed_state_begins(served):
@@ -118,8 +118,8 @@ def test_hurry_is_cleared_when_a_delayed_begin_fails(served):
     served.say(protocol.Hurry())
     with pytest.raises(MalformedError, match="cannot be read"):
         begun.wait()
-    until_level(served, "stand aside")
-    assert served.priority.noted == ["stand aside", "hurry", "stand aside"]
+    until_level(served, "idle class")
+    assert served.priority.noted == ["idle class", "hurry", "idle class"]
 
 
 def test_hurry_is_cleared_when_the_ticket_is_aborted(served):
@@ -130,7 +130,7 @@ def test_hurry_is_cleared_when_the_ticket_is_aborted(served):
         with pytest.raises(SaverError, match="given up"):
             begun.wait()
         served.settle()
-        until_level(served, "stand aside")
+        until_level(served, "idle class")
 
 
 def test_saver_hurries_after_the_trainer_died(served, gate):
@@ -154,4 +154,4 @@ def test_ending_saver_hurries_without_work(served, is_quit_sent):
     else:
         served.hang_up()
     served.code()
-    assert served.priority.noted == ["stand aside", "hurry"]
+    assert served.priority.noted == ["idle class", "hurry"]

@@ -101,11 +101,11 @@ def test_no_memory_is_raised_and_fails_the_commit_once(arena, crew, monkeypatch)
     with pytest.raises(CapacityError, match="no memory"):
         staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
-    assert [type(each) for each in staged.told] == [CapacityError]
+    assert [type(each) for each in staged.events] == [CapacityError]
     assert staged.slot.state == STAGING
     staged.staging.finish()
     staged.staging.guard()
-    assert len(staged.told) == 1
+    assert len(staged.events) == 1
     staged.close()
 
 
@@ -122,7 +122,7 @@ def test_no_memory_in_guard_fails_the_commit_not_the_step(arena, crew, monkeypat
     staged.staging.copy_now()
     staged.staging.guard()
     staged.staging.finish()
-    assert [type(each) for each in staged.told] == [CapacityError]
+    assert [type(each) for each in staged.events] == [CapacityError]
     assert staged.slot.state == STAGING
     staged.close()
 
@@ -135,7 +135,7 @@ def test_ctrl_c_while_copying_gives_the_state_up(arena, crew, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
-    assert [type(each) for each in staged.told] == [KeyboardInterrupt]
+    assert [type(each) for each in staged.events] == [KeyboardInterrupt]
     assert staged.slot.state == STAGING
     staged.close()
 
@@ -146,7 +146,7 @@ def test_waiter_gives_up_an_interrupted_state(arena, crew, lazy):
     # By now the sources may belong to a later step.
     staged.staging.guard()
     staged.staging.finish()
-    assert [type(each) for each in staged.told] == [KeyboardInterrupt]
+    assert [type(each) for each in staged.events] == [KeyboardInterrupt]
     assert staged.slot.state == STAGING
     staged.close()
 
@@ -168,7 +168,7 @@ def test_interrupted_guard_does_not_stop_copying(arena, crew, monkeypatch):
             staged.staging.guard()
     staged.staging.guard()
     staged.staging.finish()
-    assert staged.told == ["staged"]
+    assert staged.events == ["staged"]
     assert staged.content() == [content.tobytes()]
     staged.close()
 
@@ -192,7 +192,7 @@ def test_given_up_state_is_not_copied_further(arena, crew, monkeypatch):
     proceed.set()
     assert staged.staging.is_over.wait(60)
     assert not staged.slot.marks[: staged.stowage.end // UNIT_NBYTES].any()
-    assert [str(each) for each in staged.told] == ["given up"]
+    assert [str(each) for each in staged.events] == ["given up"]
     staged.close()
 
 
@@ -200,10 +200,10 @@ def test_unchanged_checked_state_is_staged_after_compare(arena, crew):
     staged = Staged(arena, crew, {"a": noise(9 * MIB), "b": [noise(5 * MIB, 1)]}, lazy=(0, 1), is_checked=True)
     staged.staging.copy_now()
     staged.wait_copied()
-    assert staged.told == []
+    assert staged.events == []
     assert staged.slot.state == STAGING
     staged.staging.guard()
-    assert staged.told == ["staged"]
+    assert staged.events == ["staged"]
     assert staged.slot.state == STAGED
     staged.close()
 
@@ -215,13 +215,13 @@ def test_changed_checked_state_fails_by_tensor_name(arena, crew):
     staged.wait_copied()
     state["b"][1][4_500_000] ^= 1
     staged.staging.guard()
-    (error,) = staged.told
+    (error,) = staged.events
     assert isinstance(error, CorruptError)
     assert error.path == ("b", 1)
     assert "b.1" in str(error)
     assert staged.slot.state == STAGING
     staged.staging.finish()
-    assert len(staged.told) == 1
+    assert len(staged.events) == 1
     staged.close()
 
 
@@ -234,7 +234,7 @@ def test_saver_death_ends_the_check(arena, crew):
     assert staged.staging.is_over.is_set()
     staged.staging.guard()
     staged.staging.finish()
-    assert [str(each) for each in staged.told] == ["the saver has died"]
+    assert [str(each) for each in staged.events] == ["the saver has died"]
     staged.close()
 
 
@@ -247,7 +247,7 @@ def test_waiter_finishes_an_interrupted_failure(arena, crew, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             staged.staging.cancel(BackendError("the saver has died"))
     staged.staging.finish()
-    assert [str(each) for each in staged.told] == ["the saver has died"]
+    assert [str(each) for each in staged.events] == ["the saver has died"]
     assert staged.slot.state == STAGING
     staged.close()
 
@@ -274,9 +274,9 @@ def test_waiter_does_not_give_up_a_state_being_copied(arena, crew, monkeypatch):
     assert entered.wait(60)
     threads[1].start()
     threads[1].join(0.05)
-    assert staged.told == []
+    assert staged.events == []
     proceed.set()
     for thread in threads:
         thread.join(60)
-    assert staged.told == ["staged"]
+    assert staged.events == ["staged"]
     staged.close()

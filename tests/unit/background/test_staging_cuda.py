@@ -231,7 +231,7 @@ def test_guard_makes_the_device_wait_not_the_host():
     staged.staging.copy_now()
     staged.staging.guard()
     assert not torch.cuda.current_stream().query()
-    assert staged.told == []
+    assert staged.events == []
     staged.content()
     staged.close()
 

@@ -51,7 +51,7 @@ def test_device_memory_is_read_before_training_continues(arena, crew):
     captured = captured_on_device(noise(9 * MIB), noise(100, 1))
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_NOW])
     staged.staging.copy_now()
-    assert staged.told == ["staged"]
+    assert staged.events == ["staged"]
     assert staged.content() == [storage.content for storage in captured.storages]
     # Another thread may have another current stream, and read values that are not computed yet.
     assert [storage.readers for storage in captured.storages] == [{threading.get_ident()}] * 2
@@ -121,7 +121,7 @@ def test_all_copies_are_launched_without_waiting(arena, crew, recorded_copies, m
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
     staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
-    assert staged.told == ["staged"]
+    assert staged.events == ["staged"]
     assert recorded_copies.said[:3] == [("fence", MIB), ("fence", 2 * MIB), ("launch", MIB)]
     assert [each for each in recorded_copies.said[3:] if each[0] != "forget"] == [
         ("launch", 2 * MIB),
@@ -171,7 +171,7 @@ def test_missing_copies_are_never_reported_as_staged(arena, crew, recorded_copie
     with contextlib.suppress(BackendError):
         staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
-    assert [type(each) for each in staged.told] == [BackendError]
+    assert [type(each) for each in staged.events] == [BackendError]
     assert staged.slot.state != STAGED
     staged.close()
 
@@ -189,7 +189,7 @@ def test_ctrl_c_in_launch_is_raised_without_threads(arena, crew, recorded_copies
         with pytest.raises(KeyboardInterrupt):
             staged.staging.copy_now()
     assert staged.staging.is_over.is_set()
-    assert [type(each) for each in staged.told] == [KeyboardInterrupt]
+    assert [type(each) for each in staged.events] == [KeyboardInterrupt]
     staged.close()
 
 
@@ -206,7 +206,7 @@ def test_failed_launch_fails_the_commit(arena, crew, recorded_copies, monkeypatc
     if is_guarded:
         staged.staging.guard()
     assert staged.staging.is_over.wait(60)
-    assert [str(error) for error in staged.told] == ["the device has failed"]
+    assert [str(error) for error in staged.events] == ["the device has failed"]
     staged.close()
 
 
@@ -225,7 +225,7 @@ def test_given_up_state_is_not_launched(arena, crew, recorded_copies, monkeypatc
     for work in later:
         work()
     assert ("launch", 2 * MIB) not in recorded_copies.said
-    assert [str(error) for error in staged.told] == ["not wanted"]
+    assert [str(error) for error in staged.events] == ["not wanted"]
     staged.close()
 
 
@@ -244,7 +244,7 @@ def test_state_ends_without_memory_to_release_it(arena, crew, monkeypatch, is_fa
     with contextlib.suppress(MemoryError):
         staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
-    assert len(staged.told) == 1
+    assert len(staged.events) == 1
     monkeypatch.undo()
     staged.close()
 
@@ -271,7 +271,9 @@ def test_only_the_launching_thread_reads_the_device(arena, crew):
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_LAZY])
     staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
-    assert [(type(each), "a thread that did not launch" in str(each)) for each in staged.told] == [(BackendError, True)]
+    assert [(type(each), "a thread that did not launch" in str(each)) for each in staged.events] == [
+        (BackendError, True)
+    ]
     staged.close()
 
 
@@ -281,6 +283,6 @@ def test_failing_device_fails_the_commit(arena, crew):
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_NOW])
     with pytest.raises(BackendError):
         staged.staging.copy_now()
-    assert [type(each) for each in staged.told] == [BackendError]
+    assert [type(each) for each in staged.events] == [BackendError]
     assert staged.staging.is_over.is_set()
     staged.close()

@@ -55,7 +55,7 @@ def test_bell_does_not_shorten_the_delay(served):
     assert rings.heard_count <= 2 < 20 < rings.count
     begun.hear(protocol.Began)
     assert time.monotonic() >= said + hold_seconds
-    assert served.priority.noted == ["stand aside"]
+    assert served.priority.noted == ["idle class"]
     begun.stage().finish().wait()
 
 
