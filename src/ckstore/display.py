@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckstore.errors import counted
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -66,6 +68,35 @@ def changed_fields(record: Any, base: Any = None) -> str:
 def repr_of_changes(record: Any) -> str:
     """Return the repr of a dataclass of settings: only what differs from the defaults."""
     return f"{type(record).__name__}({changed_fields(record)})"
+
+
+_ITEMS_MAX = 3
+_SUMMARY_LENGTH_MAX = 400
+
+
+def repr_of_summary(record: Any) -> str:
+    """Return the repr of a dataclass of results in one line: sizes with units, and long lists as a number of items."""
+    shown = []
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if value is None or value == "" or (isinstance(value, _CONTAINERS) and not value):
+            continue
+        shown.append(f"{field.name}={_short(field.name, value)}")
+    text = one_line(", ".join(shown))
+    cut = text if len(text) <= _SUMMARY_LENGTH_MAX else f"{text[:_SUMMARY_LENGTH_MAX]}..."
+    return f"<ckstore.{type(record).__name__}: {cut}>"
+
+
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+def _short(name: str, value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and ("bytes_" in name or name.endswith("nbytes")):
+        return size(value)
+    if isinstance(value, _CONTAINERS):
+        is_short = len(value) <= _ITEMS_MAX and all(isinstance(each, (str, int, float)) for each in value)
+        return repr(value) if is_short and not isinstance(value, dict) else counted(len(value), "item")
+    return repr(value)
 
 
 def html_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -13,7 +13,7 @@ CHECKPOINTS = STORE | {"delta", "restore", "commit"}
 ALLOWED = {
     "errors": set(),
     "clock": set(),
-    "display": set(),
+    "display": {"errors"},
     "hashing": {"errors"},
     "config": {"errors", "display"},
     "concurrency": {"clock"},

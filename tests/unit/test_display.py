@@ -139,3 +139,16 @@ def test_sizes_have_three_digits():
     assert [size(n) for n in (0, 999, 1000, 1 << 20, 1023 << 20, 5 << 60)] == [
         "0 B", "999 B", "0.98 KiB", "1.00 MiB", "1.00 GiB", "5120 PiB",
     ]  # fmt: skip
+
+
+def test_reports_are_one_line_however_much_they_hold(store, tmp_path):
+    for step in range(9, 29):
+        store.commit({f"w{index}": np.full(1 << 12, step + index, "f4") for index in range(30)}, step)
+    found = [store.verify(), store.contents(28), store.diff(27, 28), store.stats(28), store.usage()]
+    found += [store.push(str(tmp_path / "attic")), store.gc({"keep_last": 2}, dry_run=True), store.gc({"keep_last": 2})]
+    for report in found:
+        assert repr(report).startswith(f"<ckstore.{type(report).__name__}: ")
+        assert repr(report).isprintable()
+        assert len(repr(report)) < 500
+    assert "tensors=30 items" in repr(found[1])
+    assert "bytes_read=960 KiB" in repr(found[2])

@@ -29,6 +29,7 @@ from ckstore.commit.chunking import plan_commit
 from ckstore.commit.unpublished import Unpublished, packs_removed_on_failure, remove_packs
 from ckstore.config import GIB, DemotePolicy, Policy, Residual
 from ckstore.delta.base_cache import BaseCache
+from ckstore.display import repr_of_summary
 from ckstore.errors import (
     BackendError,
     BoundError,
@@ -116,6 +117,8 @@ class DemoteReport:
     bytes_written: int
     warnings: tuple[str, ...] = ()
     fidelity: str = ""
+
+    __repr__ = repr_of_summary
 
 
 def demote(

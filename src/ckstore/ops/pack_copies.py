@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckstore.config import Limits
+from ckstore.display import repr_of_summary
 from ckstore.errors import BackendError, CkstoreError, CorruptError, MalformedError, UnsupportedError
 from ckstore.format import paths
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, check_payload, decode_frame_header
@@ -257,6 +258,8 @@ class QuarantineReport:
     manifests: dict[str, str]
     packs: dict[str, str]
     left: tuple[str, ...]
+
+    __repr__ = repr_of_summary
 
 
 def quarantine_damaged(repository: Repository, *, dry_run: bool) -> QuarantineReport:

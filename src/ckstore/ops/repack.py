@@ -19,6 +19,7 @@ from ckstore.commit.chunking import StoragePlan
 from ckstore.commit.unpublished import packs_removed_on_failure
 from ckstore.config import Policy, RepackPolicy
 from ckstore.delta.base_cache import BaseCache
+from ckstore.display import repr_of_summary
 from ckstore.errors import ConflictError
 from ckstore.format.manifest import Manifest, relocated
 from ckstore.format.paths import ManifestName
@@ -85,6 +86,8 @@ class RepackReport:
     packs_after: int
     bytes_written: int
     superseded_count: int = 0
+
+    __repr__ = repr_of_summary
 
     @property
     def rewritten(self) -> tuple[RepackEntry, ...]:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from ckstore.clock import Clock
 from ckstore.codec import kernels
 from ckstore.config import Limits, is_name
+from ckstore.display import repr_of_summary
 from ckstore.errors import CkstoreError, ConflictError, CorruptError, UnsupportedError, UsageError
 from ckstore.format import paths
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader
@@ -107,6 +108,8 @@ class RepairReport:
     left: tuple[str, ...]
     is_identity_made: bool = False
     packs_elsewhere: int = 0
+
+    __repr__ = repr_of_summary
 
     @property
     def is_clean(self) -> bool:

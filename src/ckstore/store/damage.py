@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ckstore.display import repr_of_summary
 from ckstore.errors import CkstoreError, MissingChunkError, is_refused
 from ckstore.format.frame import frame_extent
 from ckstore.format.manifest import FrameRef, Manifest, PackRef, tensor_paths
@@ -77,6 +78,8 @@ class Report:
     """When the store was copied here, if packs are torn and file times show that it is a copy."""
     unreachable: list[Damage] = field(default_factory=list)
     """Tiers that checkpoints need and that cannot be reached. Their content is unknown."""
+
+    __repr__ = repr_of_summary
 
     @property
     def is_clean(self) -> bool:

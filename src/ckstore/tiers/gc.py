@@ -25,6 +25,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from ckstore.display import repr_of_summary
 from ckstore.errors import BackendError, CapacityError, CkstoreError, CorruptError, UnsupportedError
 from ckstore.format import paths
 from ckstore.format.location import decode_pack_row, decode_pack_table
@@ -320,6 +321,8 @@ class TierGc:
     renewed: int = 0
     lists: int = 0
     stop: str = ""
+
+    __repr__ = repr_of_summary
 
     @property
     def freed_nbytes(self) -> int:

@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ckstore.display import repr_of_summary
 from ckstore.errors import CorruptError, NotFoundError, UnreachableError, UsageError
 from ckstore.format import paths
 from ckstore.format.manifest import Manifest, PackRef
@@ -73,6 +74,8 @@ class MirrorReport:
     runs: tuple[MirrorRun, ...]
     bytes_copied: int
     packs_copied: int
+
+    __repr__ = repr_of_summary
 
 
 def mirror(

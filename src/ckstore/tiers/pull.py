@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ckstore.display import repr_of_summary
 from ckstore.errors import ConflictError, CorruptError, NotFoundError
 from ckstore.format.manifest import Manifest, PackRef
 from ckstore.format.paths import ManifestName
@@ -69,6 +70,8 @@ class PullReport:
     bytes_to_pull: int
     bytes_copied: int
     packs_copied: int
+
+    __repr__ = repr_of_summary
 
 
 def pull(

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ckstore.display import repr_of_summary
 from ckstore.errors import ConflictError, UsageError
 from ckstore.format.manifest import Manifest, PackRef
 from ckstore.format.paths import ManifestName
@@ -111,6 +112,8 @@ class PushReport:
     bytes_to_push: int
     bytes_copied: int
     packs_copied: int
+
+    __repr__ = repr_of_summary
 
     @property
     def pushed(self) -> tuple[PushEntry, ...]:

@@ -34,6 +34,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from ckstore.display import repr_of_summary
 from ckstore.errors import CkstoreError, CorruptError, counted
 from ckstore.format import paths
 from ckstore.format.paths import ManifestName
@@ -92,6 +93,8 @@ class GcDone:
     unproven: dict[PackId, Unproven] = field(default_factory=dict)
     waits: dict[str, str] = field(default_factory=dict)
     stop: str = ""
+
+    __repr__ = repr_of_summary
 
 
 def collect(

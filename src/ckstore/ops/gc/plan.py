@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ckstore.config import GIB
+from ckstore.display import repr_of_summary
 from ckstore.errors import UsageError
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
@@ -126,6 +127,8 @@ class GcPlan:
     unproven: tuple[Unproven, ...] = ()
     is_final: bool = False
     held_nbytes: int = 0
+
+    __repr__ = repr_of_summary
 
     @property
     def moved_nbytes(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from ckstore.display import repr_of_summary
 from ckstore.ops.gc.policy import PERIODS, Best, Retention, span_words
 
 NANOSECONDS = 10**9
@@ -72,6 +73,8 @@ class RunPlan:
     verdicts: tuple[Verdict, ...]
     blocked: str = ""
     notes: tuple[str, ...] = ()
+
+    __repr__ = repr_of_summary
 
     @property
     def kept(self) -> tuple[Verdict, ...]:

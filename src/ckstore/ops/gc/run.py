@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from ckstore.clock import Clock
 from ckstore.config import is_name
+from ckstore.display import repr_of_summary
 from ckstore.errors import CkstoreError, LockHeldError, NotFoundError, UnsupportedError, UsageError
 from ckstore.format import paths
 from ckstore.format.paths import ManifestName
@@ -74,6 +75,8 @@ class GcReport:
     done: GcDone | None
     limits: GcLimits
     refused: str = ""
+
+    __repr__ = repr_of_summary
 
     @property
     def dropped_count(self) -> int:

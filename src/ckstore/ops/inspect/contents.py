@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from ckstore.display import repr_of_summary
 from ckstore.format.manifest import Manifest
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import TensorNode, format_path, leaves_of
@@ -98,6 +99,8 @@ class Contents:
     packs: tuple[PackRow, ...]
     base_nbytes: int
     losses: tuple[LossRow, ...] = ()
+
+    __repr__ = repr_of_summary
 
 
 def contents_of(manifest: Manifest, info: Info) -> Contents:

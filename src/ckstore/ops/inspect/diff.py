@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.config import MIB
+from ckstore.display import repr_of_summary
 from ckstore.errors import NotFoundError
 from ckstore.format.logical import itemsize_of
 from ckstore.format.manifest import Manifest
@@ -107,6 +108,8 @@ class Diff:
     values: tuple[ValueDiff, ...]
     value_count: int
     bytes_read: int
+
+    __repr__ = repr_of_summary
 
     @property
     def is_equal(self) -> bool:

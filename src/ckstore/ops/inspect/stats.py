@@ -20,6 +20,7 @@ from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.chunk_codec import CODECS, QUANTIZED_STEPS
 from ckstore.concurrency import Turns, run_in_turns
 from ckstore.config import Limits, Policy
+from ckstore.display import repr_of_summary
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
 from ckstore.format.location import StorageDecision
 from ckstore.format.manifest import ChunkSpec, FrameRef, Manifest
@@ -115,6 +116,8 @@ class Coding:
     keyframe_seq: int | None
     reason: str
     tensors: tuple[TensorCoding, ...]
+
+    __repr__ = repr_of_summary
 
 
 def coding_of(repository: Repository, manifest: Manifest, info: Info) -> Coding:
@@ -291,6 +294,8 @@ class Stats:
     groups: tuple[GroupStats, ...]
     tensors: tuple[TensorStats, ...]
     total: Share
+
+    __repr__ = repr_of_summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ckstore.display import repr_of_summary
 from ckstore.format.location import PackRef
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
@@ -97,6 +98,8 @@ class Usage:
     checkpoints: tuple[CheckpointUsage, ...]
     tiers: tuple[TierUsage, ...]
     problem: str
+
+    __repr__ = repr_of_summary
 
     @property
     def nbytes(self) -> int:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ckstore.config import STEP_MAX
+from ckstore.display import repr_of_summary
 from ckstore.errors import CkstoreError, CorruptError, UnsupportedError, UsageError
 from ckstore.format.tree import DictNode, ValueNode, items_of
 from ckstore.ops.interop.child import Loader
@@ -230,6 +231,8 @@ class ImportReport:
     entries: tuple[ImportEntry, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+    __repr__ = repr_of_summary
 
     @property
     def is_partial(self) -> bool:
