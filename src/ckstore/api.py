@@ -1414,7 +1414,7 @@ class Store:
 
         Raises:
             NotFoundError: There is no checkpoint at the source.
-            UsageError: A step is unknown, or is smaller than one that the run holds.
+            UsageError: A step is unknown, belongs to two different checkpoints, or is smaller than one of the run.
             CorruptError: A file cannot be read. What was committed before stays; a second import continues.
             UnsupportedError: A file holds what only code can make, or torch is missing or too old.
         """

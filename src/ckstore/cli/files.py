@@ -293,7 +293,7 @@ def _print_left_out(report: ImportReport) -> None:
             render.say(f"no state: {file}: {what}")
         for leaf, why in entry.left_out.items():
             render.say(f"left out of step {entry.step}: {leaf}: {why}")
-        if entry.action == "leave out" or not entry.is_compared:
+        if not entry.is_compared:
             render.say(f"left out: {entry.name}: {entry.reason}")
     for name, why in report.left_out.items():
         render.say(f"left out: {name}: {why}")

@@ -32,6 +32,7 @@ from ckstore.ops.interop.scan import (
     kind_of_file,
     may_hold_state,
     natural_key,
+    not_kept_reason,
     number_of_name,
     scan,
     shard_of_name,
@@ -40,6 +41,10 @@ from ckstore.ops.interop.scan import (
 )
 
 TRAINER_FILE = "trainer_state.json"
+SMALL_FILES_KEY = "files"
+"""Key of the small files in an imported state: name in the checkpoint's folder -> content as bytes."""
+
+_HUB_CONFIGS = ("config.json", "adapter_config.json")
 _INDEX_NBYTES_MAX = 256 << 20
 _LISTED_MAX = 3
 
@@ -81,6 +86,7 @@ class FoundCheckpoint:
         step: The step in its name, or None.
         trainer_state: The file in which transformers keeps step and metrics, or None.
         without_state: Name of a file that is left out because it has no state -> its content.
+        small_files: Name of a small file that is kept, such as ``config.json``, in the checkpoint's folder -> its path.
     """
 
     name: str
@@ -88,6 +94,7 @@ class FoundCheckpoint:
     step: int | None
     trainer_state: Path | None = None
     without_state: dict[str, str] = field(default_factory=dict)
+    small_files: dict[str, Path] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +151,7 @@ def discover(source: Path, *, exclude: Sequence[str] = ()) -> Discovery:
     ]
     if is_unfinished(source.name):
         warnings.append(f"The name of {source} says that its save was not finished.")
+    warnings += search.small_files_without_checkpoint(found)
     return Discovery(found, left_out, tuple(warnings))
 
 
@@ -244,6 +252,18 @@ class _Search:
             "such as checkpoint-500, or one that torch.distributed.checkpoint wrote"
         )
 
+    def small_files_without_checkpoint(self, found: Sequence[FoundCheckpoint]) -> list[str]:
+        """Return a note on small files that are not imported because the checkpoints next to them are single files."""
+        if all(part.key or part.kind == "dcp" for each in found for part in each.parts):
+            return []
+        names = [file.name for file in self.root.files if file.name in _HUB_CONFIGS or file.stem.startswith("tokenizer")]
+        if not names:
+            return []
+        return [
+            f"Not imported: {', '.join(names)}. Each checkpoint in this folder is a single file. To keep small files "
+            "with the weights, import a folder with one checkpoint."
+        ]
+
     def _below(self, path: Path) -> str:
         return path.relative_to(self.root.path).as_posix()
 
@@ -269,10 +289,7 @@ class _Search:
             if (status.st_dev, status.st_ino) not in links and (status.st_size or kind_of_file(file) is not None):
                 open_files.setdefault(unread_reason(file), []).append(file)
         for why, files in open_files.items():
-            if len(files) > _LISTED_MAX:
-                left_out[f"{self._below(files[0])} and {len(files) - 1} more"] = why
-                continue
-            left_out.update((self._below(file), why) for file in files)
+            left_out.update((name, why) for name in self._listed(files))
 
     def _checkpoint_in(self, folder: Folder) -> FoundCheckpoint | None:
         """Return the checkpoint in a subfolder, or None."""
@@ -292,6 +309,7 @@ class _Search:
     def _group(self, folder: Folder, *, is_shallow: bool = False) -> FoundCheckpoint:
         """Return the files of a folder, and unless ``is_shallow`` of its subfolders, as one checkpoint."""
         without_state: dict[str, str] = {}
+        small_files: dict[str, Path] = {}
         parts: list[Part] = []
         for each in [folder] if is_shallow else self._walk(folder):
             inside = each.path.relative_to(folder.path).as_posix()
@@ -303,6 +321,7 @@ class _Search:
             trainer = folder.path / TRAINER_FILE
             files = [file for file in files if file.name not in _WITHOUT_STATE and file != trainer]
             parts += [_file_part(_as_text(f"{prefix}{key}"), paths) for key, paths in _files_by_key(each, files)]
+            without_state |= self._sort_others(each, prefix, small_files)
             if each.holds(DCP_FILE):
                 key = inside if prefix else "dcp" if parts or folder.folders else ""
                 parts.append(_part(key, "dcp", [each.path], _dcp_files(each.path)))
@@ -311,13 +330,40 @@ class _Search:
         if len(parts) == 1 and parts[0].kind == "dcp" and parts[0].paths[0] == folder.path:
             parts = [_part("", "dcp", parts[0].paths, _dcp_files(folder.path))]
         has_trainer = folder.holds(TRAINER_FILE)
+        if has_trainer:
+            small_files[TRAINER_FILE] = folder.path / TRAINER_FILE
+        if any(part.key in ("", SMALL_FILES_KEY) for part in parts):
+            why = f"the state has no free key {SMALL_FILES_KEY!r} for it"
+            without_state |= {self._below(file): why for file in small_files.values()}
+            small_files = {}
         return FoundCheckpoint(
             folder.name or folder.path.name,
             tuple(parts),
             step_of_name(folder.path.name),
             trainer if has_trainer else None,
             without_state,
+            small_files,
         )
+
+    def _sort_others(self, folder: Folder, prefix: str, small_files: dict[str, Path]) -> dict[str, str]:
+        """Add the small files of a folder to ``small_files``; return the others without state, with the reason."""
+        others: dict[str, list[Path]] = {}
+        for file in folder.files:
+            is_weights = kind_of_file(file) is not None or file.name == DCP_FILE or file.name.endswith(INDEX_SUFFIX)
+            if is_weights or may_hold_state(file, is_in_checkpoint=True):
+                continue
+            why = not_kept_reason(file)
+            if why is None:
+                small_files[_as_text(f"{prefix}{file.name}")] = file
+            else:
+                others.setdefault(why, []).append(file)
+        return {name: why for why, files in others.items() for name in self._listed(files)}
+
+    def _listed(self, files: Sequence[Path]) -> list[str]:
+        """Return the names of files below the source; of many only the first, and their number."""
+        if len(files) > _LISTED_MAX:
+            return [f"{self._below(files[0])} and {len(files) - 1} more"]
+        return [self._below(file) for file in files]
 
     def _walk(self, folder: Folder) -> Iterator[Folder]:
         yield folder
@@ -336,6 +382,8 @@ def _as_text(name: str) -> str:
 def _is_one_checkpoint(folder: Folder, files: Sequence[Path]) -> bool:
     """Return whether the files of a folder form one checkpoint, instead of one checkpoint each."""
     if any(folder.holds(mark) for mark in _MARKS):
+        return True
+    if any(folder.holds(name) for name in _HUB_CONFIGS) and any(file.stem in _MODEL_STEMS for file in files):
         return True
     stems = [shard_of_name(file.stem) or (file.stem, 0, 0) for file in files]
     names = {stem for stem, _, _ in stems}

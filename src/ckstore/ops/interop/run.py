@@ -29,7 +29,7 @@ from ckstore.display import repr_of_summary
 from ckstore.errors import CkstoreError, CorruptError, UnsupportedError, UsageError
 from ckstore.format.tree import DictNode, ValueNode, items_of
 from ckstore.ops.interop.child import Loader
-from ckstore.ops.interop.discover import FoundCheckpoint, Part, discover, find_unfinished
+from ckstore.ops.interop.discover import SMALL_FILES_KEY, FoundCheckpoint, Part, discover, find_unfinished
 from ckstore.ops.interop.foreign_state import (
     LoadedState,
     capture_storable,
@@ -120,6 +120,11 @@ class Reader:
             loaded = self._capture(read_trainer_state(found.trainer_state), "trainer_state", found.trainer_state)
             left_out |= loaded.left_out
             parts.append(("trainer_state", loaded.captured))
+        if found.small_files:
+            content = {name: path.read_bytes() for name, path in found.small_files.items()}
+            loaded = self._capture(content, SMALL_FILES_KEY, Path(found.name))
+            left_out |= loaded.left_out
+            parts.append((SMALL_FILES_KEY, loaded.captured))
         return LoadedState(join_parts(parts), left_out)
 
     def plain_values(self, part: Part) -> dict[str, object]:
@@ -179,9 +184,8 @@ class ImportEntry:
         name: Its file or folder.
         step: The step under which it was, or would be, committed.
         kinds: The formats of its parts: ``torch``, ``safetensors``, ``dcp``.
-        action: ``"import"``; ``"skip"``: the run has it already, or gets it from another file; ``"leave out"``: another
-            checkpoint with different content has its step.
-        reason: Why it is skipped or left out, or where its step was found.
+        action: ``"import"``; ``"skip"``: the run has it already, or gets it from another file.
+        reason: Why it is skipped, or where its step was found.
         nbytes: Total bytes of its files.
         seq: Its number in the run; None if it is not imported yet.
         bytes_state: Plain bytes of its tensors; None if it is not imported yet.
@@ -198,7 +202,7 @@ class ImportEntry:
     name: str
     step: int
     kinds: tuple[str, ...]
-    action: Literal["import", "skip", "leave out"]
+    action: Literal["import", "skip"]
     reason: str
     nbytes: int
     seq: int | None = None
@@ -237,9 +241,7 @@ class ImportReport:
     @property
     def is_partial(self) -> bool:
         """Whether anything that may contain state was left out, for any reason."""
-        return bool(self.left_out) or any(
-            entry.left_out or entry.action == "leave out" or not entry.is_compared for entry in self.entries
-        )
+        return bool(self.left_out) or any(entry.left_out or not entry.is_compared for entry in self.entries)
 
     @property
     def stored(self) -> tuple[ImportEntry, ...]:
@@ -341,7 +343,7 @@ def run_import(
         on_progress: Called with bytes of imported files and bytes in total.
 
     Raises:
-        UsageError: A step cannot be determined, or would not be the newest of the run.
+        UsageError: A step cannot be determined, belongs to two different checkpoints, or would not be the newest.
         CorruptError: A file cannot be read. Checkpoints that are committed already stay.
         UnsupportedError: A file contains objects that only code can create, or torch is missing or too old.
     """
@@ -490,10 +492,12 @@ def _entry_of(
     )  # fmt: skip
     first = next(other for other in planned if other.step == step)
     if first is not each:
-        if _have_same_content(each.found, first.found, reader):
-            return replace(entry, action="skip", reason=f"{first.found.name} has the same content")
-        reason = f"{first.found.name} has the same step but different content; import this one into another --run"
-        return replace(entry, action="leave out", reason=reason)
+        if not _have_same_content(each.found, first.found, reader):
+            raise UsageError(
+                f"{first.found.name} and {found.name} are both step {step}, with different content",
+                todo=f"leave one out, for example with --exclude '{found.name}'; it can be imported into another --run",
+            )
+        return replace(entry, action="skip", reason=f"{first.found.name} has the same content")
     info = existing.get(step)
     if info is not None:
         has_same_time = info.time_ns == found.time_ns

@@ -173,6 +173,17 @@ _NAMES_WITHOUT_STATE = frozenset(
         "success",
     )
 )
+SMALL_FILE_NBYTES_MAX = 64 << 20
+"""Longer files are not kept next to the weights."""
+
+_SMALL_SUFFIXES = frozenset(
+    (
+        *(".json", ".txt", ".md", ".yaml", ".yml", ".py"),
+        # Tokenizer vocabularies and chat templates.
+        *(".model", ".vocab", ".bpe", ".tiktoken", ".jinja", ".jinja2"),
+    )
+)
+_SMALL_NAMES = frozenset({"LICENSE", "NOTICE"})
 _SKIPPED_FOLDERS = frozenset({".git", "__pycache__", "node_modules"})
 
 
@@ -242,6 +253,19 @@ def may_hold_state(path: Path, *, is_in_checkpoint: bool = False) -> bool:
     if path.name.lower().startswith("events.out.tfevents") or (not suffix and stem in _NAMES_WITHOUT_STATE):
         return False
     return suffix not in _SUFFIXES_WITHOUT_STATE and suffix != ".json"
+
+
+def not_kept_reason(path: Path) -> str | None:
+    """Return why a file next to the weights is not kept as bytes, or None: it is kept.
+
+    Args:
+        path: A file in a checkpoint's folder, for which ``may_hold_state`` is False.
+    """
+    if path.suffix.lower() not in _SMALL_SUFFIXES and path.name not in _SMALL_NAMES:
+        return "a file of this kind is not needed to load the weights"
+    if path.stat().st_size > SMALL_FILE_NBYTES_MAX:
+        return f"longer than {SMALL_FILE_NBYTES_MAX >> 20} MiB; only small files are kept"
+    return None
 
 
 def unread_reason(path: Path) -> str:

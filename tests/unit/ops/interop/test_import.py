@@ -82,7 +82,8 @@ def test_trainer_folders_have_a_key_per_file(store, tmp_path, shards):
     assert set(report.left_out) == {"model.safetensors"}
     for step, state in states.items():
         restored = store.restore(step)
-        assert set(restored) == {"model", "optimizer", "scheduler", "rng_state", "trainer_state"}
+        assert set(restored) == {"model", "optimizer", "scheduler", "rng_state", "trainer_state", "files"}
+        assert set(restored["files"]) == {"config.json", "trainer_state.json"}
         for key, wanted in state.items():
             if key == "model":
                 assert restored[key].keys() == wanted.keys()

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckstore.errors import CorruptError, NotFoundError, UsageError
+from ckstore.ops.interop import scan
 
 WEIGHTS = {"w": torch.arange(4.0)}
 
@@ -52,7 +53,7 @@ def test_exclude_matches_the_path_not_the_name(store, out):
 def test_exclude_at_every_depth_lists_every_file(store, out):
     report = store.import_from(out, exclude=["**/optimizer.bin"])
     assert set(report.left_out) == {"checkpoint-2/optimizer.bin", "checkpoint-4/optimizer.bin"}
-    assert set(store.restore(4)) == {"model", "trainer_state"}
+    assert set(store.restore(4)) == {"model", "trainer_state", "files"}
 
 
 def test_excluded_folder_is_listed(store, out):
@@ -103,7 +104,7 @@ def test_single_adapter_is_the_model(store, tmp_path):
     write_checkpoint(tmp_path / "checkpoint-4", 4)
     (tmp_path / "checkpoint-4" / "model.safetensors").rename(tmp_path / "checkpoint-4" / "adapter_model.safetensors")
     store.import_from(tmp_path / "checkpoint-4")
-    assert set(store.restore(4)) == {"model", "optimizer", "trainer_state"}
+    assert set(store.restore(4)) == {"model", "optimizer", "trainer_state", "files"}
 
 
 def test_files_of_one_stem_are_separate_parts(store, out):
@@ -266,16 +267,95 @@ def test_links_into_a_cache_outside_are_read(store, tmp_path):
     assert torch.equal(store.restore(3)["model"]["w"], WEIGHTS["w"])
 
 
-def test_second_checkpoint_of_a_step_is_left_out(store, tmp_path):
+def test_second_checkpoint_of_a_step_is_refused_if_its_content_differs(store, tmp_path):
     (tmp_path / "out").mkdir()
     save_file(WEIGHTS, tmp_path / "out" / "step_3.safetensors")
     save_file(WEIGHTS, tmp_path / "out" / "copy-step_3.safetensors", metadata={"other": "header"})
     save_file({"w": torch.zeros(4)}, tmp_path / "out" / "other-step_3.safetensors")
-    report = store.import_from(tmp_path / "out")
+    save_file(WEIGHTS, tmp_path / "out" / "step_2.safetensors")
+    both = r"copy-step_3\.safetensors and other-step_3\.safetensors are both step 3"
+    for dry_run in (True, False):
+        with pytest.raises(UsageError, match=rf"{both}.* --exclude 'other-step_3\.safetensors'"):
+            store.import_from(tmp_path / "out", dry_run=dry_run)
+    assert store.steps() == [], "nothing is committed before the user has chosen"
+    report = store.import_from(tmp_path / "out", exclude=["other-step_3.safetensors"])
     assert {entry.name: entry.action for entry in report.entries} == {
-        "copy-step_3.safetensors": "import", "other-step_3.safetensors": "leave out", "step_3.safetensors": "skip"
+        "copy-step_3.safetensors": "import", "step_2.safetensors": "import", "step_3.safetensors": "skip"
     }  # fmt: skip
-    assert report.is_partial
+
+
+def test_two_versions_of_one_epoch_are_refused_by_both_names(store, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name, value in (("epoch=1", 1.0), ("epoch=1-v1", 2.0)):
+        torch.save({"global_step": 40, "state_dict": {"w": torch.full((3,), value)}}, tmp_path / "out" / f"{name}.ckpt")
+    with pytest.raises(UsageError, match=r"epoch=1-v1\.ckpt and epoch=1\.ckpt are both step 40"):
+        store.import_from(tmp_path / "out")
+    store.import_from(tmp_path / "out", exclude=["epoch=1-v1.ckpt"])
+    assert store.restore(40)["state_dict"]["w"].tolist() == [1.0] * 3
+
+
+def test_small_files_are_kept_with_the_weights(store, out):
+    folder = out / "checkpoint-4"
+    (folder / "unet").mkdir()
+    kept = {"config.json": b"{}", "tokenizer.model": b"\x0a\xff", "chat_template.jinja": b"x", "unet/config.json": b"[]"}
+    for name, content in kept.items():
+        (folder / name).write_bytes(content)
+    (folder / "training_args.bin").write_bytes(b"a pickle")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "loss.png").write_bytes(b"x")
+    (folder / "tokenizer.json").write_bytes(bytes(9))
+    entry = store.import_from(out).entries[1]
+    files = store.restore(4, only="files")["files"]
+    trainer_state = (folder / "trainer_state.json").read_bytes()
+    assert files == {**kept, "trainer_state.json": trainer_state, "tokenizer.json": bytes(9)}
+    assert dict(entry.without_state) == {
+        "checkpoint-4/training_args.bin": "settings without state (objects that only code can create)",
+        "checkpoint-4/loss.png": "a file of this kind is not needed to load the weights",
+    }
+
+
+def test_long_file_next_to_the_weights_is_listed(store, out, monkeypatch):
+    monkeypatch.setattr(scan, "SMALL_FILE_NBYTES_MAX", 1 << 20)
+    (out / "checkpoint-4" / "tokenizer.json").write_bytes(bytes((1 << 20) + 1))
+    entry = store.import_from(out).entries[1]
+    assert set(store.restore(4, only="files")["files"]) == {"trainer_state.json"}
+    assert "longer than 1 MiB" in entry.without_state["checkpoint-4/tokenizer.json"]
+
+
+def test_small_files_can_be_left_out(store, out):
+    (out / "checkpoint-4" / "config.json").write_text("{}")
+    report = store.import_from(out, skip_leaf=["files.trainer_state.json"])
+    assert store.restore(4, only="files") == {"files": {"config.json": b"{}"}}
+    assert set(report.entries[1].left_out) == {"files.trainer_state.json"}
+
+
+@pytest.mark.parametrize("config", ["config.json", "adapter_config.json"])
+def test_folder_of_one_model_keeps_its_config(store, tmp_path, config):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    stem = "model" if config == "config.json" else "adapter_model"
+    save_file(WEIGHTS, folder / f"{stem}.safetensors")
+    (folder / config).write_text("{}")
+    assert not store.import_from(folder, step=7).is_partial
+    restored = store.restore(7)
+    assert (set(restored), restored["files"]) == ({"model", "files"}, {config: b"{}"})
+
+
+def test_small_files_next_to_checkpoints_of_one_file_are_named(store, tmp_path):
+    (tmp_path / "out").mkdir()
+    save_file(WEIGHTS, tmp_path / "out" / "step_1.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "out" / name).write_text("{}")
+    report = store.import_from(tmp_path / "out")
+    assert "Not imported: config.json, tokenizer.json" in report.warnings[0]
+    assert set(store.restore(1)) == {"w"}
+
+
+def test_part_with_the_key_of_small_files_is_kept_and_the_small_files_are_named(store, out):
+    save_file(WEIGHTS, out / "checkpoint-4" / "files.safetensors")
+    entry = store.import_from(out / "checkpoint-4").entries[0]
+    assert torch.equal(store.restore(4)["files"]["w"], WEIGHTS["w"])
+    assert dict(entry.without_state) == {"trainer_state.json": "the state has no free key 'files' for it"}
 
 
 def test_step_of_another_source_is_skipped(store, out):
@@ -343,7 +423,9 @@ def test_folder_named_by_step_includes_its_folders(store, tmp_path):
     write_checkpoint(folder, 5)
     write_checkpoint(folder / "global_step5", 5, parts=())
     store.import_from(folder)
-    assert set(store.restore(5)) == {"model", "optimizer", "global_step5/model", "trainer_state"}
+    restored = store.restore(5)
+    assert set(restored) == {"model", "optimizer", "global_step5/model", "trainer_state", "files"}
+    assert set(restored["files"]) == {"trainer_state.json"}
 
 
 NATURES = {
