@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from ckstore.ops.inspect.diff import Diff
     from ckstore.ops.inspect.stats import Coding, Stats
     from ckstore.ops.inspect.usage import Usage
+    from ckstore.ops.interop.model_folder import ExportedModel
     from ckstore.ops.interop.run import ImportReport
     from ckstore.ops.pack_copies import QuarantineReport
     from ckstore.ops.repack import RepackReport
@@ -600,6 +602,39 @@ class Store:
                 self._use_as_base(restored.manifest)
                 self._continue_from(header.seq, None)
             return restored.state
+
+    def export_hf(
+        self, ref: Reference, folder: str | os.PathLike[str], *, only: str | Sequence[str] | None = None,
+        strip_prefix: str | None = None, dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        max_shard_nbytes: int = 5 * 10**9, force: bool = False, on_progress: Progress | None = None,
+    ) -> ExportedModel:  # fmt: skip
+        """Write a folder that ``from_pretrained`` of transformers or PEFT loads, but only when it is complete.
+
+        It gets the weights as safetensors, and the files under the key ``files`` of the state, such as ``config.json``.
+
+        Args:
+            ref: Which checkpoint.
+            folder: The folder; made if it does not exist.
+            only: Globs over dotted paths of the weights. None: the part ``model``, or a state that is a flat dict.
+            strip_prefix: Removed from the paths. None: the key of the part ``model``.
+            dtype: Convert floating-point weights; None: keep their dtypes.
+            max_shard_nbytes: Largest file of weights.
+            force: Replace files.
+            on_progress: Called with bytes written and bytes in total.
+
+        Raises:
+            UsageError: The weights are not those of the model in ``config.json``, or the folder has weights already.
+            UnsupportedError: The weights cannot be written so that they load; the message says what to do.
+        """
+        from ckstore.ops.interop.model_folder import ModelRequest, export_model_folder
+
+        request = ModelRequest(Path(folder), only, strip_prefix, dtype, max_shard_nbytes, force, on_progress)
+        with self._lock:
+            self._check_open()
+            self._wait_for_background()
+            self._repository.wait_for_orphan()
+            manifest = load_whole(self._repository, resolve(self._repository, ref), takes_lower=True)
+            return export_model_folder(self._repository, self._policy, manifest, self._info(manifest.header), request)
 
     @property
     def restored(self) -> Info | None:

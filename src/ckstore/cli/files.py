@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from ckstore.errors import NotFoundError, UsageError
 from ckstore.results import Info
 
 if TYPE_CHECKING:
-    from ckstore.ops.interop.export import Exported
+    from ckstore.ops.interop.model_folder import ExportedModel
     from ckstore.ops.interop.run import ImportEntry, ImportReport
 
 
@@ -97,50 +98,133 @@ def restored(
 def export(
     path: StorePath,
     ref: Ref,
-    output_file: OutFile,
+    output_file: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The .safetensors file to write.")
+    ] = None,
+    hf: Annotated[
+        Path | None,
+        typer.Option("--hf", metavar="DIR", help="The folder to write, for from_pretrained of transformers or PEFT."),
+    ] = None,
     only: Only = None,
+    strip_prefix: Annotated[
+        str | None,
+        typer.Option(
+            "--strip-prefix", metavar="PREFIX", help="Remove this from the names, such as 'model.'. [--hf: 'model.']"
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="fp32|bf16|fp16", help="With --hf: convert floating-point weights."),
+    ] = None,
+    max_shard: Annotated[
+        str | None, typer.Option("--max-shard", metavar="SIZE", help="With --hf: largest file. [default: 5GB]")
+    ] = None,
     force: Force = False,
     run: Run = "main",
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Export tensors to a .safetensors file.
+    """Export weights to a .safetensors file, or to a folder that transformers loads.
 
-    Names are dotted paths, such as model.layers.0.weight. The format cannot hold plain values; they are left out and
-    listed. A tensor with two paths is written once, and the metadata of the file names the other path. The tensors must
-    fit into memory.
-    """
+    \b
+    -o FILE   the tensors. Names are dotted paths, such as model.layers.0.weight. They must fit into memory.
+    --hf DIR  the weights of the model, with config.json, tokenizer and other small files that the checkpoint contains.
+              Large models are split into several files, and never fully in memory, except if transformers has to
+              convert their layout (fused experts).
+
+    The format cannot hold plain values; they are left out and listed. Tied tensors are written once.
+    """  # noqa: D301 - the mark keeps the parser from joining these lines
+    if (output_file is None) == (hf is None):
+        raise UsageError("name one target", todo="write a file with -o FILE.safetensors, or a folder with --hf DIR")
+    if output_file is not None:
+        if dtype is not None or max_shard is not None:
+            raise UsageError("--dtype and --max-shard apply to a folder only", todo="use --hf DIR instead of -o FILE")
+        source = {"only": only, "run": run, "allow_shared_folder": allow_shared_folder}
+        _export_file(path, ref, output_file, source, strip_prefix or "", force=force, as_json=as_json)
+        return
+    start = SYSTEM_CLOCK.monotonic()
+    options: dict[str, Any] = {"only": only or None, "strip_prefix": strip_prefix, "dtype": dtype, "force": force}
+    if max_shard is not None:
+        options["max_shard_nbytes"] = _shard_nbytes(max_shard)
+    assert hf is not None, "one target is given"
+    with (
+        opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
+        render.progress(f"writing {render.one_line(hf.name)}") as on_progress,
+    ):
+        exported = store.export_hf(ref, hf, on_progress=on_progress, **options)
+    _print_folder(exported, ref, SYSTEM_CLOCK.monotonic() - start, as_json=as_json)
+
+
+def _export_file(
+    path: str, ref: str, target: Path, source: dict[str, Any], strip_prefix: str, *, force: bool, as_json: bool
+) -> None:
     from ckstore.ops.interop.export import check_target, export_safetensors
 
-    if output_file.suffix != ".safetensors":
+    if target.suffix != ".safetensors":
         raise UsageError(
             "the name must end in .safetensors",
-            where=output_file,
+            where=target,
             todo="for a .pt or .npz file use `ckstore restore`",
         )
-    check_target(output_file, force=force)
+    check_target(target, force=force)
     start = SYSTEM_CLOCK.monotonic()
-    state, info = restored(path, ref, only=only, run=run, allow_shared_folder=allow_shared_folder)
-    origin = {"ckstore.checkpoint_id": info.checkpoint_id, "ckstore.run": run, "ckstore.step": str(info.step)}
-    with render.progress(f"writing {render.one_line(output_file.name)}") as on_progress:
-        exported = export_safetensors(state, output_file, force=force, metadata=origin, on_progress=on_progress)
+    state, info = restored(path, ref, **source)
+    origin = {"ckstore.checkpoint_id": info.checkpoint_id, "ckstore.run": info.run, "ckstore.step": str(info.step)}
+    with render.progress(f"writing {render.one_line(target.name)}") as on_progress:
+        exported = export_safetensors(
+            state, target, force=force, metadata=origin, strip_prefix=strip_prefix, on_progress=on_progress
+        )
     seconds = SYSTEM_CLOCK.monotonic() - start
     if as_json:
-        written = {"file": str(output_file), **json_of(exported, "tensor_count", "nbytes"), "seconds": seconds}
+        written = {"file": str(target), **json_of(exported, "tensor_count", "nbytes"), "seconds": seconds}
         render.print_json({**json_of(info, *ORIGIN), **written, **json_of(exported, "shared", "left_out")})
         return
     render.say(
-        f"Exported {render.count(exported.tensor_count, 'tensor')} of {name_of(info, ref)} of run {run} to "
-        f"{output_file}: {render.size(exported.nbytes)} in {render.duration(seconds)}."
+        f"Exported {render.count(exported.tensor_count, 'tensor')} of {name_of(info, ref)} of run {info.run} to "
+        f"{target}: {render.size(exported.nbytes)} in {render.duration(seconds)}."
     )
-    _print_rest(exported)
-
-
-def _print_rest(exported: Exported) -> None:
     for name, first in exported.shared.items():
         render.say(f"  {name}: the same tensor as {first}, written once")
-    for name, why in exported.left_out.items():
+    _print_exceptions(exported.left_out)
+
+
+def _print_exceptions(left_out: Mapping[str, str]) -> None:
+    for name, why in left_out.items():
         render.say(f"  {name}: left out: {why}")
+
+
+def _print_folder(exported: ExportedModel, ref: str, seconds: float, *, as_json: bool) -> None:
+    if as_json:
+        written = json_of(exported, "folder", "files", "tensor_count", "nbytes")
+        rest = json_of(exported, "tied", "left_out", "notes")
+        render.print_json({**json_of(exported.info, *ORIGIN), **written, "seconds": seconds, **rest})
+        return
+    info = exported.info
+    render.say(
+        f"Exported {render.count(exported.tensor_count, 'tensor')} of {name_of(info, ref)} of run {info.run} to "
+        f"{exported.folder}: {render.size(exported.nbytes)} in {render.duration(seconds)}."
+    )
+    render.say(f"  files: {', '.join(exported.files)}")
+    for name, first in exported.tied.items():
+        render.say(f"  {name}: tied to {first}, written once")
+    _print_exceptions(exported.left_out)
+    for note in exported.notes:
+        render.say(note)
+
+
+_DECIMAL_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def _shard_nbytes(text: str) -> int:
+    """Return the bytes of a size such as ``5GB``; units are powers of 1000, as in transformers, and ``GiB`` of 1024."""
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    nbytes = 0
+    if found is not None:
+        unit = _DECIMAL_UNITS[found[2]]
+        nbytes = int(float(found[1]) * (1024 ** list(_DECIMAL_UNITS).index(found[2]) if found[3] else unit))
+    if nbytes < 1:
+        raise UsageError("not a size", where=repr(text)[:80], todo="write for example 5GB or 500MB")
+    return nbytes
 
 
 def report(

@@ -256,7 +256,9 @@ class _Search:
         """Return a note on small files that are not imported because the checkpoints next to them are single files."""
         if all(part.key or part.kind == "dcp" for each in found for part in each.parts):
             return []
-        names = [file.name for file in self.root.files if file.name in _HUB_CONFIGS or file.stem.startswith("tokenizer")]
+        names = [
+            file.name for file in self.root.files if file.name in _HUB_CONFIGS or file.stem.startswith("tokenizer")
+        ]
         if not names:
             return []
         return [

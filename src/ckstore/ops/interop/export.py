@@ -1,7 +1,7 @@
 """Write a restored state to a file that needs no ckstore.
 
 `write_state` writes ``.pt`` (for torch.load) and ``.npz`` (for numpy.load), `export_safetensors` the tensors only. Both
-use `new_file`, which makes a file appear complete and durable, or not at all.
+use `new_file`, which makes a file appear complete and durable, or not at all. `model_folder.py` writes folders.
 
 Invariants:
 - Nothing is dropped silently. The result lists every leaf that is changed or left out.
@@ -19,7 +19,6 @@ import importlib.util
 import io
 import json
 import os
-import struct
 import sys
 import zipfile
 from collections import defaultdict, deque
@@ -34,11 +33,12 @@ from ckstore.format.tree import Path as KeyPath
 from ckstore.format.tree import format_path, place_of
 from ckstore.hashing import new_token
 from ckstore.io.syscalls import medium_errors
-from ckstore.ops.interop.safetensors import HEADER_NBYTES_MAX, NUMPY_DTYPES, SAME_TENSORS, TORCH_DTYPES
+from ckstore.ops.interop.safetensors import NUMPY_DTYPES, SAME_TENSORS, TORCH_DTYPES, encode_header
+from ckstore.ops.interop.weights import check_name, without_prefix
 from ckstore.state.named_types import StandIn
 from ckstore.state.standard_types import convert_standard
 
-_BLOCK_NBYTES = 64 << 20
+BLOCK_NBYTES = 64 << 20
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -56,10 +56,11 @@ def check_target(target: Path, *, force: bool) -> None:
         if target.is_dir() and not target.is_symlink():
             raise UsageError("the target is a folder", where=target, todo="name a file in it")
         if not force and os.path.lexists(target):
-            raise _exists_error(target)
+            raise exists_error(target)
 
 
-def _exists_error(target: Path) -> UsageError:
+def exists_error(target: Path) -> UsageError:
+    """Return the error for a file that may not be replaced."""
     return UsageError("the file exists already", where=target, todo="choose another name, or overwrite it with --force")
 
 
@@ -85,8 +86,8 @@ def new_file(target: Path, *, force: bool = False) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            _give_name(draft, target, force=force)
-            _sync_folder(target.parent)
+            give_name(draft, target, force=force)
+            sync_folder(target.parent)
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -99,7 +100,12 @@ def _create(draft: Path, flags: int) -> int:
         raise NotFoundError("no file can be created in this folder", where=draft.parent, todo="name another") from None
 
 
-def _give_name(draft: Path, target: Path, *, force: bool) -> None:
+def give_name(draft: Path, target: Path, *, force: bool) -> None:
+    """Give a finished draft its name. The caller syncs the folder.
+
+    Raises:
+        UsageError: The target exists and ``force`` is False.
+    """
     if force:
         draft.replace(target)
         return
@@ -107,7 +113,7 @@ def _give_name(draft: Path, target: Path, *, force: bool) -> None:
         # os.link fails if the target exists by now; a rename would replace it.
         os.link(draft, target, follow_symlinks=False)
     except FileExistsError:
-        raise _exists_error(target) from None
+        raise exists_error(target) from None
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -115,7 +121,8 @@ def _give_name(draft: Path, target: Path, *, force: bool) -> None:
         draft.replace(target)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -362,8 +369,8 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
-    """A tensor to write. Two leaves with the same identity share all their memory."""
+class TensorItem:
+    """A tensor to write, as safetensors describes it. Two leaves with the same identity share all their memory."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -380,6 +387,7 @@ def export_safetensors(
     *,
     force: bool = False,
     metadata: Mapping[str, str] | None = None,
+    strip_prefix: str = "",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
     """Write every tensor of a state to a safetensors file, under its dotted path.
@@ -392,13 +400,14 @@ def export_safetensors(
         target: The file.
         force: Replace an existing file.
         metadata: Strings to add to the file's metadata.
+        strip_prefix: Removed from the path of every tensor.
         on_progress: Called with bytes written and bytes in total.
 
     Raises:
         NotFoundError: The state has no tensor that the format supports.
-        UsageError: Two tensors have the same dotted path, or the file exists.
+        UsageError: Two tensors have the same name, one lacks the prefix, or the file exists.
     """
-    items, shared, left_out = _collect(state)
+    items, shared, left_out = _collect(state, strip_prefix)
     if not items:
         raise NotFoundError("there is no tensor to export", todo="`ckstore show` lists the checkpoint's tensors")
     # Wide elements first, like the format's own writer, so that every tensor is aligned.
@@ -406,41 +415,36 @@ def export_safetensors(
     texts = {"format": "pt" if any(item.library == "torch" for item in items.values()) else "np"}
     if shared:
         texts[SAME_TENSORS] = json.dumps(shared, ensure_ascii=False)
-    header: dict[str, Any] = {"__metadata__": {**texts, **(metadata or {}), **shared}}
-    total = 0
-    for name in names:
-        item = items[name]
-        offsets = [total, total + item.nbytes]
-        header[name] = {"dtype": item.dtype, "shape": item.shape, "data_offsets": offsets}
-        total += item.nbytes
-    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    if len(encoded) > HEADER_NBYTES_MAX:
-        raise UsageError("the names of the tensors are too long for the header", todo="export fewer with --only")
+    head = encode_header(
+        [(name, items[name].dtype, items[name].shape, items[name].nbytes) for name in names],
+        {**texts, **(metadata or {}), **shared},
+    )
+    total = sum(item.nbytes for item in items.values())
     with new_file(target, force=force) as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.write(head)
         done = 0
         for name in names:
             content = items[name].content()
-            for begin in range(0, len(content), _BLOCK_NBYTES):
-                done += file.write(content[begin : begin + _BLOCK_NBYTES])
+            for begin in range(0, len(content), BLOCK_NBYTES):
+                done += file.write(content[begin : begin + BLOCK_NBYTES])
                 if on_progress is not None:
                     on_progress(done, total)
     return Exported(len(items), total, shared, left_out)
 
 
-def _collect(state: Any) -> tuple[dict[str, _Item], dict[str, str], dict[str, str]]:
-    items: dict[str, _Item] = {}
+def _collect(state: Any, strip_prefix: str) -> tuple[dict[str, TensorItem], dict[str, str], dict[str, str]]:
+    items: dict[str, TensorItem] = {}
     written: dict[tuple[object, ...], str] = {}
     shared: dict[str, str] = {}
     left_out: dict[str, str] = {}
-    for name, leaf in named_leaves(state):
-        item = _item_of(leaf)
+    for path, leaf in named_leaves(state):
+        item = item_of(leaf)
         if isinstance(item, str):
-            left_out[name] = item
-        elif name == "__metadata__":
-            raise UsageError("safetensors reserves this name", where=name, todo="choose other leaves with --only")
-        elif item.nbytes and item.identity in written:
+            left_out[path] = item
+            continue
+        name = without_prefix(path, strip_prefix)
+        check_name(name)
+        if item.nbytes and item.identity in written:
             shared[name] = written[item.identity]
         else:
             items[name] = item
@@ -448,7 +452,7 @@ def _collect(state: Any) -> tuple[dict[str, _Item], dict[str, str], dict[str, st
     return items, shared, left_out
 
 
-def _item_of(leaf: Any) -> _Item | str:
+def item_of(leaf: Any) -> TensorItem | str:
     """Return how to write a leaf, or why it cannot be written."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(leaf, torch.Tensor):
@@ -459,7 +463,7 @@ def _item_of(leaf: Any) -> _Item | str:
     return f"a plain value ({type(leaf).__name__}), not a tensor"
 
 
-def _torch_item(leaf: Any) -> _Item | str:
+def _torch_item(leaf: Any) -> TensorItem | str:
     import torch
 
     name = str(leaf.dtype).removeprefix("torch.")
@@ -479,10 +483,10 @@ def _torch_item(leaf: Any) -> _Item | str:
 
     identity = ("torch", leaf.device, leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
     itemsize = leaf.dtype.itemsize
-    return _Item(TORCH_DTYPES[name], shape, itemsize, leaf.numel() * itemsize, content, identity, "torch")
+    return TensorItem(TORCH_DTYPES[name], shape, itemsize, leaf.numel() * itemsize, content, identity, "torch")
 
 
-def _numpy_item(leaf: Any) -> _Item | str:
+def _numpy_item(leaf: Any) -> TensorItem | str:
     import numpy as np
 
     name = f"{leaf.dtype.kind}{leaf.dtype.itemsize}"
@@ -495,4 +499,4 @@ def _numpy_item(leaf: Any) -> _Item | str:
 
     address = leaf.__array_interface__["data"][0]
     identity = ("numpy", address, leaf.dtype.str, leaf.shape, leaf.strides)
-    return _Item(NUMPY_DTYPES[name], leaf.shape, leaf.dtype.itemsize, leaf.nbytes, content, identity, "numpy")
+    return TensorItem(NUMPY_DTYPES[name], leaf.shape, leaf.dtype.itemsize, leaf.nbytes, content, identity, "numpy")

@@ -1,4 +1,4 @@
-"""Read safetensors files: the header with its checks, and a file as a flat dict of tensors.
+"""Read safetensors files: the header with its checks, and a file as a flat dict of tensors. Encode headers.
 
 Neither torch nor a child process is needed, because the format contains no code. The tensors' bytes are read when the
 commit needs them. The checks are those of the format's own reader (huggingface/safetensors:safetensors/src/tensor.rs),
@@ -15,12 +15,12 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckstore.errors import MalformedError, NotFoundError, UnsupportedError
+from ckstore.errors import MalformedError, NotFoundError, UnsupportedError, UsageError
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import DictNode, TensorNode, format_path
 from ckstore.ops.interop.foreign_state import FileStorage, LoadedState, OpenFile, find_skip_reason
@@ -73,7 +73,7 @@ NUMPY_DTYPES = {
 
 
 RANK_MAX = 64
-_ITEMSIZES = {
+ITEMSIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F4": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
@@ -209,7 +209,7 @@ def _entry(name: str, facts: Any, begin: int, library: str, where: object) -> En
         raise UnsupportedError(
             f"dtype {kind[:40]!r} cannot be stored", where=where, todo="leave the file out with --exclude"
         )
-    itemsize = _ITEMSIZES[kind]
+    itemsize = ITEMSIZES[kind]
     nbytes = offsets[1] - offsets[0]
     if kind == "F4":
         shape = _shape_in_pairs(shape, where)
@@ -256,6 +256,28 @@ def _check_places(entries: tuple[Entry, ...], begin: int, end: int, where: objec
         raise MalformedError(
             f"the safetensors file has {end - end_of_tensors} bytes after its last tensor", where=where
         )
+
+
+def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """Return the begin of a file whose tensors follow in this order.
+
+    Args:
+        tensors: Name, dtype as the format names it, shape, and bytes of each.
+        metadata: The metadata of the file.
+
+    Raises:
+        UsageError: The names are too long.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape, nbytes in tensors:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    if len(encoded) > HEADER_NBYTES_MAX:
+        raise UsageError("the names of the tensors are too long for the header", todo="export fewer with --only")
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def open_safetensors(path: Path, *, key: str = "", skip: Sequence[str] = ()) -> LoadedState:

@@ -95,15 +95,18 @@ def test_skip_leaf_matches_paths_in_the_whole_state(store, tmp_path):
     report = store.import_from(
         folder, skip_leaf=["model.drop", "optimizer.state.*", "trainer_state.log_history", "nowhere"]
     )
-    assert difference(
-        store.restore(3),
-        {
-            "model": {"keep": torch.ones(1)},
-            "optimizer": {"state": {}, "lr": 1},
-            "trainer_state": {"global_step": 3},
-            "files": {"trainer_state.json": b'{"global_step": 3, "log_history": []}'},
-        },
-    ) is None
+    assert (
+        difference(
+            store.restore(3),
+            {
+                "model": {"keep": torch.ones(1)},
+                "optimizer": {"state": {}, "lr": 1},
+                "trainer_state": {"global_step": 3},
+                "files": {"trainer_state.json": b'{"global_step": 3, "log_history": []}'},
+            },
+        )
+        is None
+    )
     assert set(report.entries[0].left_out) == {"model.drop", "optimizer.state.0", "trainer_state.log_history"}
     assert [warning for warning in report.warnings if "nowhere matches nothing" in warning]
 

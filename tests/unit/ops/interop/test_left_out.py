@@ -297,7 +297,12 @@ def test_two_versions_of_one_epoch_are_refused_by_both_names(store, tmp_path):
 def test_small_files_are_kept_with_the_weights(store, out):
     folder = out / "checkpoint-4"
     (folder / "unet").mkdir()
-    kept = {"config.json": b"{}", "tokenizer.model": b"\x0a\xff", "chat_template.jinja": b"x", "unet/config.json": b"[]"}
+    kept = {
+        "config.json": b"{}",
+        "tokenizer.model": b"\x0a\xff",
+        "chat_template.jinja": b"x",
+        "unet/config.json": b"[]",
+    }
     for name, content in kept.items():
         (folder / name).write_bytes(content)
     (folder / "training_args.bin").write_bytes(b"a pickle")

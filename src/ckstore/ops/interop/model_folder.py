@@ -1,0 +1,392 @@
+"""Write the folder of a model, which transformers' ``from_pretrained`` or PEFT loads.
+
+The folder gets the weights (``model.safetensors``, or several files and ``model.safetensors.index.json``) and the small
+files that the checkpoint contains under the key ``files``, such as ``config.json``.
+
+Invariants:
+- The file that makes the folder loadable gets its name last: the index, or the only file of weights
+  (`target_folder.py`).
+- All weights come from one manifest.
+- Tensors are read and written in groups of about 64 MiB. Only weights whose layout transformers must change are held in
+  memory together.
+- Names of small files are not trusted: nothing is written outside of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ckstore.config import Policy
+from ckstore.errors import UsageError
+from ckstore.format.manifest import Manifest
+from ckstore.format.tree import DictNode, TensorNode, items_of, tensors_of
+from ckstore.hashing import new_token
+from ckstore.ops.interop.adapters import adapters_of, is_adapter
+from ckstore.ops.interop.discover import SMALL_FILES_KEY, TRAINER_FILE
+from ckstore.ops.interop.export import BLOCK_NBYTES, item_of
+from ckstore.ops.interop.hub_model import HubModel, config_with_dtype, find_hub_model
+from ckstore.ops.interop.safetensors import encode_header, read_header
+from ckstore.ops.interop.target_folder import WEIGHTS, TargetFolder, sync_file, write_synced
+from ckstore.ops.interop.weights import Weight, select_weights, shards_of, tied_names
+from ckstore.restore.restore import RestoreRequest, restore_manifest
+from ckstore.results import Info
+from ckstore.store.repository import Repository
+
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+"""Names that callers use -> names in safetensors."""
+
+MAX_SHARD_NBYTES = 5 * 10**9
+"""Default of huggingface_hub."""
+
+INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
+_TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_METADATA = {"format": "pt"}
+_GROUP_NBYTES = 64 << 20
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """What to export; the fields are arguments of ``Store.export_hf``."""
+
+    folder: Path
+    only: str | Sequence[str] | None = None
+    strip_prefix: str | None = None
+    dtype: str | None = None
+    max_shard_nbytes: int = MAX_SHARD_NBYTES
+    force: bool = False
+    on_progress: Callable[[int, int], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedModel:
+    """The result of an export to a folder.
+
+    Attributes:
+        info: The checkpoint.
+        folder: The folder.
+        files: The files that were written, by their paths in it.
+        tensor_count: Number of tensors in them.
+        nbytes: Total bytes of the files of weights.
+        tied: Name of a weight that is not written -> name of the weight that loading ties it to.
+        left_out: Path or file name -> reason why it was not written.
+        notes: Sentences for the user.
+    """
+
+    info: Info
+    folder: str
+    files: tuple[str, ...]
+    tensor_count: int
+    nbytes: int
+    tied: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def export_model_folder(
+    repository: Repository, policy: Policy, manifest: Manifest, info: Info, request: ModelRequest
+) -> ExportedModel:
+    """Write the weights and the small files of a checkpoint to a folder.
+
+    Raises:
+        UsageError: The folder contains files that would be replaced or loaded instead, or the weights are not those of
+            the model that ``config.json`` names.
+        UnsupportedError: The weights cannot be written in a layout that loads.
+        CapacityError: The disk is full. The folder is unchanged.
+        CkstoreError: As for ``Store.restore``.
+    """
+    return _Export(repository, policy, manifest, info, request).run()
+
+
+@dataclass(slots=True)
+class _Export:
+    """One export."""
+
+    repository: Repository
+    policy: Policy
+    manifest: Manifest
+    info: Info
+    request: ModelRequest
+    left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    tensor_count: int = 0
+    weights_nbytes: int = 0
+    _done: int = 0
+    _total: int = 0
+
+    def run(self) -> ExportedModel:
+        """Plan, write the draft, publish it."""
+        request = self.request
+        if request.dtype not in (None, *DTYPES):
+            raise UsageError("not a dtype of weights", where=repr(request.dtype), todo=f"use {', '.join(DTYPES)}")
+        if self.info.fidelity != "exact":
+            self.notes.append(f"The checkpoint was stored with a loss ({self.info.fidelity}).")
+        files = self._stored_files()
+        weights, left_out = select_weights(
+            self.manifest,
+            only=request.only,
+            strip_prefix=request.strip_prefix,
+            without=(SMALL_FILES_KEY,) if files else (),
+        )
+        self.left_out |= left_out
+        if request.dtype is not None:
+            weights = [each.as_dtype(DTYPES[request.dtype]) if each.is_float else each for each in weights]
+            if _CONFIG in files:
+                files[_CONFIG] = config_with_dtype(files[_CONFIG], _TORCH_DTYPES[DTYPES[request.dtype]])
+        tied: dict[str, str] = {}
+        by_file: dict[str, list[Weight]] | None = None
+        if is_adapter(each.name for each in weights):
+            by_file, left_out = adapters_of(weights, files)
+            self.left_out |= left_out
+            model = None
+        else:
+            model = self._hub_model(weights, files.get(_CONFIG))
+            tied = tied_names(weights, _tied_targets(model, files.get(_CONFIG)))
+            weights = [each for each in weights if each.name not in tied]
+            if model is None or model.save is None:
+                by_file = files_of(weights, request.max_shard_nbytes)
+        laid = self._files_to_lay(files)
+        names = self._write(by_file, weights, model, laid)
+        return ExportedModel(
+            info=self.info,
+            folder=str(request.folder),
+            files=tuple(names),
+            tensor_count=self.tensor_count,
+            nbytes=self.weights_nbytes,
+            tied=tied,
+            left_out=self.left_out,
+            notes=tuple(self.notes),
+        )
+
+    def _stored_files(self) -> dict[str, bytes]:
+        """Return the small files of the checkpoint; empty if the key is used for something else."""
+        tree = self.manifest.tree
+        node = dict(items_of(tree)).get(SMALL_FILES_KEY) if isinstance(tree, DictNode) else None
+        if node is None or any(self.manifest.tensors[index].library != "bytes" for index in tensors_of(node)):
+            return {}
+        found = self._restore(self.manifest, SMALL_FILES_KEY).get(SMALL_FILES_KEY)
+        if not isinstance(found, dict) or not all(
+            isinstance(name, str) and isinstance(content, bytes | str) for name, content in found.items()
+        ):
+            return {}
+        return {name: content if isinstance(content, bytes) else content.encode() for name, content in found.items()}
+
+    def _restore(self, manifest: Manifest, only: str) -> Any:
+        request = RestoreRequest(into=None, only=only, device=None, exact=False, on_progress=None)
+        return restore_manifest(self.repository, self.policy, manifest, (), request).state
+
+    def _read(self, weights: Sequence[Weight]) -> dict[str, Any]:
+        """Return these weights, by name."""
+        tree = DictNode(
+            "dict", tuple(each.name for each in weights), tuple(TensorNode(each.tensor) for each in weights)
+        )
+        found: dict[str, Any] = self._restore(replace(self.manifest, tree=tree), "*")
+        return found
+
+    def _hub_model(self, weights: Sequence[Weight], config: bytes | None) -> HubModel | None:
+        found = find_hub_model(config, {each.name: each.shape for each in weights})
+        if isinstance(found, HubModel):
+            return found
+        self.notes.append(found)
+        return None
+
+    def _files_to_lay(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        laid: dict[str, bytes] = {}
+        for name, content in files.items():
+            why = _not_laid_reason(name, files)
+            if why is None:
+                laid[name] = content
+            else:
+                self.left_out[f"{SMALL_FILES_KEY}.{name}"] = why
+        return laid
+
+    def _write(
+        self,
+        by_file: Mapping[str, Sequence[Weight]] | None,
+        weights: Sequence[Weight],
+        model: HubModel | None,
+        laid: Mapping[str, bytes],
+    ) -> list[str]:
+        """Write all files, and return their names; the one that makes the folder loadable is the last."""
+        target = TargetFolder(self.request.folder, force=self.request.force)
+        target.check([*laid, *(by_file or ())])
+        self.notes += target.leftovers()
+        with target.draft() as draft:
+            for name, content in laid.items():
+                write_synced(draft / name, [content])
+            if by_file is None:
+                assert model is not None, "only a model's class can change the layout"
+                names = self._write_by_class(model, weights, draft)
+            else:
+                names = self._write_files(by_file, draft)
+            names = [*laid, *names]
+            target.check(names)
+            target.publish(draft, names)
+        return names
+
+    def _write_files(self, by_file: Mapping[str, Sequence[Weight]], draft: Path) -> list[str]:
+        self._total = sum(each.nbytes for weights in by_file.values() for each in weights)
+        for name, weights in by_file.items():
+            write_synced(draft / name, self._blocks(weights))
+            self.tensor_count += len(weights)
+            self.weights_nbytes += (draft / name).stat().st_size
+        index = index_of(by_file)
+        if index is None:
+            return list(by_file)
+        write_synced(draft / INDEX, [index])
+        return [*by_file, INDEX]
+
+    def _blocks(self, weights: Sequence[Weight]) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of a file of weights."""
+        # Wide elements first, like the format's own writer, so that every tensor is aligned.
+        ordered = sorted(weights, key=lambda each: (-each.itemsize, each.name))
+        yield encode_header([(each.name, each.dtype, each.shape, each.nbytes) for each in ordered], _METADATA)
+        for group in _groups(ordered):
+            leaves = self._read(group)
+            for weight in group:
+                content = _content_of(leaves.pop(weight.name), weight)
+                for begin in range(0, len(content), BLOCK_NBYTES):
+                    yield content[begin : begin + BLOCK_NBYTES]
+                    self._note_progress(min(BLOCK_NBYTES, len(content) - begin))
+
+    def _note_progress(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self.request.on_progress is not None:
+            self.request.on_progress(self._done, self._total)
+
+    def _write_by_class(self, model: HubModel, weights: Sequence[Weight], draft: Path) -> list[str]:
+        """Let transformers write the weights, and return the names of its files."""
+        assert model.save is not None, "the layouts differ"
+        self._total = sum(each.nbytes for each in weights)
+        state: dict[str, Any] = {}
+        for group in _groups(weights):
+            leaves = self._read(group)
+            state.update((each.name, _as_tensor(leaves.pop(each.name), each)) for each in group)
+            self._note_progress(sum(each.nbytes for each in group))
+        inside = draft / f".ckstore-{new_token()}"
+        inside.mkdir()
+        model.save(state, inside, self.request.max_shard_nbytes)
+        self.notes.append(
+            f"transformers wrote the weights of {model.class_name} in the layout of the hub. For this, the whole state "
+            f"({self._total / 2**20:.1f} MiB) was held in memory."
+        )
+        names = sorted(file.name for file in inside.iterdir() if WEIGHTS.fullmatch(file.name))
+        names.sort(key=lambda name: name == INDEX)
+        for name in names:
+            (inside / name).rename(draft / name)
+            sync_file(draft / name)
+            if name != INDEX:
+                self._count_tensors(draft / name)
+        shutil.rmtree(inside)
+        return names
+
+    def _count_tensors(self, path: Path) -> None:
+        nbytes = path.stat().st_size
+        with path.open("rb") as file:
+            self.tensor_count += len(read_header(_reader_of(file), nbytes, where=path).entries)
+        self.weights_nbytes += nbytes
+
+
+def _reader_of(file: Any) -> Callable[[int, int], memoryview]:
+    def read(offset: int, nbytes: int) -> memoryview:
+        file.seek(offset)
+        return memoryview(file.read(nbytes))
+
+    return read
+
+
+def _tied_targets(model: HubModel | None, config: bytes | None) -> Mapping[str, str] | None:
+    """Return which weights loading ties; None: unknown."""
+    if model is not None:
+        return model.tied
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        if config is not None and json.loads(config).get("tie_word_embeddings") is False:
+            return {}
+    return None
+
+
+def files_of(weights: Sequence[Weight], nbytes_max: int) -> dict[str, list[Weight]]:
+    """Return the weights of each file, by its name."""
+    by_name = {each.name: each for each in weights}
+    shards = shards_of({each.name: each.nbytes for each in weights}, nbytes_max)
+    if len(shards) == 1:
+        return {"model.safetensors": list(weights)}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": [by_name[name] for name in names]
+        for number, names in enumerate(shards, 1)
+    }
+
+
+def index_of(by_file: Mapping[str, Sequence[Weight]]) -> bytes | None:
+    """Return the content of the index; None: there is a single file, or there are adapters, which need none."""
+    if not next(iter(by_file)).startswith("model-"):
+        return None
+    weight_map = {each.name: name for name, weights in by_file.items() for each in weights}
+    total = sum(each.nbytes for weights in by_file.values() for each in weights)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _groups(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
+    """Yield weights in groups that are read together."""
+    group: list[Weight] = []
+    nbytes = 0
+    for weight in weights:
+        if group and nbytes + weight.nbytes > _GROUP_NBYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(weight)
+        nbytes += weight.nbytes
+    if group:
+        yield group
+
+
+def _content_of(leaf: Any, weight: Weight) -> memoryview:
+    item = item_of(leaf)
+    if isinstance(item, str) or item.dtype != weight.dtype:
+        item = item_of(_as_tensor(leaf, weight))
+    assert not isinstance(item, str), f"{weight.name} was planned as {weight.dtype}"
+    assert (item.dtype, tuple(item.shape), item.nbytes) == (weight.dtype, weight.shape, weight.nbytes)
+    return item.content()
+
+
+def _as_tensor(leaf: Any, weight: Weight) -> Any:
+    """Return a torch tensor with the dtype of a weight.
+
+    Raises:
+        UsageError: A finite value would become infinite.
+    """
+    import numpy as np
+    import torch
+
+    if isinstance(leaf, np.ndarray):
+        leaf = torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C"))
+    leaf = leaf.detach()
+    if not weight.is_float:
+        return leaf
+    converted = leaf.to(getattr(torch, {"F64": "float64", **_TORCH_DTYPES}[weight.dtype]))
+    if bool((converted.isinf() & leaf.isfinite()).any()):
+        raise UsageError(
+            f"a value is too large for {converted.dtype}", where=weight.name, todo="use --dtype bf16, or leave it out"
+        )
+    return converted
+
+
+def _not_laid_reason(name: str, files: Mapping[str, bytes]) -> str | None:
+    """Return why a small file of the checkpoint is not written; None: it is."""
+    parts = PurePosixPath(name).parts
+    is_below = name == "/".join(parts) and not any(part.startswith(".") or part in ("/", "..") for part in parts)
+    if not name or not is_below or "\0" in name or any(other.startswith(f"{name}/") for other in files):
+        return "not a name of a file in the folder"
+    if name == TRAINER_FILE:
+        return "the state of a trainer; without its optimizer, training would resume wrongly"
+    if name.endswith(_WEIGHT_SUFFIXES):
+        return "it would be taken for weights"
+    return None
