@@ -439,7 +439,8 @@ def detect_kind(path: Path, kind: str) -> str:
         found = "a zip archive that torch.save did not write", "unpack it, and import its content"
     if found is not None:
         raise CorruptError(f"the file is not a checkpoint: it is {found[0]}", where=path, todo=found[1])
-    if kind == "torch" and _is_safetensors(head, nbytes):
+    # Before the check for a pickle: the length of a header may begin with the same byte.
+    if kind != "json" and _is_safetensors(head, nbytes):
         return "safetensors"
     if kind != "json" and head[:1] == b"\x80":
         return "torch" if _LEGACY_MAGIC in head[:20] else "pickle"

@@ -267,7 +267,7 @@ def test_links_into_a_cache_outside_are_read(store, tmp_path):
     assert torch.equal(store.restore(3)["model"]["w"], WEIGHTS["w"])
 
 
-def test_second_checkpoint_of_a_step_is_refused_if_its_content_differs(store, tmp_path):
+def test_second_checkpoint_of_a_step_is_refused(store, tmp_path):
     (tmp_path / "out").mkdir()
     save_file(WEIGHTS, tmp_path / "out" / "step_3.safetensors")
     save_file(WEIGHTS, tmp_path / "out" / "copy-step_3.safetensors", metadata={"other": "header"})
@@ -455,6 +455,18 @@ def test_error_names_what_a_wrong_file_is(store, tmp_path, suffix):
         with pytest.raises(CorruptError, match=nature) as raised:
             store.import_from(tmp_path / f"step_1.{suffix}")
         assert "weights_only" not in str(raised.value)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_header_whose_length_begins_like_a_pickle_is_read(store, tmp_path, suffix):
+    file = tmp_path / f"step_1.{suffix}"
+    for length in range(1, 300):
+        save_file(WEIGHTS, file, metadata={"filler": "x" * length})
+        if file.read_bytes()[0] == 0x80:
+            break
+    assert file.read_bytes()[0] == 0x80
+    store.import_from(file)
+    assert torch.equal(store.restore(1)["w"], WEIGHTS["w"])
 
 
 def test_truncated_safetensors_file_is_named(store, tmp_path):

@@ -414,7 +414,7 @@ def test_folder_is_durable_before_the_last_name(store, tmp_path, monkeypatch):
         give_name(draft, target, force=force)
 
     def noted_fsync(fd):
-        events.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        events.append(Path(f"/proc/self/fd/{fd}").readlink().name)
         fsync(fd)
 
     monkeypatch.setattr(target_folder, "give_name", noted_name)
