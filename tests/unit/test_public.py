@@ -69,6 +69,7 @@ VERBS = {
     "commit_on_signal": ["get_state", "signals", "deadline_seconds", "then", "metrics", "tags", "policy"],
     "advise": ["step_seconds", "overhead", "failures_per_day"],
     "restore": ["ref", "into", "only", "device", "exact", "fallback", "on_progress"],
+    "export_hf": ["ref", "folder", "only", "strip_prefix", "dtype", "max_shard_nbytes", "force", "on_progress"],
     "latest": [],
     "log": [],
     "steps": [],

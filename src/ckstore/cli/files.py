@@ -119,20 +119,21 @@ def export(
     max_shard: Annotated[
         str | None, typer.Option("--max-shard", metavar="SIZE", help="With --hf: largest file. [default: 5GB]")
     ] = None,
-    force: Force = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
     run: Run = "main",
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Export weights to a .safetensors file, or to a folder that transformers loads.
+    """Export weights to a .safetensors file, or to a model folder.
 
     \b
-    -o FILE   the tensors. Names are dotted paths, such as model.layers.0.weight. They must fit into memory.
-    --hf DIR  the weights of the model, with config.json, tokenizer and other small files that the checkpoint contains.
-              Large models are split into several files, and never fully in memory, except if transformers has to
-              convert their layout (fused experts).
+    -o FILE   the tensors, by dotted path: model.layers.0.weight
+    --hf DIR  a folder that from_pretrained loads: weights, config.json,
+              tokenizer and other small files in the checkpoint
 
-    The format cannot hold plain values; they are left out and listed. Tied tensors are written once.
+    The format cannot hold plain values; they are left out and listed. A tensor with two names is written once. With -o,
+    the tensors must fit into memory. With --hf they need not, unless transformers must change their layout (fused
+    experts).
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     if (output_file is None) == (hf is None):
         raise UsageError("name one target", todo="write a file with -o FILE.safetensors, or a folder with --hf DIR")
@@ -145,7 +146,7 @@ def export(
     start = SYSTEM_CLOCK.monotonic()
     options: dict[str, Any] = {"only": only or None, "strip_prefix": strip_prefix, "dtype": dtype, "force": force}
     if max_shard is not None:
-        options["max_shard_nbytes"] = _shard_nbytes(max_shard)
+        options["max_shard_nbytes"] = shard_nbytes(max_shard)
     assert hf is not None, "one target is given"
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
@@ -215,7 +216,7 @@ def _print_folder(exported: ExportedModel, ref: str, seconds: float, *, as_json:
 _DECIMAL_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
-def _shard_nbytes(text: str) -> int:
+def shard_nbytes(text: str) -> int:
     """Return the bytes of a size such as ``5GB``; units are powers of 1000, as in transformers, and ``GiB`` of 1024."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     nbytes = 0

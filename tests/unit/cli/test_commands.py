@@ -282,6 +282,58 @@ def test_export_without_a_tensor_makes_no_file(call, readonly_store, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_export_strips_a_prefix(call, shelf, tmp_path):
+    reader = pytest.importorskip("safetensors.numpy")
+    target = tmp_path / "x.safetensors"
+    only = ["--only", "model.*", "--strip-prefix", "model."]
+    code, out, _ = call("export", shelf, "good", "-o", target, *only, "--json")
+    assert (code, set(reader.load_file(target))) == (0, {"weights", "head"})
+    assert json.loads(out)["shared"] == {"tied": "weights"}
+    code, _, err = call("export", shelf, "good", "-o", target, "--force", "--strip-prefix", "model.")
+    assert (code, "does not begin with 'model.'" in err) == (2, True)
+
+
+def test_export_to_a_folder(call, shelf, tmp_path):
+    reader = pytest.importorskip("safetensors.numpy")
+    code, out, _ = call("export", shelf, "good", "--hf", tmp_path / "m", "--dtype", "fp32", "--max-shard", "1KB")
+    assert code == 0
+    assert "tied: tied to weights, written once" in out
+    assert "no config.json" in out
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {"weights", "head"}
+    for name, file in index["weight_map"].items():
+        assert reader.load_file(tmp_path / "m" / file)[name].dtype == np.float32
+    code, _, err = call("export", shelf, "good", "--hf", tmp_path / "m")
+    assert (code, "--force" in err) == (2, True)
+    assert call("export", shelf, "good", "--hf", tmp_path / "m", "--force")[0] == 0
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "name one target"),
+        (["-o", "x.safetensors", "--hf", "y"], "name one target"),
+        (["-o", "x.safetensors", "--dtype", "bf16"], "apply to a folder only"),
+        (["--hf", "y", "--max-shard", "five"], "write for example 5GB"),
+        (["--hf", "y", "--max-shard", "0"], "write for example 5GB"),
+        (["--hf", "y", "--dtype", "int8"], "use fp32, bf16, fp16"),
+    ],
+)
+def test_export_refuses_options_that_do_not_fit(call, shelf, options, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call("export", shelf, "good", *options)
+    assert (code, message.lower() in err.lower()) == (2, True), err
+    assert list(tmp_path.glob("[xy]*")) == []
+
+
+def test_sizes_of_shards_are_those_of_transformers():
+    from ckstore.cli.files import shard_nbytes
+
+    texts = {"5GB": 5 * 10**9, "1.5gb": 15 * 10**8, "200MB": 2 * 10**8, "10 KB": 10**4, "4GiB": 4 << 30, "77": 77}
+    assert {text: shard_nbytes(text) for text in texts} == texts
+
+
 def test_tag_and_untag(call, store):
     code, out, _ = call("tag", store, 300, "v1.0", "--json")
     assert (code, json.loads(out)["tags"]) == (0, ["v1.0"])

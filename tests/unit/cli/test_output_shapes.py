@@ -70,6 +70,7 @@ JSON = {
     ),
     "restore": "seq step checkpoint_id run file nbytes seconds notes()",
     "export": "seq step checkpoint_id run file tensor_count nbytes seconds shared(*) left_out(* note)",
+    "export --hf": ("seq step checkpoint_id run folder files[] tensor_count nbytes seconds tied(tied) left_out() notes[]"),
     "import --dry-run": (
         "source run is_dry_run bytes_before bytes_stored ratio seconds is_partial left_out(*) "
         "warnings[] checkpoints[name step kinds[] action reason nbytes seq bytes_state "
@@ -317,6 +318,7 @@ def scenes(folder):
     yield "verify", ["verify", broken]
     yield "restore", ["restore", plain, "-o", folder / "x.npz", "--force"]
     yield "export", ["export", plain, "latest", "-o", folder / "source" / "step_5.safetensors", "--force"]
+    yield "export --hf", ["export", plain, "latest", "--hf", folder / "model", "--force"]
     (source / "step_6.h5").write_bytes(b"a file of another library")
     yield "import --dry-run", ["import", folder / "imported", source, "--dry-run"]
     yield "import!", ["import", folder / "imported", source]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +175,45 @@ def test_shards_are_filled_in_the_order_of_the_state(store, tmp_path):
     assert index["metadata"] == {"total_size": 35}
     assert exported.files[-1] == "model.safetensors.index.json"
     assert len(weights_in(tmp_path / "out")) == 7
+
+
+MEASURE = """
+import sys, torch, ckstore
+from pathlib import Path
+
+def field(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+def growth(work):
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = field("VmRSS")
+    work()
+    return field("VmHWM") - before
+
+store_path, out = sys.argv[1:]
+with ckstore.open(store_path, create=False) as store:
+    store.export_hf(1, out + "/warm")
+    print(growth(lambda: store.export_hf(2, out + "/large", max_shard_nbytes=48 << 20)))
+    print(growth(lambda: store.export_hf(2, out + "/half", max_shard_nbytes=24 << 20, dtype="bf16")))
+    print(growth(lambda: store.restore(2)))
+"""
+
+
+def test_memory_of_an_export_is_bounded_by_a_shard(store, tmp_path):
+    tensor_nbytes, count = 32 << 20, 12
+    block = torch.arange(tensor_nbytes // 4, dtype=torch.float32)
+    store.commit({"model": MODEL}, 1)
+    store.commit({"model": {f"w{number}": block + number for number in range(count)}}, 2)
+    store.close()
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "store"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    exported, converted, restored = map(int, done.stdout.split())
+    assert exported <= (48 << 20) + (200 << 20)
+    assert converted <= (24 << 20) + (200 << 20)
+    assert restored >= tensor_nbytes * count > (48 << 20) + (200 << 20), "the whole state would be seen"
+    with safe_open(tmp_path / "large" / "model-00012-of-00012.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("w11"), block + 11)
 
 
 FILES = {
