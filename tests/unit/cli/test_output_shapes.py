@@ -70,7 +70,9 @@ JSON = {
     ),
     "restore": "seq step checkpoint_id run file nbytes seconds notes()",
     "export": "seq step checkpoint_id run file tensor_count nbytes seconds shared(*) left_out(* note)",
-    "export --hf": ("seq step checkpoint_id run folder files[] tensor_count nbytes seconds tied(tied) left_out() notes[]"),
+    "export --hf": (
+        "seq step checkpoint_id run folder files[] tensor_count nbytes seconds tied(tied) left_out() notes[]"
+    ),
     "import --dry-run": (
         "source run is_dry_run bytes_before bytes_stored ratio seconds is_partial left_out(*) "
         "warnings[] checkpoints[name step kinds[] action reason nbytes seq bytes_state "
