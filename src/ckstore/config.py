@@ -350,8 +350,9 @@ class Policy:
             checksum of the stored bytes, which is faster.
         threads: Threads that hash and compress; None: one per core, at most eight. Lower it to leave cores to training.
         memory_nbytes_max: Upper bound on buffers and scratch memory, at least 56 MiB. It does not include the state,
-            cached bases, and samples (0.4% of the state each, for the last commit and for its keyframe). The saver
-            keeps its write buffers, at most 96 MiB, between commits.
+            cached bases, and samples (0.4% of the state each, for the last commit and for its keyframe). A commit uses
+            at least one thread and three write buffers, even if that is more: up to 66 MiB, 74 MiB with ``delta``,
+            122 MiB with a lossy ``fidelity``. The saver keeps its write buffers, at most 96 MiB, between commits.
         on_busy: What a background commit does while an earlier one is still being written. ``"wait"`` waits for it.
             ``"skip"`` stores nothing and reports that. ``"replace"`` replaces the staged commit that has not started;
             the arena then needs room for a second state, and without that room the commit waits. A commit that

@@ -22,6 +22,7 @@ from ckstore.store.memory_budget import (
     QUANTIZE,
     READ_BUFFERS,
     READ_BUFFERS_MIN,
+    WRITE_BLOCK_NBYTES,
     WRITE_BLOCKS_MIN,
     MemoryBudget,
     read_buffer_nbytes,
@@ -137,6 +138,15 @@ def test_restore_progress_is_incremental(opened, monkeypatch):
     assert len(seen) > 20
     assert max(seen) == (80 * CHUNK_NBYTES, 80 * CHUNK_NBYTES)
     assert len(sums) == 1
+
+
+@pytest.mark.parametrize(("budget", "mib"), [(ENCODE, 66), (ENCODE_DELTA, 74), (QUANTIZE, 122)])
+def test_policy_documents_the_least_memory_of_a_commit(budget, mib):
+    least = Policy(threads=64, memory_nbytes_max=56 * MIB)
+    threads, blocks = budget.fit_writing(least, Limits())
+    assert (threads, blocks) == (1, WRITE_BLOCKS_MIN)
+    assert -(-(budget.nbytes(Limits()) + blocks * WRITE_BLOCK_NBYTES) // MIB) == mib
+    assert f"{mib} MiB" in Policy.__doc__
 
 
 @pytest.mark.parametrize(
