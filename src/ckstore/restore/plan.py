@@ -39,7 +39,8 @@ PLACES_MAX = 8
 """Most destinations that one read of a base fills. A chunk of zeros may be the base of very many chunks."""
 
 ROUNDING_NBYTES = 1
-"""Stored bytes of a rounding frame; distinguishes it from a delta before its header is read."""
+"""Stored bytes of a rounding frame. A plan reads no headers, so a delta of this size (a constant difference of width 1)
+is planned as a rounding, too: its base stays at its own destination, or the chunk is read with its whole chain."""
 
 
 @dataclass(frozen=True, slots=True)

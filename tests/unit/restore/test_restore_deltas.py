@@ -15,6 +15,8 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
+from ckstore.codec import chunk_codec
+from ckstore.codec.byte_codecs import ConstCodec
 from ckstore.config import KIB, MIB, Limits, Policy
 from ckstore.errors import CorruptError, MissingChunkError
 from ckstore.format.frame import FRAME_HEADER_NBYTES
@@ -268,6 +270,43 @@ def test_delta_on_a_rounding_uses_a_buffer(small_store):
     assert difference(small_store.restore(1), {**later, "z": 1}) is None
     writer.commit({"both": {"x": later["model"]["w"], "y": first["master"]}}, 2)
     assert difference(small_store.restore(2), {"both": {"x": later["model"]["w"], "y": first["master"]}}) is None
+
+
+encode_delta = chunk_codec.encode_delta
+
+
+def constant_delta(plain, base, **how):
+    """Code a difference that is the same in every byte with the codec for constants, as docs/FORMAT.md allows."""
+    step = (plain[0] - base[0]) % 256
+    if bytes((byte + step) % 256 for byte in base) != bytes(plain):
+        return encode_delta(plain, base, **how)
+    words = bytearray(len(plain))
+    chunk_codec.subtract_base(plain, base, memoryview(words), width=1, config=chunk_codec.INTEGERS)
+    steps = ((chunk_codec.DELTA_ID, chunk_codec.INTEGERS), (ConstCodec.codec_id, b""))
+    return chunk_codec.Encoded(steps, [memoryview(words)[:1]], 1)
+
+
+def test_delta_of_one_byte_is_no_rounding(small_store, monkeypatch):
+    monkeypatch.setattr(chunk_codec, "encode_delta", constant_delta)
+    writer = ChainWriter(small_store)
+    first = np.random.default_rng(1).integers(0, 200, 2 * CHUNK_NBYTES, np.uint8)
+    sparse = (np.random.default_rng(2).random(first.size) < 0.01).astype(np.uint8)
+    states = [
+        {"w": first},
+        {"w": first + 1},  # The base is not part of the state.
+        {"w": first + 2, "base": first + 1, "root": first},
+        {"w": first + 2 + sparse, "base": first + 2},  # An ordinary delta on one of one byte.
+        {"w": first + 5 + sparse, "part": (first + 2)[:1000]},
+    ]
+    for number, state in enumerate(states):
+        manifest = writer.commit(state, number, base=None if number == 0 else -1)
+        assert number == 0 or any(frame.base >= 0 and frame.stored_nbytes == 1 for frame in manifest.frames)
+    for number, state in enumerate(states):
+        assert difference(state, small_store.restore(number)) is None
+        for name in state:
+            part = small_store.restore(number, only=name)
+            assert difference({name: state[name]}, part) is None
+    assert small_store.verify("decode").is_clean
 
 
 # Damage
