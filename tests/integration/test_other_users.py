@@ -199,7 +199,8 @@ def locked(trained, name):
         path.chmod(0o600)
 
 
-UNREADABLE = ["tags/main/good", f"trash/{'a' * 32}/", f"trash/{'a' * 32}/doomed", "manifests/other/"]
+LIST_NAME = "doomed"
+UNREADABLE = ["tags/main/good", f"trash/{'a' * 32}/", f"trash/{'a' * 32}/{LIST_NAME}", "manifests/other/"]
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
@@ -218,7 +219,7 @@ def test_unreadable_file_is_a_warning(trained, name, caplog):
 
 def test_unreadable_list_protects_only_new_packs(trained):
     """The list can only name older packs: the commit rewrites what it would reuse, and its new packs stay."""
-    locked(trained, f"trash/{'a' * 32}/doomed")
+    locked(trained, f"trash/{'a' * 32}/{LIST_NAME}")
     with as_user(TRAINER), ckstore.open(trained) as store:
         first, second = store.commit(state_of(4), 4), store.commit(state_of(4), 5)
         assert first.chunks_reused == 0

@@ -1,6 +1,6 @@
-"""Find words that the style guide bans: in documents, and in the prose of the package's source.
+"""Find words that the style guide bans: in documents, and in comments, strings and names of the code.
 
-Run ``python tests/support/words.py [FOLDER-OR-FILE ...]`` to print every finding, and the counts of each room.
+Run ``python tests/support/words.py [FOLDER-OR-FILE ...]`` to print every finding, and the count of each folder.
 """
 
 from __future__ import annotations
@@ -48,6 +48,19 @@ BANNED_NAMES = frozenset(
 
 STORED_NAMES = frozenset({"doomed", "lies in"})
 """Strings that cannot change: names in a store, and headings of tables that programs may read."""
+
+TESTS = ("durability", "golden", "hostile", "integration", "perf", "project", "support")
+FOLDERS = ("src/ckstore", "bench", "examples", *(f"tests/{name}" for name in TESTS))
+"""Folders whose modules are checked."""
+
+EXCEPTIONS = {
+    "bench/cases_gc.py": "names in benchmark records",
+    "bench/cases_training.py": "notes in benchmark records",
+    "bench/table_cases.py": "names in benchmark records",
+    "tests/project/test_words.py": "examples of banned words",
+    "tests/support/words.py": "the banned words",
+}
+"""Modules that are not checked, and why."""
 
 _PATTERN = re.compile("|".join(rf"\b{pattern}\b" for pattern in BANNED).replace(" ", r"\s+"), re.IGNORECASE)
 _CODE = re.compile(r"```.*?```|``.*?``|`[^`\n]*`", re.DOTALL)
@@ -104,8 +117,9 @@ def _content(token: tokenize.TokenInfo, kind: str) -> str:
 
 def files() -> list[Path]:
     """Return the documents and modules that are checked."""
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [*documents, *sorted((ROOT / "src" / "ckstore").rglob("*.py"))]
+    documents = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    modules = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [*documents, *(path for path in modules if path.relative_to(ROOT).as_posix() not in EXCEPTIONS)]
 
 
 def findings(path: Path) -> list[Finding]:
@@ -115,7 +129,7 @@ def findings(path: Path) -> list[Finding]:
 
 
 def main(chosen: list[str]) -> None:
-    """Print every finding of the chosen places, and the count of each room."""
+    """Print every finding of the chosen places, and the count of each folder."""
     counts: Counter[str] = Counter()
     for path in files():
         name = path.relative_to(ROOT).as_posix()
