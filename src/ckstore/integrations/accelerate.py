@@ -123,7 +123,7 @@ def attach(
             )
         store = Path(accelerator.project_dir) / "ckstore"
     made_by = f"accelerate {accelerate.__version__}"
-    pointers = PointerStore(store, run=run, policy=policy, background=background, made_by=made_by)
+    pointers = PointerStore.at(store, run=run, policy=policy, background=background, made_by=made_by)
     attached = getattr(accelerator, "_ckstore", None)
     if attached is not None:
         if (attached.pointers.address, attached.pointers.run) != (pointers.address, run):
@@ -172,6 +172,8 @@ class _Door:
         self._owner = weakref.ref(accelerator)
         self._state: dict[str, Any] = {}
         self._iteration: int | None = None
+        self._has_saved = False
+        """Whether a checkpoint was saved since older ones were last deleted."""
         self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._at_exit = weakref.WeakMethod(self.finish)
         atexit.register(_finish, self._at_exit)
@@ -248,15 +250,16 @@ class _Door:
             newest = None if accelerator.project_configuration.automatic_checkpoint_naming else self.pointers.newest()
             step = self._state["iteration"] if newest is None else newest.step + 1
             self.pointers.save(self._state, step, folder / POINTER_NAME)
+            self._has_saved = True
         accelerator.wait_for_everyone()
 
     def poll(self) -> None:
         """Settle what became durable, and delete older folders then."""
         if not self._accelerator.is_main_process:
             return
-        was_settled = self.pointers.is_settled
         self.pointers.poll()
-        if self.pointers.is_settled and not was_settled:
+        if self._has_saved and self.pointers.is_settled:
+            self._has_saved = False
             self._rotate()
 
     def finish(self) -> None:

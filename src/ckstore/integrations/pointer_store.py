@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,27 @@ class PointerStore:
         self._replaced: list[tuple[Path, PointerRecord]] = []
         self._last_seq: int | None = None
 
+    @classmethod
+    def at(
+        cls,
+        address: str | os.PathLike[str],
+        *,
+        run: str = "main",
+        policy: Policy | None = None,
+        background: bool = True,
+        made_by: str,
+    ) -> PointerStore:
+        """Return the object for a run of a store: the one that this process has, or a new one.
+
+        A process that makes a trainer a second time, as in a notebook, would otherwise compete with itself for the run.
+        The other arguments then apply from now on.
+        """
+        made = cls(address, run=run, policy=policy, background=background, made_by=made_by)
+        key = (os.getpid(), made.address, run)
+        known = _KNOWN.setdefault(key, made)
+        known.background, known._policy, known._made_by = made.background, policy, made_by
+        return known
+
     def __repr__(self) -> str:
         return f"PointerStore({self.address!r}, run={self.run!r})"
 
@@ -95,7 +117,7 @@ class PointerStore:
     def store(self) -> Store:
         """The store. Created if it does not exist."""
         if self._opened is None:
-            self._opened = open_store(self.address, run=self.run, policy=self._policy)
+            self._opened = open_store(self.address, run=self.run)
             newest = self._opened.latest()
             self._last_seq = None if newest is None else newest.seq
         return self._opened
@@ -175,13 +197,13 @@ class PointerStore:
         replaces = self._announced.pop(file) if was_announced else self._replaced_by_save(file)
         store = self.store
         if self.background:
-            pending = store.commit_async(state, step, metrics=metrics, tags=tags, policy=policy)
+            pending = store.commit_async(state, step, metrics=metrics, tags=tags, policy=policy or self._policy)
             record = self._record(file, step, None if was_announced else replaces)
             if wait or is_foreign:
                 pending.result()
             self._in_flight.append(_InFlight(pending, file, record, replaces))
         else:
-            receipt = store.commit(state, step, metrics=metrics, tags=tags, policy=policy)
+            receipt = store.commit(state, step, metrics=metrics, tags=tags, policy=policy or self._policy)
             record = self._with_entry(self._record(file, step), receipt)
         write_pointer(file, record)
         if not self.background and replaces is not None:
@@ -389,3 +411,7 @@ class PointerStore:
             return
         except ConflictError as error:
             _log.info("the checkpoint of %s is kept: %s", path, error)
+
+
+_KNOWN: weakref.WeakValueDictionary[tuple[int, str, str], PointerStore] = weakref.WeakValueDictionary()
+"""The object for each process, address and run."""

@@ -109,7 +109,7 @@ def attach(
         raise UsageError("files must be 'pointer' or 'both'", where=f"attach(trainer, files={files!r})")
     address = str(Path(_output_dir(trainer), "ckstore")) if store is None else os.fspath(store)
     made_by = f"transformers {transformers.__version__}"
-    pointers = PointerStore(address, run=run, policy=policy, background=background, made_by=made_by)
+    pointers = PointerStore.at(address, run=run, policy=policy, background=background, made_by=made_by)
     if isinstance(trainer, _StoreTrainer):
         _require_same(trainer._ckstore.pointers, pointers)
         return

@@ -362,3 +362,15 @@ def test_link_to_a_pointer_in_another_folder(foreground, tmp_path):
     foreground.save(state(1), 10, tmp_path / "a" / "b" / "x.ckpt")
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "a" / "b" / "x.ckpt")
     assert PointerStore(tmp_path / "other", made_by="a test").load(tmp_path / "last.ckpt")["step"] == 1
+
+
+def test_one_process_has_one_object_for_a_run(tmp_path):
+    first = PointerStore.at(tmp_path / "store", made_by="a test")
+    first.save(state(1), 10, tmp_path / "a")
+    second = PointerStore.at(tmp_path / "store", made_by="another", background=False)
+    assert second is first
+    second.save(state(2), 20, tmp_path / "b")
+    assert second.load(tmp_path / "a")["step"] == 1
+    assert read_pointer(tmp_path / "b").made_by == "another"
+    assert PointerStore.at(tmp_path / "store", run="other", made_by="a test") is not first
+    second.close()

@@ -1,0 +1,46 @@
+"""Run a framework's own checkpoint tests with ckstore in place of its files.
+
+    python tests/judges/run.py accelerate PATH
+
+PATH is a checkout of the framework's sources that fits the installed version; nothing of it is part of ckstore. What is
+left out is in ``EXCLUDED``, with the reason. The exit code is that of pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+FILES = {
+    "accelerate": ("tests/test_state_checkpointing.py",),
+}
+"""The test files of each framework."""
+
+EXCLUDED: dict[str, dict[str, str]] = {
+    "accelerate": {},
+}
+"""Tests that cannot hold with ckstore: their names, and why."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run a framework's own checkpoint tests with ckstore.")
+    parser.add_argument("framework", choices=sorted(FILES))
+    parser.add_argument("path", type=Path, help="a checkout of the framework's sources")
+    given, more = parser.parse_known_args()
+    for name, reason in EXCLUDED[given.framework].items():
+        print(f"left out: {name}: {reason}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", f"ckstore_{given.framework}", "-p", "no:cacheprovider"]
+    command += [f"--deselect={name}" for name in EXCLUDED[given.framework]]
+    command += [*FILES[given.framework], *more]
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=given.path, env=environment).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
