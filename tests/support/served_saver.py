@@ -46,25 +46,25 @@ class Levels:
 
     def __init__(self):
         self.thread_limit = AskedThreadLimit()
-        self.noted = []
+        self.changes = []
         self.on_change = lambda level: None
 
     @property
     def now(self):
-        return self.noted[-1] if self.noted else None
+        return self.changes[-1] if self.changes else None
 
     def use_low_priority(self):
-        self._note("give way")
+        self._note("low")
 
     def use_idle_class(self):
-        self._note("idle class")
+        self._note("idle")
 
     def use_full_priority(self):
-        self._note("hurry")
+        self._note("full")
 
     def _note(self, level):
         if level != self.now:
-            self.noted.append(level)
+            self.changes.append(level)
             self.on_change(level)
 
 

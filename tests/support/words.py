@@ -49,7 +49,7 @@ BANNED_NAMES = frozenset(
 STORED_NAMES = frozenset({"doomed", "lies in"})
 """Strings that cannot change: names in a store, and headings of tables that programs may read."""
 
-TESTS = ("durability", "golden", "hostile", "integration", "perf", "project", "support")
+TESTS = ("durability", "frameworks", "golden", "hostile", "integration", "perf", "project", "support", "unit")
 FOLDERS = ("src/ckstore", "bench", "examples", *(f"tests/{name}" for name in TESTS))
 """Folders whose modules are checked."""
 

@@ -43,7 +43,7 @@ class Run:
         return 1 - worked / (self.clock.now - begun)
 
     def commit(self, *, is_lost=False):
-        assert self.pending is None, "it was due while another was being written"
+        assert self.pending is None, "due while another commit was being written"
         self.committed.append(self.number)
         self.clock.sleep(self.stall)
         self.pending, self.left = Pending(self.number), self.write
@@ -76,7 +76,7 @@ def test_advice_keeps_the_bound_on_overhead():
         assert advice.reason == "overhead"
         assert advice.stall_share <= overhead
         fewer = (advice.steps - 1) * step
-        assert fewer == 0 or stall / fewer > overhead, "one step less would have kept it too"
+        assert fewer == 0 or stall / fewer > overhead, "one step less would also be within the bound"
 
 
 def test_advice_is_not_faster_than_writing():
@@ -171,7 +171,7 @@ def test_store_advice_uses_measured_intervals(clock):
     run.run(5_000)
     advice = advice_for(run.costs.measured(), 0.5)
     assert advice.measured.slowdown_seconds == pytest.approx(0.1 * 20, rel=0.2)
-    assert advice.seconds == run.auto.advice.seconds > 50, "writing alone would let it commit every 10 s"
+    assert advice.seconds == run.auto.advice.seconds > 50, "the write time alone allows a commit every 10 s"
 
 
 def test_failed_commits_are_not_retried_early(clock):
@@ -308,7 +308,7 @@ def test_loop_commits_through_a_real_saver(disk_store):
     assert "nothing measured" in repr(ckstore.AutoInterval())
     step, pendings = 0, []
     while len(pendings) < 5:
-        assert step < 60_000, "commits are not due any more"
+        assert step < 60_000, "commits are no longer due"
         state["w"] += 1
         if auto.due(step):
             assert not disk_store.costs.is_busy

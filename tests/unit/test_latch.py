@@ -104,7 +104,7 @@ def test_interrupted_set_delays_others_only_briefly(monkeypatch):
             assert not thread.is_alive(), number
         if not was_interrupted:
             break
-    assert number > 4, "each line was interrupted, with threads that were woken already and without"
+    assert number > 4, "each line is interrupted, with and without woken threads"
 
 
 # In its own process, because pytest's timeout uses the only timer of this kind.

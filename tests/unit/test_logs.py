@@ -45,7 +45,7 @@ def on_a_thread(call, name="somebody"):
     begun = time.monotonic()
     thread.start()
     thread.join(SECONDS_MAX)
-    assert not thread.is_alive(), "it waits for ever"
+    assert not thread.is_alive(), "it waits forever"
     return time.monotonic() - begun
 
 
@@ -162,7 +162,7 @@ def test_held_handler_lock_delays_a_thread_once(log, monkeypatch):
     others = on_a_thread(lambda: [say(log, logging.ERROR, "two, or more") for _ in range(100)])
     assert others < 5
     say(log, logging.ERROR, "main")
-    assert [record.getMessage() for record in log.records] == ["main"], "the lock does not keep who has it"
+    assert [record.getMessage() for record in log.records] == ["main"], "the lock does not keep its holder alive"
     log.handler.release()
     end = time.monotonic() + SECONDS_MAX
     while len(log.records) < 102 and time.monotonic() < end:

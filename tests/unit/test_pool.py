@@ -248,5 +248,5 @@ def test_ctrl_c_at_any_moment_leaves_no_thread(note, sample):
     command = [sys.executable, "-c", INTERRUPTED, str(count), str(sample.seed(0))]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) > count / 10, "too few were interrupted to show anything"
+    assert int(ran.stdout) > count / 10, "too few calls were interrupted"
     note(f"of {count} concurrent calls {int(ran.stdout)} were interrupted, and none blocked")

@@ -47,9 +47,9 @@ def test_state_without_room_waits_for_the_other(replacing, savers, caplog):
     pendings = []
     thread = threading.Thread(target=lambda: pendings.append(store.commit_async(state(1, 20 * MIB), 1)), daemon=True)
     thread.start()
-    until(lambda: "no memory for a second staged state" in caplog.text, "the word that it waits")
+    until(lambda: "no memory for a second staged state" in caplog.text, "the log record of the wait")
     thread.join(0.1)
-    assert not pendings, "there is no room for it yet"
+    assert not pendings, "it must wait for room"
     saver.finish(1)
     thread.join(SECONDS_MAX)
     assert pendings[0].wait_staged(SECONDS_MAX)
@@ -63,5 +63,5 @@ def test_state_larger_than_the_arena_is_refused(replacing, savers):
     pending = store.commit_async(state(0, 20 * MIB), 0)
     with pytest.raises(CapacityError, match="the policy allows"):
         store.commit_async(state(1, 40 * MIB), 1)
-    assert not pending.is_done, "nobody waits for what does not help"
+    assert not pending.is_done, "waiting would not help"
     saver.finish(1)

@@ -149,7 +149,7 @@ def test_cached_capture_equals_a_fresh_one(change):
     recapture = AllCaches().attach(case.optimizer)
     same(recapture, case.state)
     case.state["rng"] = torch.get_rng_state()
-    assert same(recapture, case.state), "nothing has changed but an allocation"
+    assert same(recapture, case.state), "only an allocation has changed"
     change(case)
     same(recapture, case.state)
     # A second capture compares the newly cached facts.
@@ -276,7 +276,7 @@ def test_tensor_moved_into_another_shares_its_storage():
     state, recapture = {"first": pool[:10], "second": torch.ones(100)}, AllCaches()
     same(recapture, state)
     state["second"] = torch.ones(100)
-    assert same(recapture, state), "alone before and alone now"
+    assert same(recapture, state), "it shares no memory before or after"
     state["second"] = pool
     assert not same(recapture, state)
 
@@ -323,7 +323,7 @@ def test_state_dict_is_called_once_per_capture():
         assert holder.asked == asked
     state["last"] = torch.ones(2)
     same(recapture, state)
-    assert holder.asked == 8, "twice by this capture, though the first walk was given up, twice by the other one"
+    assert holder.asked == 8, "twice by each capture, including an abandoned first walk"
 
 
 class Late(Holder):

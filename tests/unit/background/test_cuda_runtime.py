@@ -32,7 +32,7 @@ def stream():
 
 def test_rows_are_copied_in_order_on_the_stream(runtime, stream):
     launcher = cuda.launcher_for(HERE, stream)
-    assert stream.waits, "a pattern was copied, and waited for"
+    assert stream.waits, "a test pattern was copied and awaited"
     runtime.calls.clear()
     there, here = np.arange(1000, dtype=np.uint8), np.zeros(1000, np.uint8)
     begin, to = there.ctypes.data, here.ctypes.data
@@ -97,7 +97,7 @@ def test_runtime_is_the_one_torch_links_with(monkeypatch):
     assert cuda.address_of_copy() == 4096
     [(path, mode)] = loaded
     assert path.endswith("torch/lib/libc10_cuda.so")
-    assert mode & os.RTLD_NOLOAD, "nothing is loaded that torch has not"
+    assert mode & os.RTLD_NOLOAD, "only libraries that torch has loaded are used"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")

@@ -105,7 +105,7 @@ def test_every_commit_launches_all_copies(quick_saver_store, savers, runtime):
         optimizer.step()
         pending.result()
         assert {part.data_ptr() for part in parts} <= {source for source, *_ in runtime.calls}
-        assert len(parts) == 8, "two parameters, four moments, two counters of steps"
+        assert len(parts) == 8, "two parameters, four moments, two step counters"
         assert wanted <= set(savers[-1].content(step + 1))
 
 

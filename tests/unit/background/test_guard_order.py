@@ -186,4 +186,4 @@ def test_optimizer_with_failing_hooks_is_refused_unchanged(store, held):
         store.attach(half)
     half.step()
     assert not half._optimizer_step_pre_hooks
-    assert not store.commit_async(trainer.state(), 1).is_staged, "the other one is guarded as before"
+    assert not store.commit_async(trainer.state(), 1).is_staged, "the other optimizer is still guarded"

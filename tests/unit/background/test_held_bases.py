@@ -87,7 +87,7 @@ def test_bases_without_memory_are_dropped():
 def test_read_base_is_held_only_if_its_hash_matches():
     bases, plain = BaseCache(), memoryview(bytearray(b"abc" * 40))
     bases.hold_read(ChunkId(b"x" * 32), plain)
-    assert bases.held_nbytes == 0, "it has another name"
+    assert bases.held_nbytes == 0, "its hash differs"
     bases.hold_read(chunk_id_of(plain), plain)
     plain[:] = bytes(120)
     assert bases.held(chunk_id_of(b"abc" * 40)) == b"abc" * 40

@@ -139,7 +139,7 @@ def test_slot_uses_huge_pages_if_available(huge, arena):
     other = Arena.attach(os.dup(arena.fd))
     assert bytes(other.slots[1].view(UNIT_NBYTES - 2, 4)) == b"\0ab\0"
     assert list(other.slots[1].map_ahead()) == [True, True, True, False]
-    assert nbytes_huge() - before >= huge(6 * UNIT_NBYTES), "the other side has them too"
+    assert nbytes_huge() - before >= huge(6 * UNIT_NBYTES), "the other process has them too"
     other.close()
 
 

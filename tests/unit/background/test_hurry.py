@@ -36,24 +36,24 @@ def test_priority_follows_the_work(served, gate):
     begun = served.begin(state(), 1).stage()
     begun.hear(protocol.Began)
     served.settle()
-    assert served.priority.noted == ["idle class"], "while there is nothing to do, and while a state is copied"
+    assert served.priority.changes == ["idle"], "without work, and while a state is copied"
     begun.finish()
-    until_level(served, "give way")
+    until_level(served, "low")
     served.say(protocol.Hurry())
-    until_level(served, "hurry")
+    until_level(served, "full")
     gate.open()
     begun.wait()
-    until_level(served, "idle class")
+    until_level(served, "idle")
     served.say(protocol.Quit())
     assert served.code() == 0
-    assert served.priority.noted == ["idle class", "give way", "hurry", "idle class", "hurry"]
+    assert served.priority.changes == ["idle", "low", "full", "idle", "full"]
 
 
 def test_hurry_without_work_changes_nothing(served):
     served.settle()
     served.say(protocol.Hurry())
     served.settle()
-    assert served.priority.noted == ["idle class"]
+    assert served.priority.changes == ["idle"]
 
 
 def test_hurry_covers_begun_tickets_only(open_served):
@@ -64,13 +64,13 @@ def test_hurry_covers_begun_tickets_only(open_served):
     third = served.begin(state(3), 3, slot=2)
     first.stage().finish().wait()
     served.settle()
-    assert served.priority.noted == ["idle class", "hurry"], "the second one is waited for too"
+    assert served.priority.changes == ["idle", "full"], "the second ticket is awaited too"
     second.stage().finish().wait()
-    until_level(served, "idle class")
+    until_level(served, "idle")
     third.stage().finish().wait()
     served.say(protocol.Quit())
     served.code()
-    assert served.priority.noted[2:].count("hurry") == 1, "at its end, and not for the third one"
+    assert served.priority.changes[2:].count("full") == 1, "not again for the third ticket"
 
 
 def test_hurry_lasts_until_an_earlier_request_is_answered(served):
@@ -88,11 +88,11 @@ def test_hurry_lasts_until_an_earlier_request_is_answered(served):
     try:
         begun.stage().finish().wait()
         served.settle()
-        assert served.priority.noted == ["idle class", "hurry"]
+        assert served.priority.changes == ["idle", "full"]
     finally:
         may_go_on.set()
     served.hear(protocol.Answer, question=question)
-    until_level(served, "idle class")
+    until_level(served, "idle")
 
 
 def test_hurry_applies_before_a_delayed_state_begins(served):
@@ -106,9 +106,9 @@ def test_hurry_applies_before_a_delayed_state_begins(served):
     served.heard()
     served.say(protocol.Hurry())
     begun.hear(protocol.Began)
-    assert had_begun[0] == ("hurry", False)
+    assert had_begun[0] == ("full", False)
     served.settle()
-    assert served.priority.now == "hurry"
+    assert served.priority.now == "full"
     begun.stage().finish().wait()
 
 
@@ -118,8 +118,8 @@ def test_hurry_is_cleared_when_a_delayed_begin_fails(served):
     served.say(protocol.Hurry())
     with pytest.raises(MalformedError, match="cannot be read"):
         begun.wait()
-    until_level(served, "idle class")
-    assert served.priority.noted == ["idle class", "hurry", "idle class"]
+    until_level(served, "idle")
+    assert served.priority.changes == ["idle", "full", "idle"]
 
 
 def test_hurry_is_cleared_when_the_ticket_is_aborted(served):
@@ -130,7 +130,7 @@ def test_hurry_is_cleared_when_the_ticket_is_aborted(served):
         with pytest.raises(SaverError, match="given up"):
             begun.wait()
         served.settle()
-        until_level(served, "idle class")
+        until_level(served, "idle")
 
 
 def test_saver_hurries_after_the_trainer_died(served, gate):
@@ -138,12 +138,12 @@ def test_saver_hurries_after_the_trainer_died(served, gate):
     begun = served.begin(state(), 1)
     begun.hear(protocol.Began)
     begun.stage().finish()
-    until_level(served, "give way")
+    until_level(served, "low")
     served.hang_up()
-    until_level(served, "hurry")
+    until_level(served, "full")
     gate.open()
     assert served.code() == 0
-    assert served.priority.noted[-2:] == ["give way", "hurry"]
+    assert served.priority.changes[-2:] == ["low", "full"]
 
 
 @pytest.mark.parametrize("is_quit_sent", [True, False], ids=["quit sent", "trainer dead"])
@@ -154,4 +154,4 @@ def test_ending_saver_hurries_without_work(served, is_quit_sent):
     else:
         served.hang_up()
     served.code()
-    assert served.priority.noted == ["idle class", "hurry"]
+    assert served.priority.changes == ["idle", "full"]

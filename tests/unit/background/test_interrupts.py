@@ -66,7 +66,7 @@ def test_ctrl_c_during_begin_is_raised_after_it(savers, folder, monkeypatch):
         for step in (2, 3, 4):
             store.commit_async(noise(step), step).result()
         assert len(savers) == 1
-        assert {savers[0].slot(ticket).index for ticket in (1, 2, 3, 4)} == {0}, "nothing was left in the others"
+        assert {savers[0].slot(ticket).index for ticket in (1, 2, 3, 4)} == {0}, "no thread kept a step"
 
 
 def test_ctrl_c_in_thread_start_leaves_no_late_step(monkeypatch):

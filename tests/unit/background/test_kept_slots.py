@@ -43,7 +43,7 @@ def test_kept_slot_is_not_written_until_returned(open_fake_store, savers):
     for step in range(3):
         store.commit_async(state(step), step).result()
         if step:
-            assert savers[0].content(step) == [state(step - 1)["w"].tobytes()], "it lies as it was"
+            assert savers[0].content(step) == [state(step - 1)["w"].tobytes()], "the kept slot is unchanged"
             savers[0].free(step)
     slots = [savers[0].begun[ticket][0].index for ticket in (1, 2, 3)]
     assert slots[0] == slots[2] != slots[1]
@@ -88,7 +88,7 @@ def test_prewarm_accepts_memory_of_one_slot(open_fake_store, savers, monkeypatch
     store.prewarm(state(0, 20 * MIB))
     store.commit_async(state(0, 20 * MIB), 0).result()
     assert savers[0].kept == [False]
-    assert savers[0].head(1).policy.base_cache == "none", "nor is there memory for a copy on the saver's heap"
+    assert savers[0].head(1).policy.base_cache == "none", "a copy on the saver's heap would not fit either"
 
 
 def test_prewarm_takes_no_third_slot(open_fake_store, savers):
@@ -116,9 +116,9 @@ def test_kept_slot_is_freed_for_a_second_state(open_fake_store, savers):
     store.commit_async(state(1, 60 * MIB), 1).result()
     assert savers[0].kept == [True, False]
     assert "forget" in savers[0].calls
-    assert "release" not in savers[0].calls, "the lease stays, and what is known of the run"
+    assert "release" not in savers[0].calls, "the lease and the chunk index stay"
     assert store.arena_nbytes <= 76 * MIB
-    assert savers[0].begun[2][0] is savers[0].begun[1][0], "it has the memory that there was"
+    assert savers[0].begun[2][0] is savers[0].begun[1][0], "it reuses the kept slot"
 
 
 def test_memory_shortage_while_copying_is_remembered(open_fake_store, savers, monkeypatch):
@@ -176,7 +176,7 @@ def test_pages_pinned_for_devices_are_not_freed():
     assert second.nbytes_taken
     second.unpin_pages = lambda: False
     assert not dock.release_all_but(first)
-    assert not dock.release_all_but(first), "nor when it is asked for again"
+    assert not dock.release_all_but(first), "a second call frees nothing either"
     second.unpin_pages = lambda: True
     assert dock.release_all_but(first) >= 20 * MIB
     assert second.unpin_pages is None, "the next user pins the pages again"
@@ -234,7 +234,7 @@ def test_failed_prewarm_frees_its_memory(open_fake_store, monkeypatch):
     store = open_fake_store(base_cache="memory")
     # More than one populate call takes.
     store.prewarm(state(0, 72 * MIB))
-    assert 72 * MIB <= store.arena_nbytes <= 84 * MIB, "as much as one state takes"
+    assert 72 * MIB <= store.arena_nbytes <= 84 * MIB, "the memory of one state"
 
 
 def test_interrupted_prewarm_leaves_no_thread(open_fake_store, monkeypatch):
@@ -263,11 +263,11 @@ def test_interrupted_prewarm_leaves_no_thread(open_fake_store, monkeypatch):
         try:
             with pytest.raises(KeyboardInterrupt):
                 store.prewarm({"w": np.empty(150 * MIB, np.uint8)})
-            assert left == [0], "what had begun was waited for"
+            assert left == [0], "the running populate was awaited"
         finally:
             thread.join()
     store.close()
-    assert left == [0], "nothing else has begun"
+    assert left == [0], "no other populate began"
 
 
 def test_unanswered_free_request_is_resent(open_fake_store, savers):

@@ -59,7 +59,7 @@ def test_ticket_with_lease_survives_immediate_trainer_death(open_served, store, 
     code = served.serve().code()
     assert store.steps() == ([1] if token == "this" else [])
     assert (code == 0) == (token == "this")
-    assert not lease_path(served.address).exists(), "given back, whether it was adopted or not"
+    assert not lease_path(served.address).exists(), "released, adopted or not"
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])

@@ -62,7 +62,7 @@ def test_unguarded_step_does_change_it(store, held, monkeypatch, options):
     monkeypatch.setattr("ckstore.background.staging.versions_of", lambda storages: [0] * len(storages))
     wanted, staged = commit_and(store, trainer.state(), trainer.train)
     assert staged != wanted
-    assert staged[-1] == wanted[-1], "the average belongs to no optimizer and was copied before"
+    assert staged[-1] == wanted[-1], "no optimizer owns the average, so it was copied in the call"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch warns about its own code.

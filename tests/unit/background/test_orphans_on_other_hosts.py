@@ -137,7 +137,7 @@ def test_saver_without_boot_id_does_not_wait_for_itself(run, clock, monkeypatch)
     assert not Lease(run, "main", clock).wait_for_orphan()
     put(run, replace(LEFT, boot_id=""))
     clock.on_sleep = lambda: run.unlink(PATH)
-    assert Lease(run, "main", clock).wait_for_orphan(), "others tell by their heartbeats only"
+    assert Lease(run, "main", clock).wait_for_orphan(), "only heartbeats show whether it lives"
 
 
 def test_resumed_heartbeat_is_awaited_again(run, clock):

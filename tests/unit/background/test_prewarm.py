@@ -76,7 +76,7 @@ def test_map_ahead_maps_populated_memory_only(arena):
     assert list(other.slots[0].map_ahead()) == [True, True, False, False, True, False]
     assert mapped_nbytes() >= before + 3 * UNIT_NBYTES
     assert os.fstat(arena.fd).st_blocks == taken
-    assert not list(other.slots[1].map_ahead()), "nobody has made room there"
+    assert not list(other.slots[1].map_ahead()), "that slot has no room reserved"
     other.close()
 
 
@@ -165,7 +165,7 @@ def test_warmed_blocks_are_used_until_released(served, blocks):
         served.commit(noise(step, 24 * MIB), step, policy=policy_of(BLOCKS))
         assert (blocks.mapped_count, blocks.living_count) == (BLOCKS, BLOCKS), step
     served.say(protocol.Forget())
-    until(lambda: blocks.living_count == 0, "the blocks given back")
+    until(lambda: blocks.living_count == 0, "the release of the blocks")
 
 
 def test_lease_release_frees_the_blocks(served, blocks):
@@ -186,7 +186,7 @@ def test_blocks_of_a_failed_commit_are_reused(served, blocks):
     policy = policy_of(BLOCKS)
     for step in range(4):
         begun = served.begin(noise(step, 24 * MIB), step, policy=policy).stage(units=3)
-        until(lambda: packs_nbytes(served.address) > 7 * MIB, "some of it being written")
+        until(lambda: packs_nbytes(served.address) > 7 * MIB, "the first written bytes")
         begun.abort()
         with pytest.raises(SaverError, match="given up"):
             begun.wait()

@@ -58,7 +58,7 @@ def test_priority_that_cannot_be_raised_is_not_lowered_to_idle(asked, monkeypatc
     assert policies == []
     priority = Priority(NICE)
     priority.use_idle_class()
-    assert policies == [os.SCHED_IDLE, os.SCHED_OTHER], "one thread that sleeps was asked"
+    assert policies == [os.SCHED_IDLE, os.SCHED_OTHER], "one sleeping thread was tried"
     priority.use_full_priority()
     priority.use_idle_class()
     assert len(policies) == 2
@@ -121,7 +121,7 @@ def test_only_waits_for_results_and_slots_are_urgent(fake_saver_store, savers, m
     pending.wait_staged()
     with pytest.raises(TimeoutError):
         pending.result(timeout=0)
-    assert "hurry" not in saver.calls, "a trainer that makes sure that it is staged, or looks, trains on"
+    assert "hurry" not in saver.calls, "staging waits and progress checks are not urgent"
     result = threading.Thread(target=pending.result)
     result.start()
     result.join(0.05)
@@ -134,4 +134,4 @@ def test_only_waits_for_results_and_slots_are_urgent(fake_saver_store, savers, m
     third.join(0.05)
     saver.finish(2)
     third.join()
-    assert saver.calls.count("hurry") > 1, "for a slot, as for a result"
+    assert saver.calls.count("hurry") > 1, "waiting for a slot is urgent too"

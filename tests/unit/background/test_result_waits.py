@@ -66,7 +66,7 @@ def test_result_without_timeout_uses_half_the_threads(begun, savers, copying):
     pending = begun(4)
     asking = waiting(pending.result)
     until(lambda: "hurry" in savers[-1].calls, "the saver being hurried")
-    until(lambda: len(entered) == 2, "half of the crew")
+    until(lambda: len(entered) == 2, "half of the threads")
     asking.join(0.2)
     assert (len(entered), savers[-1].calls[-2:]) == (2, ["begin", "hurry"])
     may_go_on.set()
@@ -79,7 +79,7 @@ def test_wait_with_timeout_copies_with_all_threads_first(begun, savers, copying,
     entered, may_go_on = copying
     pending = begun(4)
     asking = waiting(lambda: ask(pending))
-    until(lambda: len(entered) == 4, "the whole crew")
+    until(lambda: len(entered) == 4, "all threads")
     assert "hurry" not in savers[-1].calls
     may_go_on.set()
     asking.join(SECONDS_MAX)
@@ -91,7 +91,7 @@ def test_result_uses_all_threads_if_half_frees_no_cpu(begun, savers, copying, pr
     entered, may_go_on = copying
     pending = begun(processor_count)
     asking = waiting(pending.result)
-    until(lambda: len(entered) == 4, "the whole crew")
+    until(lambda: len(entered) == 4, "all threads")
     assert "hurry" not in savers[-1].calls
     may_go_on.set()
     asking.join(SECONDS_MAX)
@@ -102,7 +102,7 @@ def test_result_does_not_reduce_running_threads(begun, savers, copying):
     entered, may_go_on = copying
     pending = begun(4)
     threads = [waiting(pending.wait_staged)]
-    until(lambda: len(entered) == 4, "the whole crew")
+    until(lambda: len(entered) == 4, "all threads")
     threads.append(waiting(pending.result))
     threads[1].join(0.2)
     assert "hurry" not in savers[-1].calls
@@ -130,7 +130,7 @@ def test_result_of_staged_state_leaves_other_copies_alone(begun, store, savers, 
     store.prewarm({"w": np.zeros(64 << 20, np.uint8)})
     saver = slow(savers)
     pending = begun(4)
-    until(lambda: pending.is_staged, "half of the crew, which nobody rushes")
+    until(lambda: pending.is_staged, "half of the threads")
     asking = waiting(pending.result)
     asking.join(0.2)
     assert "hurry" not in saver.calls

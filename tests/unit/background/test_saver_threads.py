@@ -28,7 +28,7 @@ def test_commit_proceeds_with_admitted_threads_only(served, most):
     gate = Gate(served.priority, most)
     state = noise(1, 24 * MIB)
     begun = served.begin(state, 1, policy=Policy(threads=4)).stage().finish()
-    until(lambda: gate.asked.count(most - 1) > LOOKS, "a thread that asks")
+    until(lambda: gate.asked.count(most - 1) > LOOKS, "a thread that asks for admission")
     assert set(gate.asked) == set(range(most))
     assert not {"Done", "Failed"} & set(begun.events)
     # Every admitted thread does the same work.
@@ -53,7 +53,7 @@ def test_lossy_commit_respects_the_thread_limit(served, gate):
     gate.admitted.clear()
     del gate.asked[:]
     begun = served.begin(all_lossy(), 1, policy=policy, parent=0).stage().finish()
-    until(lambda: gate.asked.count(0) > LOOKS, "a thread that asks")
+    until(lambda: gate.asked.count(0) > LOOKS, "a thread that asks for admission")
     assert not {"Done", "Failed"} & set(begun.events)
     gate.open()
     receipt = begun.wait()
@@ -68,7 +68,9 @@ def test_base_reader_does_not_count(served, gate, monkeypatch):
     for step, thread_count in enumerate((1, 2)):
         begun = served.begin({"w": weights * np.float32(1 + step * 2**-12)}, step, policy=policy, parent_ticket=step)
         begun.stage().finish()
-        until(lambda: all(gate.asked.count(index) > LOOKS for index in {0, *gate.asked}), "threads that ask")
+        until(
+            lambda: all(gate.asked.count(index) > LOOKS for index in {0, *gate.asked}), "threads that ask for admission"
+        )
         assert len(set(gate.asked)) == thread_count
         gate.admitted.update(gate.asked)
         receipt = begun.wait()
@@ -79,7 +81,7 @@ def test_base_reader_does_not_count(served, gate, monkeypatch):
 
 def test_hurried_saver_ignores_the_limit(served, gate):
     begun = served.begin(noise(1), 1).stage().finish()
-    until(lambda: gate.asked.count(0) > LOOKS, "a thread that asks")
+    until(lambda: gate.asked.count(0) > LOOKS, "a thread that asks for admission")
     served.priority.thread_limit.maximum = None
     begun.wait()
     assert not gate.admitted

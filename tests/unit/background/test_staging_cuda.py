@@ -124,7 +124,7 @@ def test_only_memory_of_the_state_is_pinned(registrations):
     pin(slot, slot.nbytes_begun)
     pin(slot, 3 * UNIT_NBYTES)
     assert calls == [7 * UNIT_NBYTES]
-    assert slot.nbytes_taken == 7 * UNIT_NBYTES, "what is pinned is in memory"
+    assert slot.nbytes_taken == 7 * UNIT_NBYTES, "pinned memory is resident"
     # A longer state, which may grow further. Freed memory is no longer resident.
     pin(slot, 8 * UNIT_NBYTES)
     pin(slot, 9 * UNIT_NBYTES)

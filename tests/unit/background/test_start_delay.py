@@ -55,7 +55,7 @@ def test_bell_does_not_shorten_the_delay(served):
     assert rings.heard_count <= 2 < 20 < rings.count
     begun.hear(protocol.Began)
     assert time.monotonic() >= said + hold_seconds
-    assert served.priority.noted == ["idle class"]
+    assert served.priority.changes == ["idle"]
     begun.stage().finish().wait()
 
 
@@ -105,7 +105,7 @@ def test_delayed_states_begin_in_order(served, second_hold_ms):
     for each in (second, first):
         each.stage().finish()
     assert [each.wait().seq for each in (first, second)] == [0, 1]
-    assert served.priority.noted.count("hurry") == bool(second_hold_ms), "for the sake of both, and to the end"
+    assert served.priority.changes.count("full") == bool(second_hold_ms), "one hurry lasts for both"
 
 
 def test_staged_state_is_published_on_disconnect(served):
@@ -116,7 +116,7 @@ def test_staged_state_is_published_on_disconnect(served):
     served.hang_up()
     assert served.code() == 0
     with ckstore.open(served.address) as store:
-        assert store.steps() == [0, 1], "all that it said before counts"
+        assert store.steps() == [0, 1], "its earlier messages count"
 
 
 # Begin messages to a saver that is ending

@@ -132,7 +132,7 @@ def test_waiting_ticket_can_be_replaced(served, address):
     second = served.begin(noise(2), 2, slot=1).stage().finish().abort()
     with pytest.raises(SaverError):
         second.wait()
-    assert "Done" not in first.events, "nobody waits for its turn to be given up"
+    assert "Done" not in first.events, "an abort does not wait for its turn"
     third = served.begin(noise(3), 3, slot=1)
     first.stage().finish().wait()
     assert third.stage().finish().wait().seq == 1

@@ -222,7 +222,7 @@ def test_steps_during_device_copies_pass_without_waiting(store, on_device, threa
     pending = store.commit_async([one.state(), other.state()], 1, policy=ckstore.Policy(staging_threads=threads))
     for trainer in (one, other, one, other):
         trainer.train()
-    assert not pending.is_staged, "no step has waited for the device"
+    assert not pending.is_staged, "no step waited for the device"
     SlowDevice.may_copy.set()
     assert pending.result().step == 1
 

@@ -212,7 +212,7 @@ def test_undelete_restores_a_deleted_checkpoint(call, store):
     assert "archival" in call("ls", store)[1]
     code, _, err = call("undelete", store, "999")
     assert code == 10
-    assert "100" in err, "it names what there is"
+    assert "100" in err, "it lists what exists"
 
 
 def test_size_texts_become_bytes():

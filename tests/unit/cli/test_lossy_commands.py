@@ -194,7 +194,7 @@ def test_demote_asks_on_a_terminal(call, aged, monkeypatch):
     assert fidelities(aged).count("near") == 2
     person = _Terminal(monkeypatch, False)
     assert call("demote", aged, 2, "--yes")[0] == 0
-    assert call("demote", aged, "--keep-newest", 7)[0] == 0, "nothing to be demoted is nothing to ask"
+    assert call("demote", aged, "--keep-newest", 7)[0] == 0, "without candidates there is no question"
     assert call("demote", aged, "--dry-run")[0] == 0
     assert person.questions == []
 

@@ -159,6 +159,9 @@ JSON = {
     "push --forget!": "forgotten address",
 }
 
+LOCATION = "lies in"
+"""The heading of the column that names the tiers of a checkpoint."""
+
 HEADINGS = {
     "ls": [
         "seq | step | time (local) | age | state | written | ratio | new/reused | metrics | tags | fidelity | parent",
@@ -214,10 +217,10 @@ HEADINGS = {
     ],
     "ls of tiers": [
         "seq | step | time (local) | age | state | written | ratio | new/reused | metrics | tags | fidelity | parent "
-        "| lies in",
+        f"| {LOCATION}",
     ],
     "pull --dry-run": [
-        "seq | step | lies in | packs there",
+        f"seq | step | {LOCATION} | packs there",
     ],
     "mirror --dry-run": [
         "run | checkpoints | copied | partial | damaged | out of reach | only there | tags",

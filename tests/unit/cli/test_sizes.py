@@ -48,7 +48,7 @@ def test_sizes_are_compared_in_words(nbytes, state_nbytes, words):
 def test_entropy_is_not_called_a_bound(call, history):
     with ckstore.open(history) as store:
         share = {each.coding.path: each.share for each in store.stats(exact=True).tensors}
-    assert share["runs"].stored_bits < share["runs"].bound_bits, "a coder of repeats needs less"
+    assert share["runs"].stored_bits < share["runs"].bound_bits, "a coder that finds repeats needs fewer bits"
     out = call("stats", history, "--exact")[1]
     assert "order-0" in out
     assert "bound" not in out

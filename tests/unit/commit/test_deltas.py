@@ -297,7 +297,7 @@ def test_inexact_rounding_is_stored_whole():
     rounded[7] = 1.0
     with ckstore.open(MemoryBackend()) as store:
         receipt = store.commit({"model": rounded, "master": master}, 0)
-        assert receipt.chunks_derived == 1, "the chunk without that element still is one"
+        assert receipt.chunks_derived == 1, "the other chunk is still a rounding"
         assert torch.equal(store.restore()["model"], rounded)
 
 

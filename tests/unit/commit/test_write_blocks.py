@@ -72,7 +72,7 @@ def test_next_commit_uses_kept_blocks(kept_blocks):
     before = addresses(pool)
     kept_blocks.give_back(pool)
     assert addresses(kept_blocks.take(COUNT)) == before
-    assert not set(addresses(kept_blocks.take(COUNT))) & set(before), "they are taken already"
+    assert not set(addresses(kept_blocks.take(COUNT))) & set(before), "they are in use"
 
 
 def test_returned_blocks_are_not_usable(kept_blocks):

@@ -280,7 +280,7 @@ def test_missing_pointer(foreground, tmp_path):
         foreground.load(tmp_path / "nothing")
 
 
-def test_crash_between_deletion_and_pointer_is_told(foreground, tmp_path):
+def test_crash_between_deletion_and_pointer_is_reported(foreground, tmp_path):
     foreground.save(state(1), 10, tmp_path / "a")
     foreground.save(state(2), 20, tmp_path / "b")
     foreground.store.delete(10)

@@ -117,7 +117,7 @@ def test_too_large_pack_is_a_capacity_error(small_disk, engine, monkeypatch):
         sink = backend.create_pack("x.pack", nbytes_expected=40 << 20)
         with pytest.raises(CapacityError, match="ENOSPC"):
             write_blocks(sink, pool, (40 << 20) // BLOCK)
-        assert max(reserved) > free - (1 << 20), "given up while there was room"
+        assert max(reserved) > free - (1 << 20), "it failed before the disk was full"
         sink.close()
         assert pool.free_count == 4
     assert backend.list_names("") == []

@@ -131,7 +131,7 @@ def check_interrupted_demotion(verb, at, held):
     backend.at, backend.act = at, act
     with ckstore.open(backend) as operator:
         report = operator.demote(policy=ALL)
-    assert backend.act is None, "it has happened"
+    assert backend.act is None, "the other verb ran"
     newest = 4 if verb != "gc" else 3
     assert report.entries[0].is_done is False
     trainer.commit(held[newest + 1], newest + 1)

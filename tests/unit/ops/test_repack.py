@@ -164,7 +164,7 @@ def test_new_keyframes_free_the_old_keyframe(backend):
         report = store.repack()
         assert actions(report)[0] == (5, "keyframe")
         assert store.info(5).depth_max == 0
-        assert not set(old) & set(packs_of(store)), "no old pack is needed any more"
+        assert not set(old) & set(packs_of(store)), "no old pack is still needed"
         check(store, states)
 
 
@@ -182,7 +182,7 @@ def test_next_commit_uses_repacked_bases(backend):
     with filled(backend, states[:5], PLAIN) as store:
         store.repack()
         store.commit(states[5], 5, policy=DELTAS)
-        assert store.commit(states[4], 6, policy=DELTAS).chunks_new == 0, "frames of the repack are known"
+        assert store.commit(states[4], 6, policy=DELTAS).chunks_new == 0, "repacked frames are in the index"
         check(store, states)
 
 

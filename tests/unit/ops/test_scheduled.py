@@ -91,7 +91,7 @@ def test_commit_does_not_wait_for_work(disk_store, make):
     work.after_commit(3)
     # If the commit had waited, the work would have ended.
     assert work.is_running
-    assert work.done == 0, "it is not done here"
+    assert work.done == 0, "it does not run in this process"
 
 
 def test_one_child_runs_at_a_time(make):
@@ -105,7 +105,7 @@ def test_one_child_runs_at_a_time(make):
     work.wait(SECONDS_MAX)
     assert work.child_pid is None
     work.after_commit(8)
-    assert work.child_pid not in (None, first), "what was not begun while one was busy begins with the next commit"
+    assert work.child_pid not in (None, first), "work skipped while a child was busy starts with the next commit"
 
 
 @pytest.mark.parametrize(("code", "is_logged"), [(0, False), (11, False), (12, True), (2, True)])

@@ -42,7 +42,7 @@ def test_late_manifest_of_failed_publish_has_its_packs(monkeypatch, verb, is_unc
     with pytest.raises(CkstoreError):
         WRITES[verb](store, last)
     added = packs_of(backend) - packs
-    assert bool(added) == is_uncertain, "where nothing can appear any more, the packs are removed"
+    assert bool(added) == is_uncertain, "without a possible late manifest, the packs are removed"
     if is_uncertain:
         backend.create(*lost[0], sync=True)
         again = ckstore.open(backend)

@@ -58,7 +58,7 @@ def test_tags_and_later_checkpoints_stay_as_they_are(demoted):
     assert store.info("good").fidelity == "exact"
     assert difference(store.restore("good"), held[0]) is None
     for step, state in later.items():
-        assert difference(store.restore(step), state) is None, "coded against the form that went to the trash"
+        assert difference(store.restore(step), state) is None, "coded against the form in the trash"
     store.gc(min_age=0, trash_for=0)
     assert store.verify("decode").is_clean
     assert difference(store.restore(2), later[2]) is None

@@ -190,7 +190,7 @@ def test_restored_state_can_be_committed_exactly(store):
     state = store.restore()
     receipt = store.commit(state, 6, policy=Policy())
     assert receipt.fidelity == "exact"
-    assert receipt.chunks_new <= 1, "the reconstruction is there already, whatever its frame is made of"
+    assert receipt.chunks_new <= 1, "the chunk of the reconstruction exists already"
     assert difference(store.restore(exact=True), state) is None
 
 

@@ -126,7 +126,7 @@ def test_policy_without_lossy_tensors_warns(store):
     state = AdamRun().train().state()
     assert store.commit(state, 3, policy=lossy_policy(NEAR)).warnings == (), "a keyframe has what will be quantized"
     everything = replace(NEAR, rules=(("*", "exact"),))
-    assert store.commit(state, 4, policy=lossy_policy(everything)).warnings == (), "what was asked for needs no word"
+    assert store.commit(state, 4, policy=lossy_policy(everything)).warnings == (), "an explicit rule needs no warning"
 
 
 @pytest.mark.parametrize("dtype", [np.float16, "bfloat16"])
@@ -360,4 +360,4 @@ def test_divergence_warns_for_any_tensor(store, path, value):
     warnings = [warning for warning in receipt.warnings if warning.startswith(f"{path} ")]
     assert len(warnings) == 1
     assert "NaN or infinity" in warnings[0]
-    assert store.commit(state, 1, policy=Policy()).warnings == (), "looked for only where something is lost"
+    assert store.commit(state, 1, policy=Policy()).warnings == (), "checked only in lossy commits"

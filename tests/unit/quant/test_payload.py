@@ -45,7 +45,7 @@ def read(payload: bytes, steps=GRID, *, width: int = 4, base: memoryview | None 
     try:
         chunk_codec.decode(memoryview(payload), steps, width=width, destination=room, scratch=SCRATCH, base=onto)
     except (CorruptError, UnsupportedError):
-        assert room == before, "a base was harmed"
+        assert room == before, "the base has changed"
         raise
     return bytes(room)
 

@@ -52,7 +52,7 @@ def test_a_plain_optimizer_is_paired_by_order_and_shape():
     assert roles["model.c.weight"] == "weight"
     assert "model.a.bias" not in roles, "one dimension stays exact"
     assert weight_of["optimizer.state.0.exp_avg"] == "model.a.weight"
-    assert weight_of["optimizer.state.2.exp_avg_sq"] == "model.b.weight", "two of a shape go in order"
+    assert weight_of["optimizer.state.2.exp_avg_sq"] == "model.b.weight", "two tensors of a shape are paired in order"
     assert weight_of["optimizer.state.3.exp_avg"] == "model.c.weight"
     assert len(found.second_of) == 4
 

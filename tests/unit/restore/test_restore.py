@@ -303,7 +303,7 @@ def test_damage_of_an_older_checkpoint_names_the_newest(run, backend):
     with pytest.raises(CorruptError) as caught:
         run.restore(10)
     assert caught.value.whole_seq == 2
-    assert "fallback=True" not in str(caught.value), "that would not go back from an old one"
+    assert "fallback=True" not in str(caught.value), "fallback starts only at the newest"
 
 
 def test_named_torn_checkpoint_error_has_advice(run, backend):

@@ -105,7 +105,7 @@ def test_clock_jump_does_not_age_an_intent(memory_backend, clock):
         def now_ns(self):
             return clock.now_ns() + 10**6 * HOUR * 10**9
 
-    assert remove_abandoned(memory_backend, Jumped(), "main") == 0, "the place says that it is young"
+    assert remove_abandoned(memory_backend, Jumped(), "main") == 0, "the backend's time says that it is young"
     assert memory_backend.stat(path) is not None
 
 

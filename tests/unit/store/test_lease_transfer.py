@@ -181,7 +181,7 @@ def test_saver_adopts_and_releases_the_lease(backend, lease):
     mine = Lease(backend, "main", SYSTEM_CLOCK)
     assert mine.accept_transfer().token == token
     assert mine.is_held
-    assert mine.accept_transfer() is None, "that is no news"
+    assert mine.accept_transfer() is None, "there is nothing to report"
     mine.purpose = "its own"
     mine.renew()
     assert (read_lease(backend, "main").token, read_lease(backend, "main").purpose) == (token, "its own")
@@ -210,7 +210,7 @@ def test_waiting_saver_adopts_a_lease_transferred_meanwhile(backend, lease, cloc
     clock.on_sleep = lambda: backend.unlink(PATH)
     mine.take()
     assert mine.is_held
-    assert SaverPurpose.of(read_lease(backend, "main").purpose).step == 7, "it is the one that was lent"
+    assert SaverPurpose.of(read_lease(backend, "main").purpose).step == 7, "it is the transferred lease"
     mine.release()
 
 

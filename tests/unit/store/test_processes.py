@@ -94,7 +94,7 @@ def test_process_is_identified_by_pid_and_start(child):
     started = process_started(child.pid)
     assert is_running(child.pid, started) is True
     assert is_running(child.pid, started + "0") is False
-    assert is_running(child.pid, "") is None, "it may have got the pid of another one"
+    assert is_running(child.pid, "") is None, "the pid may have been reused"
     child.kill()
     child.wait()
     assert is_running(child.pid, started) is False

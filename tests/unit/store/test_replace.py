@@ -35,7 +35,7 @@ def generations(repository):
 
 def test_settled_replacement_is_the_only_generation(repository, next_manifest, backend):
     name = repository.manifests.publish(next_manifest)
-    assert generations(repository) == [1, 0], "both are there until all packs were seen"
+    assert generations(repository) == [1, 0], "both stay until all packs were found"
     finish_replacement(repository, next_manifest, name)
     assert generations(repository) == [1]
     (gc_id,) = repository.trash.folders()
@@ -55,7 +55,7 @@ def test_replacement_of_dropped_checkpoint_is_withdrawn(repository, next_manifes
     with pytest.raises(NotFoundError, match="deleted"):
         finish_replacement(repository, next_manifest, name)
     listing = repository.manifests.listing()
-    assert listing.lower == (name_of(next_manifest, 0),), "what the drop moves is still there to be moved"
+    assert listing.lower == (name_of(next_manifest, 0),), "the drop must still find its manifest"
     assert listing.names == ()
 
 

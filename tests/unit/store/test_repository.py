@@ -65,7 +65,7 @@ def test_pack_collected_before_publish_is_rescued(store, backend, first):
     assert receipt.seq == 1
     assert first in packs_of(backend)
     assert backend.list_names(paths.trash_packs_folder(GC_ID)) == []
-    assert backend.syncs[first.rsplit("/", 1)[0]] >= 2, "the folder of the rescued pack is made durable"
+    assert backend.syncs[first.rsplit("/", 1)[0]] >= 2, "the folder of the rescued pack is synced"
     assert backend.syncs[paths.trash_packs_folder(GC_ID)] == 1
     assert difference(store.restore(2), STATES[1]) is None
     assert store.verify("decode").is_clean

@@ -66,4 +66,4 @@ def test_whole_reserve_files_are_kept(disk):
     assert give_up_reserve(disk)
     disk.room = 0
     fill_reserve(disk)
-    assert not give_up_reserve(disk), "an empty file would be taken for room that could be had"
+    assert not give_up_reserve(disk), "an empty file would count as reserved space"

@@ -90,7 +90,7 @@ def test_product_error_is_summed_in_double(count: int) -> None:
     assert missed == pytest.approx(float(np.square(errors).sum()), rel=1e-12)
     assert given == pytest.approx(float(np.square(values.astype(np.float64)).sum()), rel=1e-12)
     (missed, given), _ = both(lambda loops: loops.missed_squares(values, np.zeros(count, np.float32), 3.0))
-    assert missed == given, "of nothing all is missed, to the bit"
+    assert missed == given, "an empty product misses everything, exactly"
 
 
 @VECTORS

@@ -84,7 +84,7 @@ def test_factors_are_rounded_to_nearest_even_bf16(loops: Any) -> None:
     assert out[0, 0] == 1.0 + (1 + 2**-6)
     assert np.abs(out - expected).max() < 1e-4
     plain = left @ right
-    assert 1e-3 < np.abs(out - plain).max() < 1.0, "it has not rounded"
+    assert 1e-3 < np.abs(out - plain).max() < 1.0, "it was not rounded"
 
 
 @pytest.mark.parametrize("loops", [on_native, PORTABLE], ids=["native", "portable"])

@@ -147,7 +147,7 @@ def test_young_packs_of_dropped_checkpoints_are_removed(store, backend):
     assert other_handle(store).gc(Retention(keep_every=2), now=True).done.moved_packs == 1
     commit_all(store, [3])
     store.delete(2)
-    assert other_handle(store).gc(now=True).done.moved_packs == 1, "the trash still knows who had named it"
+    assert other_handle(store).gc(now=True).done.moved_packs == 1, "the trash still has the manifest that names it"
     check_restores(store, [0, 3])
 
 
@@ -193,7 +193,7 @@ def test_unreadable_manifest_keeps_all_packs_and_its_run(history, backend, clock
     assert report.done.freed_nbytes == 0
     history.delete("seq:3")
     again = other_handle(history).gc(now=True)
-    assert again.done.moved_packs > 0, "an operator has taken the damaged one away"
+    assert again.done.moved_packs > 0, "the damaged manifest was removed by hand"
     assert again.obstacles == ()
 
 

@@ -92,7 +92,7 @@ def test_only_other_living_writers_cause_pauses(backend):
     assert not someone_writes(backend, clock)
     with ckstore.open(backend, run="own") as store:
         commit_all(store, [1])
-        assert not someone_writes(backend, clock), "who collects in its own process waits for it"
+        assert not someone_writes(backend, clock), "a writer in the collecting process does not count"
         put_lease(backend)
         assert someone_writes(backend, clock)
     put_lease(backend, process_started="1")

@@ -98,7 +98,7 @@ def test_all_manifests_of_a_pack_are_replaced(history, clock, backend):
             for name in repository_of(handle).manifests.listing().names
             if (manifest := repository_of(handle).manifests.load(name))
         }
-    assert paths.pack_name(shared) in packs_in_place(backend), "what they shared, they share still"
+    assert paths.pack_name(shared) in packs_in_place(backend), "shared chunks are still shared"
 
 
 def test_pack_of_a_blocked_run_is_not_rewritten(history, backend, clock):

@@ -181,7 +181,7 @@ def test_trash_lists_its_content(store):
     assert other_handle(store).trash() == []
     other_handle(store).gc(Retention(keep_last=2))
     entries = other_handle(store).trash()
-    assert sum(entry.pack_count for entry in entries) == 1, "what they share is needed still"
+    assert sum(entry.pack_count for entry in entries) == 1, "shared packs are still needed"
     assert [entry.manifests for entry in entries if entry.manifests] == [(("main", 0, 0, 0), ("main", 1, 1, 0))]
     assert all(entry.nbytes > 0 for entry in entries)
 
