@@ -282,20 +282,22 @@ def test_export_without_a_tensor_makes_no_file(call, readonly_store, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_strips_a_prefix(call, shelf, tmp_path):
+def test_export_strips_a_prefix(call, readonly_store, tmp_path):
     reader = pytest.importorskip("safetensors.numpy")
     target = tmp_path / "x.safetensors"
     only = ["--only", "model.*", "--strip-prefix", "model."]
-    code, out, _ = call("export", shelf, "good", "-o", target, *only, "--json")
+    code, out, _ = call("export", readonly_store, "good", "-o", target, *only, "--json")
     assert (code, set(reader.load_file(target))) == (0, {"weights", "head"})
     assert json.loads(out)["shared"] == {"tied": "weights"}
-    code, _, err = call("export", shelf, "good", "-o", target, "--force", "--strip-prefix", "model.")
+    code, _, err = call("export", readonly_store, "good", "-o", target, "--force", "--strip-prefix", "model.")
     assert (code, "does not begin with 'model.'" in err) == (2, True)
 
 
-def test_export_to_a_folder(call, shelf, tmp_path):
+def test_export_to_a_folder(call, readonly_store, tmp_path):
     reader = pytest.importorskip("safetensors.numpy")
-    code, out, _ = call("export", shelf, "good", "--hf", tmp_path / "m", "--dtype", "fp32", "--max-shard", "1KB")
+    code, out, _ = call(
+        "export", readonly_store, "good", "--hf", tmp_path / "m", "--dtype", "fp32", "--max-shard", "1KB"
+    )
     assert code == 0
     assert "tied: tied to weights, written once" in out
     assert "no config.json" in out
@@ -303,9 +305,9 @@ def test_export_to_a_folder(call, shelf, tmp_path):
     assert set(index["weight_map"]) == {"weights", "head"}
     for name, file in index["weight_map"].items():
         assert reader.load_file(tmp_path / "m" / file)[name].dtype == np.float32
-    code, _, err = call("export", shelf, "good", "--hf", tmp_path / "m")
+    code, _, err = call("export", readonly_store, "good", "--hf", tmp_path / "m")
     assert (code, "--force" in err) == (2, True)
-    assert call("export", shelf, "good", "--hf", tmp_path / "m", "--force")[0] == 0
+    assert call("export", readonly_store, "good", "--hf", tmp_path / "m", "--force")[0] == 0
     assert [path.name for path in (tmp_path / "m").iterdir()] == ["model.safetensors"]
 
 
@@ -320,9 +322,9 @@ def test_export_to_a_folder(call, shelf, tmp_path):
         (["--hf", "y", "--dtype", "int8"], "use fp32, bf16, fp16"),
     ],
 )
-def test_export_refuses_options_that_do_not_fit(call, shelf, options, message, monkeypatch, tmp_path):
+def test_export_refuses_options_that_do_not_fit(call, readonly_store, options, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    code, _, err = call("export", shelf, "good", *options)
+    code, _, err = call("export", readonly_store, "good", *options)
     assert (code, message.lower() in err.lower()) == (2, True), err
     assert list(tmp_path.glob("[xy]*")) == []
 

@@ -143,9 +143,9 @@ def test_status_exits_with_4_if_the_newest_is_too_old_or_in_the_future(call, tmp
     found, out, err = call("status", tmp_path, "--max-age", span)
     assert (found, err) == (code, "")
     assert ("STALE" in out) == (code == 4)
-    told = json.loads(call("status", tmp_path, "--max-age", span, "--json")[1])
-    assert told["is_stale"] == (code == 4)
-    (run,) = told["runs"]
+    status = json.loads(call("status", tmp_path, "--max-age", span, "--json")[1])
+    assert status["is_stale"] == (code == 4)
+    (run,) = status["runs"]
     assert run["newest"]["step"] == 7
     assert abs(run["age_seconds"] + hours * 3600) < 600
 
@@ -183,8 +183,8 @@ def test_status_skips_what_was_restored_from_the_trash(call, tmp_path):
     with ckstore.open(tmp_path) as store:
         store.delete(1)
         assert store.undelete("seq:0").is_archival
-    told = json.loads(call("status", tmp_path, "--json")[1])
-    assert told["runs"][0]["newest"]["step"] == 2
+    status = json.loads(call("status", tmp_path, "--json")[1])
+    assert status["runs"][0]["newest"]["step"] == 2
 
 
 def test_status_loads_neither_numpy_nor_torch(tmp_path):
