@@ -48,6 +48,8 @@ _OPTIONS = {"metrics", "tags", "policy"}
 _CONFIGS = "ckstore_configs"
 """Key of a stored checkpoint: where configurations of OmegaConf were."""
 
+_HINT = "`ckstore restore THIS_FILE -o NEW.ckpt` writes a file for torch.load. In Python: ckstore.lightning.load(path)."
+
 _TRANSFER = ".temp.ckpt"
 """Lightning's launchers send the weights of a child process to its parent in a file of this name."""
 
@@ -131,7 +133,7 @@ class CheckpointIO(_Plugin):
         if self._by_process is None or self._by_process[0] != os.getpid():
             # A forked child must not use the handle of its parent.
             given = {name: self._given[name] for name in ("run", "policy", "background")}
-            pointers = PointerStore(self._given["store"], made_by=self._made_by, **given)
+            pointers = PointerStore(self._given["store"], made_by=self._made_by, hint=_HINT, **given)
             self._by_process = os.getpid(), pointers
             weakref.finalize(self, _close_at_end, pointers, os.getpid())
         return self._by_process[1]

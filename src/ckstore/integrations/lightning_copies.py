@@ -48,7 +48,7 @@ def loaded(names: Sequence[str]) -> list[ModuleType]:
         found = [name for name in names if importlib.util.find_spec(name.partition(".")[0]) is not None]
     if not found:
         raise UnsupportedError(
-            "Lightning is not installed", todo=f"pip install lightning=={TESTED[-1]}", library="lightning"
+            "Lightning is not installed", todo=f"install it: pip install lightning=={TESTED[-1]}", library="lightning"
         )
     return [importlib.import_module(name) for name in found]
 

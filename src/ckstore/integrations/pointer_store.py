@@ -65,6 +65,7 @@ class PointerStore:
         policy: How checkpoints are stored; None: exactly.
         background: Commit in the background. A store in a bucket always commits in the foreground.
         made_by: The framework and its version, for the pointers.
+        hint: A sentence for people who open a pointer.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class PointerStore:
         policy: Policy | None = None,
         background: bool = True,
         made_by: str,
+        hint: str = "",
     ) -> None:
         given = os.fspath(address)
         self.address = given if "://" in given else str(Path(given).absolute())
@@ -82,6 +84,7 @@ class PointerStore:
         self.background = background and ("://" not in given or given.startswith("file://"))
         self._policy = policy
         self._made_by = made_by
+        self._hint = hint
         self._opened: Store | None = None
         self._in_flight: list[_InFlight] = []
         self._announced: dict[Path, PointerRecord | None] = {}
@@ -301,8 +304,8 @@ class PointerStore:
     def _record(self, file: Path, step: int, replaces: PointerRecord | None = None) -> PointerRecord:
         about = (
             "The checkpoint is in a ckstore store. `ckstore show` and `ckstore restore` take the path of this file; "
-            "`ckstore export --hf` writes weights that other programs load."
-        )
+            f"`ckstore export --hf` writes weights that other programs load. {self._hint}"
+        ).rstrip()
         previous = None
         if replaces is not None and self._is_own(replaces, file):
             # A checkpoint that is itself in flight may never become durable.
