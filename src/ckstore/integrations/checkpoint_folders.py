@@ -141,8 +141,8 @@ class CheckpointFolders:
         for info in self._entries():
             folder = self.of_step(info.step)
             if info.step in done:
-                continue
-            if (found is not None and self._seq_in(folder) == info.seq) or self._lay(folder, info):
+                self._delete_replaced(info)
+            elif (found is not None and self._seq_in(folder) == info.seq) or self._lay(folder, info):
                 done.add(info.step)
                 found = found or folder
         if found is not None:
@@ -151,6 +151,20 @@ class CheckpointFolders:
         if not others:
             raise ValueError(f"No valid checkpoint found in output directory ({self._output_dir})")
         return others[-1]
+
+    def _delete_replaced(self, info: Info) -> None:
+        """Delete a checkpoint that a newer one of the same step has replaced; a crash came before that."""
+        if not info.tags and self._files_of(info) is not None:
+            _log.info("step %d (seq %d) is deleted: a newer checkpoint has replaced it", info.step, info.seq)
+            self._pointers.store.delete(f"seq:{info.seq}")
+
+    def _files_of(self, info: Info) -> Mapping[str, bytes] | None:
+        """Return the small files of a checkpoint; None: it was not made from a folder."""
+        try:
+            files: Mapping[str, bytes] = self._pointers.store.restore(f"seq:{info.seq}", only=f"{FILES}.*")[FILES]
+        except NotFoundError:
+            return None
+        return files
 
     def _entries(self) -> list[Info]:
         """Return the checkpoints of the run, newest first."""
@@ -169,9 +183,8 @@ class CheckpointFolders:
 
     def _lay(self, folder: Path, info: Info) -> bool:
         """Make a folder stand for a checkpoint; False: the checkpoint was not made from a folder."""
-        try:
-            files: Mapping[str, bytes] = self._pointers.store.restore(f"seq:{info.seq}", only=f"{FILES}.*")[FILES]
-        except NotFoundError:
+        files = self._files_of(info)
+        if files is None:
             return False
         places = {folder.joinpath(*_checked(name).parts): content for name, content in files.items()}
         folder.mkdir(parents=True, exist_ok=True)
