@@ -49,6 +49,7 @@ _CONFIG = "config.json"
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _METADATA = {"format": "pt"}
 _GROUP_NBYTES = 64 << 20
+_PIECE_COUNT = 1 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
 
 
@@ -251,10 +252,9 @@ class _Export:
         for group in _groups(ordered):
             leaves = self._read(group)
             for weight in group:
-                content = _content_of(leaves.pop(weight.name), weight)
-                for begin in range(0, len(content), BLOCK_NBYTES):
-                    yield content[begin : begin + BLOCK_NBYTES]
-                    self._note_progress(min(BLOCK_NBYTES, len(content) - begin))
+                for block in _content_of(leaves.pop(weight.name), weight):
+                    yield block
+                    self._note_progress(len(block))
 
     def _note_progress(self, nbytes: int) -> None:
         self._done += nbytes
@@ -339,44 +339,67 @@ def _groups(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
     group: list[Weight] = []
     nbytes = 0
     for weight in weights:
-        if group and nbytes + weight.nbytes > _GROUP_NBYTES:
+        if group and nbytes + weight.read_nbytes > _GROUP_NBYTES:
             yield group
             group, nbytes = [], 0
         group.append(weight)
-        nbytes += weight.nbytes
+        nbytes += weight.read_nbytes
     if group:
         yield group
 
 
-def _content_of(leaf: Any, weight: Weight) -> memoryview:
+def _content_of(leaf: Any, weight: Weight) -> Iterator[memoryview]:
+    """Yield the bytes of a weight in its dtype."""
     item = item_of(leaf)
-    if isinstance(item, str) or item.dtype != weight.dtype:
-        item = item_of(_as_tensor(leaf, weight))
     assert not isinstance(item, str), f"{weight.name} was planned as {weight.dtype}"
-    assert (item.dtype, tuple(item.shape), item.nbytes) == (weight.dtype, weight.shape, weight.nbytes)
-    return item.content()
+    assert tuple(item.shape) == weight.shape
+    if item.dtype != weight.dtype:
+        import torch
+
+        for piece in _converted(_torch_tensor(leaf), weight):
+            yield memoryview(piece.view(torch.uint8).numpy())
+        return
+    content = item.content()
+    for begin in range(0, len(content), BLOCK_NBYTES):
+        yield content[begin : begin + BLOCK_NBYTES]
 
 
-def _as_tensor(leaf: Any, weight: Weight) -> Any:
-    """Return a torch tensor with the dtype of a weight.
-
-    Raises:
-        UsageError: A finite value would become infinite.
-    """
+def _torch_tensor(leaf: Any) -> Any:
     import numpy as np
     import torch
 
     if isinstance(leaf, np.ndarray):
-        leaf = torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C"))
-    leaf = leaf.detach()
-    if not weight.is_float:
-        return leaf
-    converted = leaf.to(getattr(torch, {"F64": "float64", **_TORCH_DTYPES}[weight.dtype]))
-    if bool((converted.isinf() & leaf.isfinite()).any()):
-        raise UsageError(
-            f"a value is too large for {converted.dtype}", where=weight.name, todo="use --dtype bf16, or leave it out"
-        )
-    return converted
+        return torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C"))
+    return leaf.detach()
+
+
+def _converted(tensor: Any, weight: Weight) -> Iterator[Any]:
+    """Yield the elements of a tensor in the dtype of a weight, in small pieces: temporary copies take little memory.
+
+    Raises:
+        UsageError: A finite value would become infinite.
+    """
+    import torch
+
+    dtype = getattr(torch, _TORCH_DTYPES[weight.dtype])
+    for piece in tensor.contiguous().reshape(-1).split(_PIECE_COUNT):
+        converted = piece.to(dtype)
+        if bool((converted.isinf() & piece.isfinite()).any()):
+            raise UsageError(
+                f"a value is too large for {dtype}", where=weight.name, todo="use --dtype bf16, or leave it out"
+            )
+        yield converted
+
+
+def _as_tensor(leaf: Any, weight: Weight) -> Any:
+    """Return a torch tensor with the dtype of a weight."""
+    import torch
+
+    tensor = _torch_tensor(leaf)
+    item = item_of(tensor)
+    if not isinstance(item, str) and item.dtype == weight.dtype:
+        return tensor
+    return torch.cat(list(_converted(tensor, weight))).reshape(tensor.shape)
 
 
 def _not_laid_reason(name: str, files: Mapping[str, bytes]) -> str | None:

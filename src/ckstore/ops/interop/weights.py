@@ -36,6 +36,7 @@ class Weight:
         shape: Its shape in the file.
         itemsize: Bytes per element.
         nbytes: Bytes in the file.
+        read_nbytes: Bytes before a conversion to another dtype.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Weight:
     shape: tuple[int, ...]
     itemsize: int
     nbytes: int
+    read_nbytes: int
 
     @property
     def is_float(self) -> bool:
@@ -132,9 +134,11 @@ def _named(tensors: Mapping[Path, int], strip_prefix: str | None) -> dict[str, i
     named: dict[str, int] = {}
     for path, index in tensors.items():
         if strip_prefix is None:
-            name = format_path(path[1:] if path[0] == MODEL_KEY and len(path) > 1 else path)
+            name = format_path(path[1:] if path[:1] == (MODEL_KEY,) and len(path) > 1 else path)
         else:
             name = without_prefix(format_path(path), strip_prefix)
+        if not name:
+            raise UsageError("the state contains a tensor without a name", todo="choose others with --only")
         if name in named:
             raise UsageError("two tensors have the same name", where=name, todo="choose one of them with --only")
         check_name(name)
@@ -182,7 +186,7 @@ def _weight(manifest: Manifest, index: int, name: str) -> Weight:
     # safetensors counts four-bit elements, torch counts pairs of them.
     shape = (*spec.shape[:-1], 2 * spec.shape[-1]) if dtype == "F4" else spec.shape
     identity: tuple[object, ...] = (spec.library, dtype, spec.shape, spec.strides, spec.storage, spec.offset)
-    return Weight(name, index, identity if nbytes else (name,), dtype, shape, itemsize, nbytes)
+    return Weight(name, index, identity if nbytes else (name,), dtype, shape, itemsize, nbytes, nbytes)
 
 
 def _dtype_of(spec: TensorSpec) -> str | None:
