@@ -39,7 +39,7 @@ ALLOWED = {
     "lightning": {"integrations"},
     "transformers": {"integrations"},
     "run": {"integrations"},
-    "cli": FORMAT | {"store", "ops", "tiers", "api"},
+    "cli": FORMAT | {"store", "ops", "tiers", "integrations", "api"},
     "_testing": CHECKPOINTS | {"background", "api"},
     "__init__": FORMAT | {"state", "ops", "background", "interval", "api"},
     "__main__": {"cli"},

@@ -12,7 +12,19 @@ import typer
 
 import ckstore
 from ckstore.cli import completion, render
-from ckstore.cli.parser import AsJson, Force, Only, OutFile, Ref, Run, Shared, StorePath, opened
+from ckstore.cli.parser import (
+    AsJson,
+    Force,
+    Only,
+    OutFile,
+    PointedPath,
+    PointedRef,
+    Run,
+    Shared,
+    StorePath,
+    followed,
+    opened,
+)
 from ckstore.cli.render import STEP, Column, Table, json_of, metrics_of, name_of, size
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import NotFoundError, UsageError
@@ -28,13 +40,14 @@ ORIGIN = ("seq", "step", "checkpoint_id", "run")
 
 
 def restore(
-    path: StorePath,
+    path: PointedPath,
     output_file: OutFile,
     ref: Annotated[
         str | None,
         typer.Argument(
             metavar="REF",
-            help="Which checkpoint, see `ckstore --help`. [default: the newest complete one]",
+            help="Which checkpoint, see `ckstore --help`. [default: the one that a pointer names, else the newest "
+            "complete one]",
             autocompletion=completion.refs,
         ),
     ] = None,
@@ -62,6 +75,7 @@ def restore(
     check_suffix(output_file)
     check_target(output_file, force=force)
     start = SYSTEM_CLOCK.monotonic()
+    path, run, ref = followed(path, run, ref)
     state, info = restored(path, ref, only=only, run=run, allow_shared_folder=allow_shared_folder, fallback=fallback)
     with render.progress(f"writing {render.one_line(output_file.name)}"):
         notes = write_state(state, output_file, force=force)
@@ -96,8 +110,8 @@ def restored(
 
 
 def export(
-    path: StorePath,
-    ref: Ref,
+    path: PointedPath,
+    ref: PointedRef = None,
     output_file: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The .safetensors file to write.")
     ] = None,
@@ -128,8 +142,7 @@ def export(
 
     \b
     -o FILE   the tensors, by dotted path: model.layers.0.weight
-    --hf DIR  a folder that from_pretrained loads: weights, config.json,
-              tokenizer and other small files in the checkpoint
+    --hf DIR  a folder that from_pretrained loads: weights, config.json, tokenizer
 
     The format cannot hold plain values; they are left out and listed. A tensor with two names is written once. With -o,
     the tensors must fit into memory. With --hf they need not, unless transformers must change their layout (fused
@@ -137,6 +150,8 @@ def export(
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     if (output_file is None) == (hf is None):
         raise UsageError("name one target", todo="write a file with -o FILE.safetensors, or a folder with --hf DIR")
+    path, run, named = followed(path, run, ref)
+    ref = named or "latest"
     if output_file is not None:
         if dtype is not None or max_shard is not None:
             raise UsageError("--dtype and --max-shard apply to a folder only", todo="use --hf DIR instead of -o FILE")

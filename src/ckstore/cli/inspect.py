@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckstore.cli import completion, render
-from ckstore.cli.parser import AsJson, Only, Ref, Run, Shared, StorePath, opened
+from ckstore.cli.parser import AsJson, Only, PointedPath, PointedRef, Run, Shared, StorePath, followed, opened
 from ckstore.cli.render import (
     NOTHING,
     SEQ,
@@ -88,8 +88,8 @@ _CODING = Table(
 
 
 def show(
-    path: StorePath,
-    ref: Ref = "latest",
+    path: PointedPath,
+    ref: PointedRef = None,
     run: Run = "main",
     limit: Annotated[
         int | None,
@@ -121,6 +121,8 @@ def show(
     previous  estimate as a difference from the previous checkpoint
     keyframe  estimate as a difference from the last keyframe
     """  # noqa: D301 - the mark keeps the parser from joining these lines
+    path, run, named = followed(path, run, ref)
+    ref = named or "latest"
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         if codec:
             _print_coding(store.coding(ref), ref, limit, as_json=as_json)
@@ -310,8 +312,8 @@ _SHARE = ("elements", "nbytes", "stored_nbytes", "stored_bits", "bound_bits", "f
 
 
 def stats(
-    path: StorePath,
-    ref: Ref = "latest",
+    path: PointedPath,
+    ref: PointedRef = None,
     run: Run = "main",
     exact: Annotated[
         bool, typer.Option("--exact", help="Measure every element. [default: a sample of each chunk, at most 16 KiB]")
@@ -339,6 +341,8 @@ def stats(
     The entropy is for comparison; it is not a lower limit. Runs, repeats and chunks of unlike parts can take fewer
     bits. For a tensor stored with a loss it is the entropy of the restored values, far above the stored bits.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
+    path, run, named = followed(path, run, ref)
+    ref = named or "latest"
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
         render.progress("measuring") as on_progress,

@@ -31,6 +31,22 @@ Ref = Annotated[
         autocompletion=completion.refs,
     ),
 ]
+PointedPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="Folder of the store, s3://bucket/prefix (gs, az), or a pointer that a framework's save has left: "
+        "such a file, or a folder such as checkpoint-500.",
+    ),
+]
+PointedRef = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="REF",
+        help="Which checkpoint, see `ckstore --help`. [default: the one that a pointer names, else latest]",
+        autocompletion=completion.refs,
+    ),
+]
 Run = Annotated[str, typer.Option("--run", metavar="NAME", help="Name of the run.", autocompletion=completion.runs)]
 OnlyRun = Annotated[
     str | None,
@@ -55,6 +71,19 @@ def opened(path: str, *, run: str, allow_shared_folder: bool) -> Iterator[Store]
     """Open an existing store, and close it at the end."""
     with ckstore.open(path, run=run, create=False, allow_shared_folder=allow_shared_folder) as store:
         yield store
+
+
+def followed(path: str, run: str, ref: str | None) -> tuple[str, str, str | None]:
+    """Return store, run and reference that a command is to use: if PATH is a pointer, those that it names.
+
+    A reference that the user gives applies to the run of the pointer.
+    """
+    if "://" in path or not (Path(path).is_file() or (Path(path) / "ckstore.json").is_file()):
+        return path, run, ref
+    from ckstore.integrations.pointers import follow_pointer
+
+    store, its_run, its_ref = follow_pointer(path)
+    return store, its_run, ref or its_ref
 
 
 def require_terminal(*, unchanged: str, as_json: bool) -> None:
