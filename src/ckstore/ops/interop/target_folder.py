@@ -75,9 +75,13 @@ class TargetFolder:
         """Yield a folder to write to. It is removed at the end; so is the target folder if it is new and empty."""
         with medium_errors(self.folder, "writing a folder"):
             is_new = not self.folder.exists()
-            self.folder.mkdir(exist_ok=True)
             draft = self.folder / f".ckstore-{new_token()}.draft"
-            draft.mkdir()
+            try:
+                self.folder.mkdir(exist_ok=True)
+                draft.mkdir()
+            except FileNotFoundError:
+                # File systems such as /proc say so.
+                raise NotFoundError("no folder can be created here", where=self.folder, todo="name another") from None
             try:
                 yield draft
             finally:

@@ -305,6 +305,9 @@ def test_target_must_be_a_folder_in_a_folder(store, tmp_path):
         store.export_hf(4, tmp_path / "file")
     with pytest.raises(NotFoundError, match="no such folder"):
         store.export_hf(4, tmp_path / "missing" / "out")
+    for place in ("/proc", "/proc/out"):
+        with pytest.raises(NotFoundError, match="no folder can be created"):
+            store.export_hf(4, place)
 
 
 class Interrupted(BaseException):
