@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "how-to").glob("*.md"))
-NEEDS = {"transformers.md": "transformers", "lightning.md": "lightning", "accelerate.md": "accelerate"}
+NEEDS = {
+    "transformers.md": "transformers",
+    "lightning.md": "lightning",
+    "accelerate.md": "accelerate",
+    "weights.md": "transformers",
+}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
