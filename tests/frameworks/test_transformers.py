@@ -169,6 +169,33 @@ def test_pointer_without_a_checkpoint_falls_back_to_the_newest(trained, caplog):
     assert steps(trained.folder) == [2, 4]
 
 
+def test_pointer_is_settled_on_resume(trained):
+    """The saver has published the checkpoint after its trainer was killed."""
+    pointers = trained.trainer._ckstore.pointers
+    with ckstore.open(trained.folder / "ckstore") as store:
+        store.commit(store.restore(2), 6)
+    (trained.folder / "checkpoint-6").mkdir()
+    pointers._last_seq = 1
+    pointers.announce(6, trained.folder / "checkpoint-6/ckstore.json")
+    assert read_pointer(trained.folder / "checkpoint-6").seq is None
+    resumed = attached("gpt2", trained.folder, save_strategy="no")
+    assert resumed._ckstore.folder_to_resume(True) == str(trained.folder / "checkpoint-6")
+    assert read_pointer(trained.folder / "checkpoint-6").seq == 2
+    resumed._ckstore.close(is_failing=False)
+
+
+def test_replaced_checkpoint_is_deleted_on_resume(trained):
+    """A crash came after the second save of a step, and before the first was deleted."""
+    with ckstore.open(trained.folder / "ckstore") as store:
+        store.commit(store.restore(2), 2)
+        store.commit({"mine": 1}, 2)
+    resumed = attached("gpt2", trained.folder, save_strategy="no")
+    resumed._ckstore.folder_to_resume(True)
+    resumed._ckstore.close(is_failing=False)
+    with ckstore.open(trained.folder / "ckstore") as store:
+        assert [(info.seq, info.step) for info in store.log()] == [(3, 2), (2, 2), (1, 4)]
+
+
 def test_folder_that_never_became_durable_is_removed(trained, caplog):
     pointers = trained.trainer._ckstore.pointers
     for step in (4, 6):

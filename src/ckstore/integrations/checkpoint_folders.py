@@ -142,7 +142,7 @@ class CheckpointFolders:
             folder = self.of_step(info.step)
             if info.step in done:
                 self._delete_replaced(info)
-            elif (found is not None and self._seq_in(folder) == info.seq) or self._lay(folder, info):
+            elif (found is not None and self._is_settled_at(folder, info)) or self._lay(folder, info):
                 done.add(info.step)
                 found = found or folder
         if found is not None:
@@ -181,6 +181,10 @@ class CheckpointFolders:
         except CkstoreError:
             return None
 
+    def _is_settled_at(self, folder: Path, info: Info) -> bool:
+        """Say whether a folder has a pointer that names this checkpoint by its seq."""
+        return is_pointer(folder) and not self._is_foreign(folder) and read_pointer(folder).seq == info.seq
+
     def _lay(self, folder: Path, info: Info) -> bool:
         """Make a folder stand for a checkpoint; False: the checkpoint was not made from a folder."""
         files = self._files_of(info)
@@ -189,7 +193,7 @@ class CheckpointFolders:
         places = {folder.joinpath(*_checked(name).parts): content for name, content in files.items()}
         folder.mkdir(parents=True, exist_ok=True)
         is_changed = False
-        if self._seq_in(folder) != info.seq:
+        if not self._is_settled_at(folder, info):
             self._pointers.point(folder / POINTER_NAME, info)
             is_changed = True
         for place, content in places.items():
