@@ -11,7 +11,7 @@ TESTS  ?= tests
 # The suite starts thousands of processes. Without .pyc files each of them would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-unit test-slice test-deep lint bench bench-table wheel clean
+.PHONY: demo test test-frameworks test-unit test-slice test-deep lint bench bench-table wheel clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)
 	$(PYTHON) -c 'import sys; sys.exit("ckstore needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
@@ -24,21 +24,28 @@ demo: $(VENV)/.installed  ## Train, kill, restore, compare: the main job, in abo
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed  ## All behaviour, and a part of each long programme: other parts with each commit.
-	$(PYTEST) $(TESTS)
+	$(PYTEST) --ignore=tests/frameworks $(TESTS)
+
+test-frameworks: $(VENV)/.frameworks-installed  ## With transformers, Lightning, accelerate and PEFT; all how-to pages.
+	$(PYTEST) tests/frameworks
 
 test-unit: $(VENV)/.installed  ## Only the tests of single modules.
 	$(PYTEST) tests/unit
 
 test-slice: $(VENV)/.installed  ## A larger part of each long programme, and nothing else.
-	$(PYTEST) --depth=slice $(TESTS)
+	$(PYTEST) --depth=slice --ignore=tests/frameworks $(TESTS)
 
-test-deep: $(VENV)/.installed  ## Everything: every point of every long programme. Takes more than half an hour.
+test-deep: $(VENV)/.frameworks-installed  ## Everything: every point of every long programme. Takes more than half an hour.
 	$(PYTEST) --depth=all $(TESTS)
 
 lint: $(VENV)/.installed  ## Linters, formatter and type checker.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+$(VENV)/.frameworks-installed: $(VENV)/.installed
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[torch,test,frameworks]'
+	touch $@
 
 $(VENV)/.bench-installed: $(VENV)/.installed
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[torch,test,bench]'
