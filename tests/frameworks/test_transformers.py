@@ -78,6 +78,46 @@ def test_background_saves_are_durable_at_the_end(tmp_path):
     assert read_pointer(tmp_path / "checkpoint-8").seq is not None
 
 
+class WithNotes(transformers.Trainer):
+    """Writes a file of its own into the folder of each checkpoint, after the rest, as trainers of TRL do."""
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        folder = self.args.output_dir + f"/checkpoint-{self.state.global_step}"
+        transformers.trainer.Path(folder, "notes").mkdir()
+        transformers.trainer.Path(folder, "notes/rollout.json").write_text("{}")
+
+
+def test_files_of_a_subclass_are_stored(tmp_path):
+    trainer = make_trainer("gpt2", tmp_path, kind=WithNotes, max_steps=2)
+    ckstore.transformers.attach(trainer, background=False)
+    trainer.train()
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    attached("gpt2", tmp_path, save_strategy="no").train(resume_from_checkpoint=True)
+    assert (tmp_path / "checkpoint-2/notes/rollout.json").read_text() == "{}"
+
+
+def test_scaler_comes_back(tmp_path):
+    runs = []
+    for resume in (None, "seq:0"):
+        trainer = attached("gpt2", tmp_path)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append((losses_of(trainer), trainer.accelerator.scaler.state_dict()))
+    assert runs[0] == runs[1]
+    assert runs[0][1]["scale"] == 4096.0
+
+
+def test_trial_of_a_search_is_left_to_transformers(tmp_path):
+    trainer = attached("gpt2", tmp_path, background=True, max_steps=2)
+    trainer.hp_search_backend = "optuna"
+    trainer.hp_name = lambda trial: f"trial-{trial}"
+    trainer._get_output_dir = lambda trial: str(tmp_path / "trial")
+    trainer.train()
+    assert (tmp_path / "trial/checkpoint-2/model.safetensors").exists()
+    assert not (tmp_path / "ckstore").exists()
+
+
 CASES = [
     pytest.param(limit, loads_best, is_greater, strategy, id=f"{limit}-{loads_best}-{is_greater}-{strategy}")
     for limit in (1, 2, 3)

@@ -353,7 +353,8 @@ class _Door:
         """Start the saver and allocate shared memory for a state, so that a lack of memory shows now."""
         trainer = self.trainer
         optimizer = _optimizer_of(trainer)
-        if not self.pointers.background or trainer.args.save_strategy == "no" or not self.is_writer:
+        saves = trainer.args.save_strategy != "no" and trainer.hp_search_backend is None
+        if not (saves and self.pointers.background and self.is_writer):
             return
         store = self.pointers.store
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -435,7 +436,7 @@ class _StoreTrainer:
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         default: Any = super()
-        if trial is not None or getattr(self, "hp_search_backend", None) is not None:
+        if trial is not None or self._ckstore.trainer.hp_search_backend is not None:
             # The folders of trials are not those of one run.
             default._save_checkpoint(model, trial)
             return
