@@ -208,7 +208,8 @@ class PointerStore:
         else:
             receipt = store.commit(state, step, metrics=metrics, tags=tags, policy=policy or self._policy)
             record = self._with_entry(self._record(file, step), receipt)
-        write_pointer(file, record)
+        if not (was_announced and is_pointer(file) and read_pointer(file) == record):
+            write_pointer(file, record)
         if not self.background and replaces is not None:
             self._delete(replaces, file)
 
