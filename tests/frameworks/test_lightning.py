@@ -51,8 +51,8 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-def trainer_of(folder, *, io=None, checkpoints=None, exact=True, epochs=EPOCHS, **options):
-    io = io or ckstore.lightning.CheckpointIO(folder / "store")
+def trainer_of(folder, *, checkpoints=None, exact=True, epochs=EPOCHS, background=False, **options):
+    io = ckstore.lightning.CheckpointIO(folder / "store", background=background)
     saving = ModelCheckpoint(dirpath=folder / "checkpoints", **{"filename": "{step}", **(checkpoints or {})})
     return L.Trainer(
         max_epochs=epochs,
@@ -101,7 +101,7 @@ def test_resume_from_a_validated_epoch_is_exact(tmp_path):
 
 
 def test_resume_within_an_epoch_is_exact_with_a_stateful_loader(tmp_path, stateful):
-    check_exact(tmp_path, stateful, 20, checkpoints={**ALL, "every_n_train_steps": 4})
+    check_exact(tmp_path, stateful, 20, checkpoints={**ALL, "every_n_train_steps": 4}, background=True)
 
 
 def test_resume_at_the_end_of_an_epoch_is_exact_with_a_stateful_loader(tmp_path, stateful):
@@ -122,7 +122,7 @@ def test_without_the_callback_losses_differ(tmp_path):
 
 
 def test_all_is_settled_after_training(tmp_path):
-    losses_of(tmp_path, DataLoader, checkpoints={"save_top_k": 1, "save_last": True})
+    losses_of(tmp_path, DataLoader, checkpoints={"save_top_k": 1, "save_last": True}, background=True)
     files = sorted((tmp_path / "checkpoints").iterdir())
     assert [file.name for file in files] == ["last.ckpt", "step=32.ckpt"]
     assert all(is_pointer(file) and read_pointer(file).seq is not None for file in files)

@@ -1,9 +1,11 @@
 """Run a framework's own checkpoint tests with ckstore in place of its files.
 
     python tests/judges/run.py accelerate PATH
+    python tests/judges/run.py lightning PATH
 
 PATH is a checkout of the framework's sources that fits the installed version; nothing of it is part of ckstore. What is
-left out is in ``EXCLUDED``, with the reason. The exit code is that of pytest.
+left out is in ``EXCLUDED``, with the reason. The exit code is that of pytest. Lightning's tests need ``pip install
+cloudpickle scikit-learn omegaconf jsonargparse pytest-rerunfailures pytest-random-order``.
 """
 
 from __future__ import annotations
@@ -18,11 +20,32 @@ HERE = Path(__file__).parent
 
 FILES = {
     "accelerate": ("tests/test_state_checkpointing.py",),
+    "lightning": tuple(
+        f"tests/tests_pytorch/{name}.py"
+        for name in (
+            "checkpointing/test_model_checkpoint",
+            "checkpointing/test_trainer_checkpoint",
+            "checkpointing/test_checkpoint_callback_frequency",
+            "checkpointing/test_torch_saving",
+            "plugins/test_checkpoint_io_plugin",
+            "plugins/test_async_checkpoint",
+            "trainer/connectors/test_checkpoint_connector",
+            "models/test_restore",
+            "callbacks/test_model_checkpoint_additional_cases",
+            "callbacks/test_model_checkpoint_edge_cases",
+            "callbacks/test_model_checkpoint_manual_opt",
+            "callbacks/test_model_checkpoint_step_interval_val_metric",
+        )
+    ),
 }
 """The test files of each framework."""
 
+SOURCES = {"accelerate": (), "lightning": ("src", "tests")}
+"""Folders of the checkout that are imported from."""
+
 EXCLUDED: dict[str, dict[str, str]] = {
     "accelerate": {},
+    "lightning": {},
 }
 """Tests that cannot hold with ckstore: their names, and why."""
 
@@ -37,7 +60,8 @@ def main() -> int:
     command = [sys.executable, "-m", "pytest", "-q", "-p", f"ckstore_{given.framework}", "-p", "no:cacheprovider"]
     command += [f"--deselect={name}" for name in EXCLUDED[given.framework]]
     command += [*FILES[given.framework], *more]
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    sources = [str(given.path.resolve() / name) for name in SOURCES[given.framework]]
+    paths = [str(HERE), *sources, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, cwd=given.path, env=environment).returncode
 

@@ -155,6 +155,15 @@ def test_verify_refuses_an_unknown_level(call, readonly_store):
     assert call("verify", readonly_store, "--level", "thorough")[0] == 2
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".ckpt"])
+def test_restore_writes_a_file_for_torch(call, readonly_store, tmp_path, suffix):
+    torch = pytest.importorskip("torch")
+    assert call("restore", readonly_store, 100, "-o", tmp_path / f"state{suffix}")[0] == 0
+    loaded = torch.load(tmp_path / f"state{suffix}", weights_only=True)
+    with ckstore.open(readonly_store, create=False) as store:
+        assert np.array_equal(loaded["model"]["head"], store.restore(100)["model"]["head"])
+
+
 def test_restore_writes_npz(call, readonly_store, tmp_path):
     target = tmp_path / "state.npz"
     code, out, _ = call("restore", readonly_store, 100, "-o", target, "--json")

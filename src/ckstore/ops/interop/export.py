@@ -131,7 +131,7 @@ def sync_folder(folder: Path) -> None:
 
 
 _CHOOSE = "choose other leaves with --only"
-SUFFIXES = (".pt", ".pth", ".npz")
+SUFFIXES = (".pt", ".pth", ".ckpt", ".npz")
 
 _REPLACED: dict[type, type[Any]] = {defaultdict: dict, frozenset: set, deque: list}
 """Types that torch.load(weights_only=True) refuses, and types with the same content that it reads."""
@@ -141,7 +141,7 @@ def check_suffix(target: Path) -> None:
     """Refuse a name whose suffix does not choose a format, and torch's format if torch is not installed."""
     if target.suffix not in SUFFIXES:
         raise UsageError(
-            "the name must end in .pt or .pth (for torch.load) or .npz (for numpy.load)",
+            "the name must end in .pt, .pth or .ckpt (for torch.load) or .npz (for numpy.load)",
             where=target,
             todo="for safetensors use `ckstore export`",
         )
