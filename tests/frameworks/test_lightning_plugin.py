@@ -122,9 +122,12 @@ def test_references_of_the_store_are_paths(io, tmp_path):
         assert io.load_checkpoint(reference)["global_step"] == step
 
 
-def test_url_is_refused_with_what_to_do(io):
-    with pytest.raises(UsageError, match="local dirpath, and put the store in the bucket"):
-        io.save_checkpoint(checkpoint(1), "s3://bucket/last.ckpt")
+def test_to_a_url_lightning_saves_itself_and_the_log_says_so(io, caplog):
+    for step in (1, 2):
+        io.save_checkpoint(checkpoint(step), "memory://ckstore-test/last.ckpt")
+    assert io.load_checkpoint("memory://ckstore-test/last.ckpt")["global_step"] == 2
+    io.remove_checkpoint("memory://ckstore-test/last.ckpt")
+    assert caplog.text.count("local dirpath, and put the store in the bucket") == 1
 
 
 def test_file_url_is_a_path(io, tmp_path):

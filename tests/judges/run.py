@@ -5,7 +5,7 @@
 
 PATH is a checkout of the framework's sources that fits the installed version; nothing of it is part of ckstore. What is
 left out is in ``EXCLUDED``, with the reason. The exit code is that of pytest. Lightning's tests need ``pip install
-cloudpickle scikit-learn omegaconf jsonargparse pytest-rerunfailures pytest-random-order``.
+cloudpickle scikit-learn omegaconf jsonargparse pytest-rerunfailures pytest-random-order tensorboardX``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ SOURCES = {"accelerate": (), "lightning": ("src", "tests")}
 
 EXCLUDED: dict[str, dict[str, str]] = {
     "accelerate": {},
-    "lightning": {},
+    "lightning": {
+        f"tests/tests_pytorch/checkpointing/test_checkpoint_callback_frequency.py::{name}": "counts the calls of a "
+        "mocked torch.save"
+        for name in ("test_default_checkpoint_freq", "test_top_k")
+    },
 }
 """Tests that cannot hold with ckstore: their names, and why."""
 

@@ -141,16 +141,21 @@ class CheckpointIO(_Plugin):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Commit a checkpoint, and write its pointer to the path.
+        """Commit a checkpoint, and write its pointer to the path. To a URL, Lightning saves itself.
 
         Raises:
             LeafTypeError: A leaf cannot be stored; the message names its path.
-            UsageError: The path is a URL, or ``storage_options`` has unknown names.
+            UsageError: ``storage_options`` has unknown names.
             CkstoreError: As ``Store.commit`` and ``Store.commit_async``; or an earlier commit failed.
         """
         options = _checked_options(storage_options)
-        file = _local(path)
-        if file.name == _TRANSFER:
+        file = _local_or_none(path)
+        if file is None:
+            self._log_once(
+                "the path of a checkpoint is a URL, and pointers are local files: Lightning saves there itself, not "
+                "into the store. Give ModelCheckpoint a local dirpath, and put the store in the bucket"
+            )
+        if file is None or file.name == _TRANSFER:
             torch_io().save_checkpoint(checkpoint, path)
             return
         with self._lock:
@@ -275,9 +280,7 @@ class CheckpointIO(_Plugin):
     def _storable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         found = storable(checkpoint, self._given["on_unstorable"])
         for note in found.notes:
-            if note not in self._logged:
-                self._logged.add(note)
-                _log.warning("checkpoint: %s", note)
+            self._log_once(f"checkpoint: {note}")
         state: dict[str, Any] = found.state
         if not found.configs:
             return state
@@ -287,6 +290,11 @@ class CheckpointIO(_Plugin):
                 # The class of a configuration. It is made again from the path of its hyper-parameters.
                 state[key] = state[key].__qualname__
         return state
+
+    def _log_once(self, what: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
+            _log.warning("%s", what)
 
     def _restore_pointer(self, file: Path, device: Any) -> Any:
         try:
@@ -353,17 +361,6 @@ def _local_or_none(path: str | os.PathLike[str]) -> Path | None:
     """Return a path in the file system; None: a URL."""
     text = os.fspath(path).removeprefix("file://")
     return None if "://" in text else Path(text)
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    file = _local_or_none(path)
-    if file is None:
-        raise UsageError(
-            "Lightning saves to a URL, and pointers are local files",
-            where=os.fspath(path),
-            todo="give ModelCheckpoint a local dirpath, and put the store in the bucket",
-        )
-    return file
 
 
 def _device_of(map_location: Any) -> Any:
