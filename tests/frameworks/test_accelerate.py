@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -249,26 +247,6 @@ def test_store_elsewhere_and_a_named_folder(tmp_path):
     assert run.epoch() == expected
     assert run.steps() == [1]
     run.accelerator.end_training()
-
-
-SCRIPT = """
-import sys, torch, accelerate
-accelerator = accelerate.Accelerator(cpu=True)
-model = accelerator.prepare(torch.nn.Linear(2, 2))
-accelerator.save_state(sys.argv[1])
-accelerator.load_state(sys.argv[1])
-accelerator.end_training()
-"""
-
-
-def test_script_without_a_changed_line(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "ckstore.run", "--store", tmp_path / "store", script, tmp_path / "last"]
-    subprocess.run(command, check=True)
-    with ckstore.open(tmp_path / "store", create=False) as store:
-        assert list(store.restore()["model"]) == ["weight", "bias"]
-    assert [path.name for path in (tmp_path / "last").iterdir()] == ["ckstore.json"]
 
 
 def train_on_two_ranks(rank, folder, port):

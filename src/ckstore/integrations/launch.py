@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.machinery
+import logging
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_log = logging.getLogger("ckstore")
 
 
 def open_doors(store: str | None) -> None:
@@ -76,6 +79,24 @@ def _change_transformers(module: ModuleType, store: str | None) -> None:
     _before_calls(module.Trainer, ("train",), lambda self: _attach("transformers", self, store))
 
 
+def _change_lightning(module: ModuleType, store: str | None) -> None:
+    original = module.Trainer.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        own = self.strategy.checkpoint_io
+        if type(self.strategy).__name__ in _SHARDED or type(own).__name__ != "TorchCheckpointIO":
+            _log.warning("%s with %s saves without ckstore", type(self.strategy).__name__, type(own).__name__)
+            return
+        door = importlib.import_module("ckstore.lightning")
+        self.strategy.checkpoint_io = door.CheckpointIO(store or Path(self.default_root_dir) / "ckstore")
+        if not any(isinstance(each, door.ExactResume) for each in self.callbacks):
+            self.callbacks.append(door.ExactResume())
+
+    module.Trainer.__init__ = init
+
+
 def _attach(door: str, owner: Any, store: str | None) -> None:
     importlib.import_module(f"ckstore.integrations.{door}").attach(owner, store)
 
@@ -83,7 +104,11 @@ def _attach(door: str, owner: Any, store: str | None) -> None:
 _CHANGES = {
     "accelerate.accelerator": _change_accelerate,
     "transformers.trainer": _change_transformers,
+    "lightning.pytorch.trainer.trainer": _change_lightning,
+    "pytorch_lightning.trainer.trainer": _change_lightning,
 }
+_SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
+"""Strategies of Lightning that save sharded states by themselves."""
 
 
 def _before_calls(kind: type, names: Sequence[str], attach: Callable[[Any], None]) -> None:
