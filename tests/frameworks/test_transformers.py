@@ -11,6 +11,7 @@ import torch
 
 import ckstore
 from ckstore.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
+from ckstore.integrations.pointer_store import PointerStore
 from ckstore.integrations.pointers import is_pointer, read_pointer
 from support.small_trainers import losses_of, make_trainer
 
@@ -35,12 +36,23 @@ def attached(kind, folder, *, store=None, background=False, files="pointer", pol
     return trainer
 
 
-@pytest.fixture
-def trained(tmp_path):
-    """Return the folder of a run of four steps, saved at 2 and 4, and its losses."""
-    trainer = attached("gpt2", tmp_path / "out", max_steps=4)
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A run of four steps, saved at 2 and 4."""
+    folder = tmp_path_factory.mktemp("original") / "out"
+    trainer = attached("gpt2", folder, max_steps=4)
     trainer.train()
-    return SimpleNamespace(folder=tmp_path / "out", losses=losses_of(trainer), trainer=trainer)
+    return SimpleNamespace(folder=folder, trainer=trainer)
+
+
+@pytest.fixture
+def trained(original, tmp_path):
+    """Return a copy of that run: its folder, its losses, its trainer, and a store for more commits."""
+    shutil.copytree(original.folder, tmp_path / "out")
+    pointers = PointerStore(tmp_path / "out/ckstore", background=False, made_by="a test")
+    losses = losses_of(original.trainer)
+    yield SimpleNamespace(folder=tmp_path / "out", losses=losses, trainer=original.trainer, pointers=pointers)
+    pointers.close()
 
 
 def folders(output_dir):
@@ -211,12 +223,10 @@ def test_pointer_without_a_checkpoint_falls_back_to_the_newest(trained, caplog):
 
 def test_pointer_is_settled_on_resume(trained):
     """The saver has published the checkpoint after its trainer was killed."""
-    pointers = trained.trainer._ckstore.pointers
+    (trained.folder / "checkpoint-6").mkdir()
+    trained.pointers.announce(6, trained.folder / "checkpoint-6/ckstore.json")
     with ckstore.open(trained.folder / "ckstore") as store:
         store.commit(store.restore(2), 6)
-    (trained.folder / "checkpoint-6").mkdir()
-    pointers._last_seq = 1
-    pointers.announce(6, trained.folder / "checkpoint-6/ckstore.json")
     assert read_pointer(trained.folder / "checkpoint-6").seq is None
     resumed = attached("gpt2", trained.folder, save_strategy="no")
     assert resumed._ckstore.folder_to_resume(True) == str(trained.folder / "checkpoint-6")
@@ -237,7 +247,7 @@ def test_replaced_checkpoint_is_deleted_on_resume(trained):
 
 
 def test_folder_that_never_became_durable_is_removed(trained, caplog):
-    pointers = trained.trainer._ckstore.pointers
+    pointers = trained.pointers
     for step in (4, 6):
         (trained.folder / f"checkpoint-{step}").mkdir(exist_ok=True)
         pointers.announce(step, trained.folder / f"checkpoint-{step}/ckstore.json")

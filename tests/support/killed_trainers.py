@@ -6,6 +6,7 @@ with its pid; ``{"wait": pid}`` answers with its status.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -94,6 +95,7 @@ def serve():
     # Forked children need not import these again.
     for name in ("transformers.models.gpt2.modeling_gpt2", "ckstore.transformers", "support.small_trainers"):
         importlib.import_module(name)
+    gc.freeze()
     for line in sys.stdin:
         command = json.loads(line)
         if "wait" in command:

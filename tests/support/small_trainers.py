@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+
 import torch
 
 LENGTH, VOCABULARY = 12, 48
@@ -21,11 +24,24 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
+@functools.cache
+def spare_modules(kind):
+    """Each training collects garbage: do not let it search the modules that this kind of model has loaded."""
+    gc.collect()
+    gc.freeze()
+
+
 def make_model(kind):
     """Return a model with dropout; equal for equal kinds."""
     import transformers
 
     transformers.set_seed(7)
+    model = _model(kind, transformers)
+    spare_modules(kind)
+    return model
+
+
+def _model(kind, transformers):
     common = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
     if kind == "moe":
         sizes = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 8}

@@ -163,6 +163,15 @@ class PointerStore:
         record = self._record(file, info.step)
         write_pointer(file, with_changes(record, seq=info.seq, checkpoint_id=info.checkpoint_id))
 
+    def prewarm(self, state: Any) -> None:
+        """Start the saver and allocate memory for a state, as ``Store.prewarm``. In the foreground it does nothing.
+
+        Raises:
+            CapacityError: There is not enough memory for a copy of the state.
+        """
+        if self.background:
+            self.store.prewarm(state, policy=self._policy)
+
     def save(
         self,
         state: Any,

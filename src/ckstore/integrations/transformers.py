@@ -356,15 +356,14 @@ class _Door:
         saves = trainer.args.save_strategy != "no" and trainer.hp_search_backend is None
         if not (saves and self.pointers.background and self.is_writer):
             return
-        store = self.pointers.store
         if isinstance(optimizer, torch.optim.Optimizer):
-            store.attach(optimizer)
+            self.pointers.store.attach(optimizer)
         state = model_parts(unwrapped(trainer))
         if not trainer.args.save_only_model:
             state["optimizer"] = optimizer.state_dict()
             state["moments"] = _moments_to_come(optimizer)
         try:
-            store.prewarm(state)
+            self.pointers.prewarm(state)
         except CapacityError as error:
             raise CapacityError(
                 f"a save in the background needs a second copy of the state: {error.what}",
