@@ -234,6 +234,19 @@ def test_pointer_is_settled_on_resume(trained):
     resumed._ckstore.close(is_failing=False)
 
 
+def test_rotation_that_a_crash_prevented(trained):
+    transformers.trainer.os.utime(trained.folder / "checkpoint-4", (1, 1))
+    resumed = attached("gpt2", trained.folder, save_total_limit=1)
+    resumed._ckstore.folder_to_resume("seq:0")
+    resumed._ckstore.settle()
+    assert folders(trained.folder) == ["checkpoint-2", "checkpoint-4"]
+    resumed._ckstore.folder_to_resume(True)
+    resumed._ckstore.settle()
+    assert folders(trained.folder) == ["checkpoint-4"]
+    assert steps(trained.folder) == [4]
+    resumed._ckstore.close(is_failing=False)
+
+
 def test_replaced_checkpoint_is_deleted_on_resume(trained):
     """A crash came after the second save of a step, and before the first was deleted."""
     with ckstore.open(trained.folder / "ckstore") as store:

@@ -66,11 +66,7 @@ _SIGNATURES = {
     "save_model": ("self", "output_dir", "_internal_call"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
-_UTILITIES = {
-    "rotate_checkpoints": (
-        *("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime", "checkpoint_prefix"),
-    ),
-}
+_ROTATION = ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime", "checkpoint_prefix")
 
 _NOT_A_METRIC = re.compile(r"step|.*_runtime|.*_per_second")
 """Entries of the trainer's log that say nothing about the model."""
@@ -119,7 +115,7 @@ def attach(
     _check_options(trainer.args)
     version: dict[str, Any] = {"library": "transformers", "version": transformers.__version__, "tested": TESTED}
     check_signatures(transformers.Trainer, _SIGNATURES, **version)
-    check_signatures(trainer_utils, _UTILITIES, **version)
+    check_signatures(trainer_utils, {"rotate_checkpoints": _ROTATION}, **version)
     own = type(trainer)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     door = _Door(trainer, pointers, writes_weights=files == "both")
@@ -191,7 +187,7 @@ class _Door:
         self.folder: Path | None = None
         self.limit: int | None = None
         self._unsettled: list[Path] = []
-        self._is_rotation_due = False
+        self._rotation: Literal["by time", "by step"] | None = None
 
     @property
     def is_writer(self) -> bool:
@@ -219,7 +215,7 @@ class _Door:
                 self.draft[FILES] = read_files(folder)
                 self.pointers.save(self.draft, step, folder / POINTER_NAME, metrics=self._metrics())
                 self._unsettled.append(folder)
-                self._is_rotation_due = True
+                self._rotation = "by time"
                 self.settle()
         except BaseException:
             if self.is_writer and folder not in self._unsettled:
@@ -275,14 +271,14 @@ class _Door:
             raise
         if self.pointers.is_settled:
             self._unsettled.clear()
-            if self._is_rotation_due:
-                self._is_rotation_due = False
+            if self._rotation is not None:
+                is_by_time, self._rotation = self._rotation == "by time", None
                 with self.folders.mirrored():
                     trainer_utils.rotate_checkpoints(
                         output_dir=_output_dir(self.trainer),
                         save_total_limit=self.trainer.args.save_total_limit,
                         best_model_checkpoint=self.trainer.state.best_model_checkpoint,
-                        use_mtime=True,
+                        use_mtime=is_by_time,
                     )
 
     def close(self, *, is_failing: bool) -> None:
@@ -304,18 +300,24 @@ class _Door:
         """Return the folder that training resumes from. Rank 0 decides, and lays it again if it is missing."""
         if wanted is None or wanted is False:
             return None
-        if rank_and_size()[1] == 1:
-            return str(self.folders.to_resume(wanted))
         answer: list[Any] = [None]
         if self.is_writer:
             try:
-                answer[0] = str(self.folders.to_resume(wanted))
+                answer[0] = str(self._folder_to_resume(wanted))
             except Exception as error:
                 answer[0] = error
-        torch.distributed.broadcast_object_list(answer, src=0)
+        if rank_and_size()[1] > 1:
+            torch.distributed.broadcast_object_list(answer, src=0)
         if isinstance(answer[0], Exception):
             raise answer[0]
         return str(answer[0])
+
+    def _folder_to_resume(self, wanted: Any) -> Path:
+        folder = self.folders.to_resume(wanted)
+        if wanted is True and folder == self.folders.all()[-1] and self.trainer.args.save_strategy != "no":
+            # A crash came before the rotation. The newest folder may look older, so the steps decide.
+            self._rotation = "by step"
+        return folder
 
     def find_best(self) -> None:
         """Set the best checkpoint where its path is of another machine."""
@@ -422,8 +424,8 @@ class _StoreTrainer:
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         default: Any = super()
         door = self._ckstore
-        folder = door.folder_to_resume(resume_from_checkpoint)
         try:
+            folder = door.folder_to_resume(resume_from_checkpoint)
             output = default.train(folder, *args, **kwargs)
         except BaseException:
             door.close(is_failing=True)
