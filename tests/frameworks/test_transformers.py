@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,15 +22,21 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Scored(transformers.Trainer):
-    """Its evaluations return prepared scores; a subclass, as users and libraries have them."""
+@functools.cache
+def scored_trainer():
+    """Return the class; making it imports the Trainer, which takes seconds."""
 
-    SCORES = (3.0, 5.0, 1.0, 4.0, 2.0, 4.5)
+    class Scored(transformers.Trainer):
+        """Its evaluations return prepared scores; a subclass, as users and libraries have them."""
 
-    def evaluate(self, *_, **__):
-        metrics = {"eval_score": self.SCORES[self.state.global_step - 1]}
-        self.log(metrics)
-        return metrics
+        SCORES = (3.0, 5.0, 1.0, 4.0, 2.0, 4.5)
+
+        def evaluate(self, *_, **__):
+            metrics = {"eval_score": self.SCORES[self.state.global_step - 1]}
+            self.log(metrics)
+            return metrics
+
+    return Scored
 
 
 def attached(kind, folder, *, store=None, background=False, files="pointer", policy=None, **options):
@@ -90,18 +99,24 @@ def test_background_saves_are_durable_at_the_end(tmp_path):
     assert read_pointer(tmp_path / "checkpoint-8").seq is not None
 
 
-class WithNotes(transformers.Trainer):
-    """Writes a file of its own into the folder of each checkpoint, after the rest, as trainers of TRL do."""
+@functools.cache
+def trainer_with_notes():
+    """Return the class; making it imports the Trainer, which takes seconds."""
 
-    def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
-        folder = self.args.output_dir + f"/checkpoint-{self.state.global_step}"
-        transformers.trainer.Path(folder, "notes").mkdir()
-        transformers.trainer.Path(folder, "notes/rollout.json").write_text("{}")
+    class WithNotes(transformers.Trainer):
+        """Writes a file of its own into the folder of each checkpoint, after the rest, as trainers of TRL do."""
+
+        def _save_checkpoint(self, model, trial):
+            super()._save_checkpoint(model, trial)
+            folder = self.args.output_dir + f"/checkpoint-{self.state.global_step}"
+            Path(folder, "notes").mkdir()
+            Path(folder, "notes/rollout.json").write_text("{}")
+
+    return WithNotes
 
 
 def test_files_of_a_subclass_are_stored(tmp_path):
-    trainer = make_trainer("gpt2", tmp_path, kind=WithNotes, max_steps=2)
+    trainer = make_trainer("gpt2", tmp_path, kind=trainer_with_notes(), max_steps=2)
     ckstore.transformers.attach(trainer, background=False)
     trainer.train()
     shutil.rmtree(tmp_path / "checkpoint-2")
@@ -149,7 +164,7 @@ def test_same_checkpoints_survive_as_without_a_store(limit, loads_best, is_great
         trainer = make_trainer(
             "gpt2",
             tmp_path / name,
-            kind=Scored,
+            kind=scored_trainer(),
             eval_strategy="steps",
             save_strategy=strategy,
             metric_for_best_model="score",
@@ -169,7 +184,7 @@ def test_same_checkpoints_survive_as_without_a_store(limit, loads_best, is_great
 
 def test_best_is_found_by_its_metric(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 3}
-    trainer = make_trainer("gpt2", tmp_path, kind=Scored, **options)
+    trainer = make_trainer("gpt2", tmp_path, kind=scored_trainer(), **options)
     ckstore.transformers.attach(trainer, background=False)
     trainer.train()
     with ckstore.open(tmp_path / "ckstore") as store:
@@ -235,7 +250,7 @@ def test_pointer_is_settled_on_resume(trained):
 
 
 def test_rotation_that_a_crash_prevented(trained):
-    transformers.trainer.os.utime(trained.folder / "checkpoint-4", (1, 1))
+    os.utime(trained.folder / "checkpoint-4", (1, 1))
     resumed = attached("gpt2", trained.folder, save_total_limit=1)
     resumed._ckstore.folder_to_resume("seq:0")
     resumed._ckstore.settle()
@@ -385,7 +400,7 @@ class Hub:
     def upload_folder(self, *, folder_path, ignore_patterns=(), path_in_repo="", **_):
         from huggingface_hub.utils import filter_repo_objects
 
-        root = transformers.trainer.Path(folder_path)
+        root = Path(folder_path)
         names = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
         found = set(filter_repo_objects(names, ignore_patterns=list(ignore_patterns)))
         self.uploads.append((path_in_repo, found))
@@ -413,7 +428,8 @@ def test_uploads_have_weights_and_no_store(tmp_path, monkeypatch):
 
 def test_attached_twice(tmp_path):
     trainer = make_trainer("gpt2", tmp_path)
-    ckstore.transformers.attach(trainer)
+    ckstore.transformers.attach(trainer, tmp_path / "mine")
+    ckstore.transformers.attach(trainer, tmp_path / "mine")
     kind, callbacks = type(trainer), len(trainer.callback_handler.callbacks)
     ckstore.transformers.attach(trainer)
     assert (type(trainer), len(trainer.callback_handler.callbacks)) == (kind, callbacks)

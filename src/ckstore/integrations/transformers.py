@@ -107,7 +107,8 @@ def attach(
     made_by = f"transformers {transformers.__version__}"
     pointers = PointerStore.at(address, run=run, policy=policy, background=background, made_by=made_by)
     if isinstance(trainer, _StoreTrainer):
-        _require_same(trainer._ckstore.pointers, pointers)
+        if store is not None:
+            _require_same(trainer._ckstore.pointers, pointers)
         return
     if reason := _not_served(trainer):
         _log.warning("%s: transformers saves and loads the checkpoints itself, without ckstore", reason)
