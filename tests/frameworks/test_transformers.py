@@ -154,7 +154,7 @@ CASES = [
 ]
 
 
-@pytest.mark.deep(parts=8)
+@pytest.mark.deep(parts=12)
 @pytest.mark.parametrize(("limit", "loads_best", "is_greater", "strategy"), CASES)
 def test_same_checkpoints_survive_as_without_a_store(limit, loads_best, is_greater, strategy, tmp_path):
     left = []

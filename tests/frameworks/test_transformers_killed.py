@@ -97,7 +97,7 @@ def test_killed_run_equals_undisturbed_run(warm, tmp_path, sample):
     expected = dict(undisturbed.losses())
     assert len(expected) == STEPS
     chance = random.Random(sample.seed(38))
-    kills, runs, wanted = 0, 0, sample.count(KILLS, parts=50)
+    kills, runs, wanted = 0, 0, sample.count(KILLS, parts=100)
     while kills < wanted:
         runs += 1
         run = Run(warm, tmp_path / f"run-{runs}")
