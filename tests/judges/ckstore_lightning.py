@@ -26,7 +26,8 @@ from ckstore.integrations.pointers import is_pointer
 
 _METHODS = ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
 _Own = type("TorchCheckpointIO", (CheckpointIO,), {name: vars(TorchCheckpointIO)[name] for name in _METHODS})
-_folder = Path(tempfile.mkdtemp(prefix="ckstore-judge-"))
+# Not under the folder of the tests: a test that serves a pointer by HTTP needs the absolute address of its store.
+_folder = Path(tempfile.mkdtemp(prefix="ckstore-judge-", dir="/var/tmp"))
 _number = itertools.count()
 _plugins = weakref.WeakKeyDictionary()
 _counts = dict.fromkeys((*_METHODS, "torch.load"), 0)
@@ -76,8 +77,9 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown():
     """Close the stores of trainers that saved outside of ``fit`` and are gone, before threads are counted."""
-    if any(thread.name.startswith("ckstore") for thread in threading.enumerate()):
-        gc.collect()
+    for _ in range(3):
+        if any(thread.name.startswith("ckstore") for thread in threading.enumerate()):
+            gc.collect()
 
 
 def pytest_terminal_summary(terminalreporter):
