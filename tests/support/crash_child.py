@@ -39,11 +39,12 @@ TORCH_MODULES = (
 
 
 def import_everything():
+    doors = tuple(f"ckstore.{name}" for name in (*ckstore._DOORS, "integrations", "run"))
     for module in pkgutil.walk_packages(ckstore.__path__, "ckstore."):
         is_entry = module.name.endswith("__main__")
         # These import torch, which has no part here, and is most of what a fork would have to copy.
         if not is_entry and not module.name.startswith(
-            ("ckstore.cli", "ckstore._native", "ckstore.integrations", "ckstore.ops.interop", *TORCH_MODULES)
+            ("ckstore.cli", "ckstore._native", "ckstore.ops.interop", *doors, *TORCH_MODULES)
         ):
             # The module of an engine that this machine cannot have refuses to be imported.
             with contextlib.suppress(*((ImportError,) if module.name == "ckstore.io.uring_engine" else ())):

@@ -99,7 +99,8 @@ def die_with_parent():
 def prepare(folder):
     """Make a store, and import all that children need, once for all of them."""
     for module in pkgutil.walk_packages(ckstore.__path__, "ckstore."):
-        is_needed = module.name.split(".")[1] not in ("cli", "background", "_native", "__main__")
+        others = ("cli", "background", "integrations", "run", "_native", "__main__", *ckstore._DOORS)
+        is_needed = module.name.split(".")[1] not in others
         loads_torch = "torch" in module.name or module.name.startswith("ckstore.ops.interop")
         if is_needed and not loads_torch and module.name != "ckstore.io.uring_engine":
             importlib.import_module(module.name)
