@@ -2,6 +2,7 @@
 
     python tests/judges/run.py accelerate PATH
     python tests/judges/run.py lightning PATH
+    python tests/judges/run.py transformers PATH
 
 PATH is a checkout of the framework's sources that fits the installed version; nothing of it is part of ckstore. What is
 left out is in ``EXCLUDED``, with the reason. The exit code is that of pytest. Lightning's tests need ``pip install
@@ -37,10 +38,11 @@ FILES = {
             "callbacks/test_model_checkpoint_step_interval_val_metric",
         )
     ),
+    "transformers": ("tests/trainer/test_trainer_checkpointing.py",),
 }
 """The test files of each framework."""
 
-SOURCES = {"accelerate": (), "lightning": ("src", "tests")}
+SOURCES = {"accelerate": (), "lightning": ("src", "tests"), "transformers": ()}
 """Folders of the checkout that are imported from."""
 
 EXCLUDED: dict[str, dict[str, str]] = {
@@ -50,8 +52,19 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "mocked torch.save"
         for name in ("test_default_checkpoint_freq", "test_top_k")
     },
+    "transformers": {
+        f"tests/trainer/test_trainer_checkpointing.py::{name}": "downloads from the hub"
+        for name in (
+            "TrainerCheckpointSaveTest::test_save_collator_tokenizer_by_default",
+            "TrainerResumeTrainingTest::test_multiple_peft_adapters",
+            "TrainerSavingTest::test_trainer_saves_feature_extractor",
+            "TrainerSavingTest::test_trainer_saves_image_processor",
+            "TrainerSavingTest::test_trainer_saves_processor",
+            "TrainerSavingTest::test_trainer_saves_tokenizer",
+        )
+    },
 }
-"""Tests that cannot hold with ckstore: their names, and why."""
+"""Tests that cannot hold with ckstore, or not without a network: their names, and why."""
 
 
 def main() -> int:
