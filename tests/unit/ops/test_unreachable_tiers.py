@@ -200,7 +200,7 @@ def test_empty_tier_can_be_recreated(folder, tier_folder):
 def test_unknown_tier_is_not_found(folder):
     with ckstore.open(folder) as store:
         store.commit(state_of(0), 0)
-        with pytest.raises(NotFoundError, match="no tier 'attic'"):
+        with pytest.raises(NotFoundError, match="no tier 'tier_folder'"):
             store.gc_tier("tier_folder")
 
 
