@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import ckstore
 from ckstore.errors import LeafTypeError, NotFoundError, UsageError
+from ckstore.format.records import with_changes
+from ckstore.integrations.pointers import read_pointer, write_pointer
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -145,6 +150,8 @@ def test_save_that_never_completed_is_passed_over(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     with ckstore.open(tmp_path / "ckstore") as store:
         store.delete(1)
+        lost = with_changes(read_pointer(checkpoints / "checkpoint_1"), seq=None, after_seq=1)
+    write_pointer(checkpoints / "checkpoint_1" / "ckstore.json", lost)
     (checkpoints / "checkpoint_2").mkdir()
     second = Training(tmp_path, seed=2)
     second.accelerator.load_state()
@@ -276,3 +283,76 @@ def test_two_ranks_get_their_own_random_states(tmp_path):
     alone.accelerator.load_state()
     alone.epoch()
     alone.accelerator.end_training()
+
+
+def test_failed_save_leaves_the_last_good_checkpoint(tmp_path):
+    run = Training(tmp_path, seed=1, limit=1)
+    run.epoch()
+    run.save()
+    expected = run.epoch()
+    run.counter.count = lambda: None
+    with pytest.raises(LeafTypeError):
+        run.save()
+    run.door.finish()
+    assert run.folders() == ["checkpoint_0", "checkpoint_1"]
+    second = Training(tmp_path, seed=2, limit=1)
+    second.accelerator.load_state()
+    assert second.epoch() == expected
+    second.accelerator.end_training()
+
+
+def test_folders_of_another_run_are_passed_over(tmp_path):
+    first = Training(tmp_path, seed=1)
+    first.save()
+    (first.door._checkpoints() / "checkpoint_0" / "mine.txt").write_text("kept")
+    first.accelerator.end_training()
+    other = Training(tmp_path, seed=1, run="other")
+    with pytest.raises(NotFoundError, match="no folder has a checkpoint"):
+        other.accelerator.load_state()
+    assert other.folders() == ["checkpoint_0"]
+    (tmp_path / "checkpoints" / "checkpoint_best_7").mkdir()
+    again = Training(tmp_path, seed=2)
+    again.accelerator.load_state()
+    assert again.folders() == ["checkpoint_0", "checkpoint_best_7"]
+    again.accelerator.end_training()
+    other.accelerator.end_training()
+
+
+def test_two_named_folders_in_flight_keep_their_own(tmp_path):
+    run = Training(tmp_path, seed=1)
+    run.project.automatic_checkpoint_naming = False
+    run.epoch()
+    run.accelerator.save_state(str(tmp_path / "one"))
+    one = read_pointer(tmp_path / "one")
+    run.epoch()
+    run.accelerator.save_state(str(tmp_path / "two"))
+    two = read_pointer(tmp_path / "two")
+    assert one.step != two.step
+    run.accelerator.end_training()
+
+
+def test_other_number_of_objects_is_refused(tmp_path):
+    run = Training(tmp_path, seed=1)
+    run.save()
+    run.accelerator.prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="the checkpoint has 1 models, and the accelerator has 2"):
+        run.accelerator.load_state()
+    run.accelerator.end_training()
+
+
+def test_end_of_the_process_saves_the_end(tmp_path):
+    script = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = {[str(path) for path in (Path(__file__).parent, Path(__file__).parents[1])]!r}
+from test_accelerate import Training
+def main():
+    run = Training({str(tmp_path)!r}, seed=1, limit=1)
+    run.save()
+    run.epoch()
+    run.save()
+main()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
+    assert read_pointer(tmp_path / "checkpoints" / "checkpoint_1").seq is not None

@@ -34,7 +34,7 @@ ALLOWED = {
     "interval": FORMAT | {"background"},
     "preemption": FORMAT | {"background", "interval"},
     "api": CHECKPOINTS | {"quant", "ops", "tiers", "background", "interval", "preemption"},
-    "integrations": FORMAT | {"state", "background", "api"},
+    "integrations": FORMAT | {"state", "background", "ops", "api"},
     "accelerate": {"integrations"},
     "lightning": {"integrations"},
     "transformers": {"integrations"},

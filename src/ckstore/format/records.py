@@ -186,6 +186,7 @@ class PointerRecord(FileRecord, frozen=True, forbid_unknown_fields=False, omit_d
     run: ShortText
     step: Count
     after_seq: Count | None
+    ahead: Count = 0
     seq: Count | None
     checkpoint_id: Hex32 | None
     previous_seq: Count | None = None

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +79,7 @@ _PASSED_THROUGH = (
     DistributedType.MEGATRON_LM,
     DistributedType.XLA,
 )
+_NUMBERED = re.compile(r"checkpoint_[0-9]+")
 _LAST_FILE = "random_states_0.pkl"
 """What accelerate itself writes last: a folder that has it is complete."""
 
@@ -168,15 +170,16 @@ class _Door:
 
     def __init__(self, accelerator: accelerate.Accelerator, pointers: PointerStore) -> None:
         self.pointers = pointers
-        # The accelerator owns this object.
+        # The accelerator owns this object, which may outlive it until the process ends.
         self._owner = weakref.ref(accelerator)
+        self._project = accelerator.project_configuration
+        self._is_main = accelerator.is_main_process
         self._state: dict[str, Any] = {}
         self._iteration: int | None = None
         self._has_saved = False
         """Whether a checkpoint was saved since older ones were last deleted."""
         self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._at_exit = weakref.WeakMethod(self.finish)
-        atexit.register(_finish, self._at_exit)
+        atexit.register(_finish_at_exit, self, os.getpid())
 
     @property
     def _accelerator(self) -> accelerate.Accelerator:
@@ -189,7 +192,7 @@ class _Door:
     @contextlib.contextmanager
     def saving(self) -> Iterator[_Door]:
         """Replace what writes files, and the deletion of older folders, which comes when this save is durable."""
-        project = self._accelerator.project_configuration
+        project = self._project
         limit, project.total_limit = project.total_limit, None
         self.poll()
         try:
@@ -228,6 +231,8 @@ class _Door:
             {"random": capture_rng(), "step": step, "dataloaders": [_loader_state(each) for each in dataloaders]}
         )
         parts["iteration"] = self._accelerator.save_iteration
+        groups = {"model": model_states, "optimizer": optimizers, "scheduler": schedulers, "dataloader": dataloaders}
+        parts["counts"] = {kind: len(group) for kind, group in groups.items()}
         parts["custom"] = []
         self._state = parts
         return Path(output_dir)
@@ -245,17 +250,26 @@ class _Door:
 
     def commit(self, folder: Path) -> None:
         """Commit what was collected, and write the folder's pointer. Only the main process does."""
-        accelerator = self._accelerator
-        if accelerator.is_main_process:
-            newest = None if accelerator.project_configuration.automatic_checkpoint_naming else self.pointers.newest()
-            step = self._state["iteration"] if newest is None else newest.step + 1
-            self.pointers.save(self._state, step, folder / POINTER_NAME)
-            self._has_saved = True
-        accelerator.wait_for_everyone()
+        failed: list[str | None] = [None]
+        try:
+            if self._is_main:
+                step = self._state["iteration"]
+                if not self._project.automatic_checkpoint_naming and (last := self.pointers.last_step) is not None:
+                    step = last + 1
+                self.pointers.save(self._state, step, folder / POINTER_NAME)
+                self._has_saved = True
+        except CkstoreError as error:
+            failed = [str(error)]
+            raise
+        finally:
+            # The other processes must not wait for a main process that has failed.
+            broadcast_object_list(failed)
+        if failed[0] is not None:
+            raise CkstoreError(f"the main process could not save: {failed[0]}", where=folder)
 
     def poll(self) -> None:
         """Settle what became durable, and delete older folders then."""
-        if not self._accelerator.is_main_process:
+        if not self._is_main:
             return
         self.pointers.poll()
         if self._has_saved and self.pointers.is_settled:
@@ -264,18 +278,20 @@ class _Door:
 
     def finish(self) -> None:
         """Wait until everything is durable, and close the store."""
-        accelerator = self._owner()
-        if accelerator is not None and accelerator.is_main_process:
-            self.pointers.wait()
-            self._rotate()
-        self.pointers.close()
+        try:
+            if self._is_main:
+                self.pointers.wait()
+                self.poll()
+        finally:
+            self.pointers.close()
 
     def _rotate(self) -> None:
         """Delete the oldest folders beyond ``total_limit`` with their checkpoints, as accelerate does before a save."""
-        project = self._accelerator.project_configuration
+        project = self._project
         if not project.automatic_checkpoint_naming or project.total_limit is None:
             return
-        folders = _numbered(self._checkpoints())
+        # A folder whose save has failed takes nobody's place.
+        folders = [folder for folder in _numbered(self._checkpoints()) if self._is_complete(folder)]
         for folder in folders[: max(0, len(folders) - project.total_limit)]:
             records: list[tuple[Path, PointerRecord]] = []
             with contextlib.suppress(CkstoreError):
@@ -284,7 +300,15 @@ class _Door:
             shutil.rmtree(folder)
 
     def _checkpoints(self) -> Path:
-        return Path(self._accelerator.project_dir) / "checkpoints"
+        return Path(self._project.project_dir) / "checkpoints"
+
+    def _is_complete(self, folder: Path) -> bool:
+        """Say whether a folder has a checkpoint: its pointer names one that is there, or accelerate has written it."""
+        try:
+            self.pointers.entry(folder)
+        except CkstoreError:
+            return not is_pointer(folder) and (folder / _LAST_FILE).is_file()
+        return True
 
     # Load
 
@@ -320,16 +344,24 @@ class _Door:
     def _newest_folder(self) -> str | None:
         """Return the newest complete folder. Newer ones, whose save a crash has interrupted, are deleted."""
         for folder in reversed(_numbered(self._checkpoints())):
-            try:
-                self.pointers.entry(folder)
-            except NotFoundError as error:
-                if not is_pointer(folder) and (folder / _LAST_FILE).is_file():
-                    return str(folder)
-                _log.warning("%s is deleted, because its save did not complete: %s", folder, error)
+            if self._is_complete(folder):
+                return str(folder)
+            if self._is_unfinished(folder):
+                _log.warning("%s is deleted: its save did not complete", folder)
                 shutil.rmtree(folder)
             else:
-                return str(folder)
+                _log.warning("%s is passed over: it has no checkpoint that is in %s", folder, self.pointers.address)
         return None
+
+    def _is_unfinished(self, folder: Path) -> bool:
+        """Say whether a folder without a checkpoint is what a crash in a save to this run has left."""
+        if not any(folder.iterdir()):
+            return True
+        try:
+            record = read_pointer(folder)
+        except CkstoreError:
+            return False
+        return record.seq is None and self.pointers.owns(record, folder)
 
     def _restore(
         self,
@@ -348,6 +380,15 @@ class _Door:
         if not is_pointer(input_dir):
             own = (input_dir, models, optimizers, schedulers, dataloaders, process_index, scaler, map_location)
             return dict(_OWN["load_accelerator_state"](*own, load_kwargs, **load_model_func_kwargs))
+        self._state = rest = self.pointers.load(input_dir, only=["ranks*", "iteration", "custom*", "counts*"])
+        groups = {"model": models, "optimizer": optimizers, "scheduler": schedulers, "dataloader": dataloaders}
+        for kind, group in groups.items():
+            if len(group) != rest["counts"][kind]:
+                raise UsageError(
+                    f"the checkpoint has {rest['counts'][kind]} {kind}s, and the accelerator has {len(group)}",
+                    where=input_dir,
+                    todo="prepare the objects that were prepared when it was saved",
+                )
         into: dict[str, Any] = {}
         for kind, objects in (("optimizer", optimizers), ("scheduler", schedulers)):
             into.update({_named(kind, number): each for number, each in enumerate(objects)})
@@ -362,8 +403,7 @@ class _Door:
                 into[name] = bare
         if into:
             self.pointers.load(input_dir, into=into, only=[f"{name}.*" for name in into])
-        rest = self.pointers.load(input_dir, only=["ranks*", "iteration", "custom*"])
-        self._state, self._iteration = rest, rest["iteration"]
+        self._iteration = rest["iteration"]
         return {"step": _put_rank(rest["ranks"], dataloaders)}
 
     def _restore_custom(self, obj: Any, path: str, index: int = 0) -> None:
@@ -374,15 +414,20 @@ class _Door:
 
     def restore_iteration(self) -> None:
         """Let the next save continue the numbers of the folders."""
-        if self._iteration is not None:
-            self._accelerator.project_configuration.iteration = self._iteration + 1
+        if self._iteration is None:
+            return
+        numbers = [_number(folder) for folder in _numbered(self._checkpoints())] if self._project.project_dir else []
+        self._project.iteration = max(self._iteration, *numbers, -1) + 1
 
 
-def _finish(of: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """At the end of the process: wait for the last commit."""
-    finish = of()
-    if finish is not None:
-        finish()
+def _finish_at_exit(door: _Door, process: int) -> None:
+    """At the end of the process, unless it is a fork: wait for the last commit."""
+    if os.getpid() != process:
+        return
+    try:
+        door.finish()
+    except CkstoreError as error:
+        _log.error("the last checkpoint was not saved: %s", error)
 
 
 _OWN: dict[str, Callable[..., Any]] = {name: getattr(accelerator_module, name) for name in _FUNCTIONS}
@@ -408,8 +453,11 @@ def _named(kind: str, number: int) -> str:
 
 def _numbered(folder: Path) -> list[Path]:
     """Return the folders ``checkpoint_<n>`` by their number."""
-    found = [each for each in folder.glob("checkpoint_*") if each.name.rpartition("_")[2].isdigit()]
-    return sorted(found, key=lambda each: int(each.name.rpartition("_")[2]))
+    return sorted((each for each in folder.glob("checkpoint_*") if _NUMBERED.fullmatch(each.name)), key=_number)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])
 
 
 def _bare_state(model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ Invariants:
   pointer names its step, and says that it is in flight.
 - A checkpoint is deleted only when no commit is in flight: everything that was saved after it is durable. If a commit
   fails, nothing that waited for it is deleted.
-- A checkpoint is deleted before its pointer is. A crash in between leaves a pointer that is refused with the reason.
+- ``remove`` deletes a checkpoint before its pointer. A crash in between leaves a pointer that is refused.
 - A pointer that a save replaces is resolved before the commit begins: later its step could name the new checkpoint.
 """
 
@@ -34,6 +34,7 @@ from ckstore.integrations.pointers import (
     sync_folder,
     write_pointer,
 )
+from ckstore.ops.gc.policy import Retention
 
 if TYPE_CHECKING:
     from ckstore.api import Store
@@ -120,7 +121,10 @@ class PointerStore:
     def store(self) -> Store:
         """The store. Created if it does not exist."""
         if self._opened is None:
-            self._opened = open_store(self.address, run=self.run)
+            # A store in a bucket is collected by `ckstore gc`, because not every process may do it.
+            self._opened = open_store(
+                self.address, run=self.run, retention=None if "://" in self.address else _KEEP_ALL
+            )
             newest = self._opened.latest()
             self._last_seq = None if newest is None else newest.seq
         return self._opened
@@ -253,6 +257,10 @@ class PointerStore:
         """
         return entry_of(self.store, read_pointer(path), where=path)
 
+    def owns(self, record: PointerRecord, path: str | os.PathLike[str]) -> bool:
+        """Say whether a pointer belongs to this run of this store."""
+        return self._is_own(record, path)
+
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete the checkpoint that a pointer names, and the pointer, as soon as no commit is in flight.
 
@@ -287,6 +295,15 @@ class PointerStore:
             with contextlib.suppress(CkstoreError):
                 each.pending.result()
         self.poll()
+
+    @property
+    def last_step(self) -> int | None:
+        """The largest step of the commits in flight, or else that of the newest checkpoint; None: there is none."""
+        in_flight = [each.record.step for each in self._in_flight]
+        if in_flight:
+            return max(in_flight)
+        newest = self.newest()
+        return None if newest is None else newest.step
 
     @property
     def is_settled(self) -> bool:
@@ -331,6 +348,7 @@ class PointerStore:
             run=self.run,
             step=step,
             after_seq=self._last_seq,
+            ahead=sum(each.record.step == step for each in self._in_flight),
             seq=None,
             checkpoint_id=None,
             previous_seq=None if previous is None else previous[0],
@@ -373,7 +391,10 @@ class PointerStore:
                     ended.file.unlink()
                 else:
                     write_pointer(ended.file, ended.replaces)
-            raise
+            if not ended.pending.is_skipped:
+                raise
+            _log.warning("step %d has no checkpoint: an earlier commit was still being written", ended.pending.step)
+            return
         record = self._with_entry(ended.record, receipt)
         if not self._note_in_next_save(ended, record) and self._is_current(ended):
             write_pointer(ended.file, record)
@@ -425,6 +446,9 @@ class PointerStore:
         except ConflictError as error:
             _log.info("the checkpoint of %s is kept: %s", path, error)
 
+
+_KEEP_ALL = Retention(keep_last=1_000_000_000)
+"""Frameworks decide what is deleted. The collections that go with these rules free the space, when the trash is old."""
 
 _KNOWN: weakref.WeakValueDictionary[tuple[int, str, str], PointerStore] = weakref.WeakValueDictionary()
 """The object for each process, address and run."""

@@ -138,11 +138,15 @@ def entry_of(store: Store, record: PointerRecord, *, where: object) -> Info:
         found = _entry_of_seq(store, record, where)
     else:
         after = -1 if record.after_seq is None else record.after_seq
-        later = [info for info in store.log() if info.step == record.step and info.seq > after]
-        found = min(later, key=lambda info: info.seq, default=None) or _previous_entry(store, record, where)
+        later = sorted((info for info in store.log() if info.step == record.step and info.seq > after), key=_seq_of)
+        found = later[record.ahead] if record.ahead < len(later) else _previous_entry(store, record, where)
     if found is None:
         raise _missing(store, record, where)
     return found
+
+
+def _seq_of(info: Info) -> int:
+    return info.seq
 
 
 def _previous_entry(store: Store, record: PointerRecord, where: object) -> Info | None:

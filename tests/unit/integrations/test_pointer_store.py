@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,8 @@ class HeldCommit:
     def __init__(self, commit):
         self.commit = commit
         self.receipt = self.error = None
+        self.is_skipped = False
+        self.step = 0
 
     is_done = property(lambda self: self.receipt is not None or self.error is not None)
 
@@ -50,6 +54,7 @@ class HeldStore:
 
     def commit_async(self, *args, **options):
         self.commits.append(HeldCommit(lambda: self.store.commit(*args, **options)))
+        self.commits[-1].step = args[1]
         return self.commits[-1]
 
 
@@ -374,3 +379,49 @@ def test_one_process_has_one_object_for_a_run(tmp_path):
     assert read_pointer(tmp_path / "b").made_by == "another"
     assert PointerStore.at(tmp_path / "store", run="other", made_by="a test") is not first
     second.close()
+
+
+def test_second_save_of_a_step_in_flight_never_names_the_first(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "a")
+    held.save(state(2), 10, tmp_path / "b")
+    first = held.store.commits[0]
+    first.commit()
+    # The process ends here; only the first commit was published.
+    after = PointerStore(tmp_path / "store", background=False, made_by="a test")
+    assert after.load(tmp_path / "a")["step"] == 1
+    with pytest.raises(NotFoundError, match="did not become durable"):
+        after.load(tmp_path / "b")
+    held.store.commits[1].commit()
+    assert after.load(tmp_path / "b")["step"] == 2
+    after.close()
+
+
+def test_skipped_save_drops_its_pointer_and_goes_on(held, tmp_path, caplog):
+    held.save(state(1), 10, tmp_path / "a")
+    held.wait()
+    held.save(state(2), 20, tmp_path / "b")
+    held.store.commits[1].is_skipped = True
+    held.store.commits[1].fail(CkstoreError("skipped"))
+    held.poll()
+    assert not (tmp_path / "b").exists()
+    assert held.load(tmp_path / "a")["step"] == 1
+    assert "step 20 has no checkpoint" in caplog.text
+
+
+def test_space_of_removed_checkpoints_is_freed(foreground, tmp_path):
+    foreground.store.set_trash_for(0)
+    rng = np.random.default_rng(1)
+    for number in range(12):
+        foreground.save({"w": rng.bytes(1 << 16)}, number, tmp_path / f"p{number}")
+        if number:
+            foreground.remove(tmp_path / f"p{number - 1}")
+    foreground.close()
+    deadline = time.monotonic() + 60
+    # The collection after the tenth commit is a process of its own.
+    while stored_nbytes(tmp_path / "store") > 6 * (1 << 16):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def stored_nbytes(folder):
+    return sum(path.stat().st_size for path in (folder / "packs").rglob("*.pack") if path.exists())
