@@ -145,7 +145,7 @@ def disk_store(folder):
 
 
 @pytest.fixture(scope="module")
-def nothing_aside():
+def no_quarantine():
     """Run in the caller what ckstore runs on a thread of its own for the sake of Ctrl-C: half of a small restore."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(concurrency, "call_on_new_thread", lambda work: work())

@@ -44,7 +44,7 @@ DEATHS = {"commit": 1, "recommit": 1, "maintain": 1, "repack": 7, "first": 1, "c
 
 @pytest.mark.deep(parts=8)
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.usefixtures("no_quarantine")
 @pytest.mark.parametrize("for_ever", [False, True])
 @pytest.mark.parametrize("scenario", POINTS_MIN)
 def test_verb_with_a_failing_call_loses_nothing(prepared, sample, note, scenario, for_ever):
@@ -60,7 +60,7 @@ def test_verb_with_a_failing_call_loses_nothing(prepared, sample, note, scenario
 
 @pytest.mark.deep(parts=2)
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.usefixtures("no_quarantine")
 @pytest.mark.parametrize(("number", "for_ever"), [(errno.EIO, False), (errno.ENOSPC, True)])
 def test_failed_init_can_be_repeated(prepared, sample, number, for_ever):
     runs = failing_runs(prepared, "first", [number], partial(sample.part, parts=8), for_ever=for_ever)
@@ -114,7 +114,7 @@ def test_handle_works_after_failed_commit(prepared):
 
 @pytest.mark.deep(parts=len(DEATHS))
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.usefixtures("no_quarantine")
 @pytest.mark.parametrize("scenario", DEATHS)
 def test_next_process_works_after_death_at_any_call(prepared, sample, note, scenario):
     points = sample.part(crash_points(prepared, scenario, every=DEATHS[scenario]), parts=10)

@@ -101,7 +101,7 @@ def test_collection_without_one_sync_breaks_order(skips):
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.usefixtures("no_quarantine")
 def test_power_cut_in_collection_loses_nothing(sample, note):
     disk, acks = recorded("collect")
     points = sample.part(range(0, len(disk.log) + 1, 2), parts=20)
@@ -113,7 +113,7 @@ def test_power_cut_in_collection_loses_nothing(sample, note):
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.usefixtures("no_quarantine")
 def test_next_collection_works_after_power_cut(sample, note):
     disk, acks = recorded("collect")
     points = sample.part(range(0, len(disk.log) + 1, 6), parts=10)
@@ -135,7 +135,7 @@ def test_next_collection_works_after_power_cut(sample, note):
 
 @pytest.mark.deep(parts=4)
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.usefixtures("no_quarantine")
 @pytest.mark.parametrize("for_ever", [False, True])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_collection_with_a_failing_call_loses_nothing(prepared, sample, note, number, for_ever):

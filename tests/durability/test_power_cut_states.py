@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("
 
 @pytest.mark.deep(parts=4)
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.usefixtures("no_quarantine")
 @pytest.mark.parametrize("scenario", STATES_MIN)
 def test_power_cut_loses_nothing(scenario, sample, note):
     disk, acks = recorded(scenario)
@@ -35,7 +35,7 @@ def test_power_cut_loses_nothing(scenario, sample, note):
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.usefixtures("no_quarantine")
 def test_init_after_power_cut_can_be_repeated(sample, note):
     disk, acks = recorded("first", from_scratch=True)
     # Most steps make and sync one of 256 equal folders: check some of these, and every later step.

@@ -23,7 +23,7 @@ from support.states import difference
 
 ALL = DemotePolicy(keep_newest=1, keep_every=0)
 
-pytestmark = pytest.mark.usefixtures("nothing_aside")
+pytestmark = pytest.mark.usefixtures("no_quarantine")
 
 
 class InterruptedBackend(MemoryBackend):
