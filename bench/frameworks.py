@@ -158,7 +158,7 @@ def run_lightning(folder: str, side: str, watch: Watch) -> None:
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     save = trainer.save_checkpoint
-    trainer.save_checkpoint = lambda *args, **options: watch.saved(save, *args, **options)  # type: ignore[method-assign]
+    trainer.save_checkpoint = lambda *args, **how: watch.saved(save, *args, **how)  # type: ignore[method-assign]
     loader = torch.utils.data.DataLoader(sequences(64, 8192), batch_size=1)
     trainer.fit(Module(), loader)
 
