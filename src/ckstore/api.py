@@ -615,7 +615,8 @@ class Store:
         Args:
             ref: Which checkpoint.
             folder: The folder; made if it does not exist.
-            only: Globs over dotted paths of the weights. None: the part ``model``, or a state that is a flat dict.
+            only: Globs over dotted paths of the weights. None: the part ``model``, the adapters that a Trainer
+                committed, or a state that is a flat dict.
             strip_prefix: Removed from the paths. None: the key of the part ``model``.
             dtype: Convert floating-point weights; None: keep their dtypes.
             max_shard_nbytes: Largest file of weights.

@@ -9,7 +9,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckstore.errors import UsageError
+import ckstore
+from ckstore.errors import UnsupportedError, UsageError
+from ckstore.integrations.model_parts import model_parts
 from ckstore.ops.interop.weights import shards_of
 
 TINY = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -258,6 +260,113 @@ def test_adapter_that_was_added_to_a_model_in_place_is_exported(store, tmp_path,
     mine, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "reference"))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.fixture
+def base(transformers):
+    """Return a function that makes the base model of `lora` again."""
+
+    def make():
+        torch.manual_seed(1)
+        return gpt2(transformers)
+
+    return make
+
+
+def train_with_ckstore(transformers, model, folder):
+    """Train two steps; the Trainer saves into the store ``folder/ckstore``."""
+    data = [{"input_ids": row, "labels": row} for row in torch.arange(8 * 12).reshape(8, 12) % 64]
+    options = {"max_steps": 2, "save_steps": 2, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    trainer = transformers.Trainer(
+        model, transformers.TrainingArguments(str(folder), learning_rate=0.1, **options), train_dataset=data
+    )
+    ckstore.transformers.attach(trainer)
+    trainer.train()
+
+
+def check_adapters(found, wanted):
+    """Check that a model has the same adapters as another, bit for bit, and of the same tensors."""
+    found, wanted = found.state_dict(), wanted.state_dict()
+    assert found.keys() == wanted.keys()
+    differing = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert differing == []
+
+
+def commit_parts(store, peft, model, folder):
+    """Commit a model as the door into the Trainer does, with the configs that PEFT writes to a folder."""
+    model.save_pretrained(folder)
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("adapter_config.json")}
+    store.commit({**model_parts(model), "files": files}, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["ln_f"]}], ids=["matrices", "whole modules"])
+def test_adapter_that_a_trainer_saved_loads_with_the_same_bits(tmp_path, transformers, peft, base, options):
+    model = lora(peft, transformers, **options)
+    fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train_with_ckstore(transformers, model, tmp_path / "run")
+    assert any(not torch.equal(fresh[name], tensor) for name, tensor in model.state_dict().items())
+    with ckstore.open(tmp_path / "run" / "ckstore", create=False) as store:
+        exported = store.export_hf("latest", tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").glob("adapter*")} == {
+        "adapter_config.json", "adapter_model.safetensors"
+    }  # fmt: skip
+    assert exported.notes == ()
+    check_adapters(peft.PeftModel.from_pretrained(base(), tmp_path / "out"), model)
+    model.save_pretrained(tmp_path / "reference")
+    mine, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "reference"))
+    assert mine.keys() == theirs.keys()
+
+
+def test_adapters_that_a_trainer_saved_are_exported_to_the_folders_of_peft(tmp_path, transformers, peft, base):
+    model = lora(peft, transformers)
+    # Its matrices have the names of the first adapter's, and other shapes.
+    model.add_adapter("second", peft.LoraConfig(r=4, target_modules=["c_attn"], init_lora_weights=False))
+    train_with_ckstore(transformers, model, tmp_path / "run")
+    with ckstore.open(tmp_path / "run" / "ckstore", create=False) as store:
+        store.export_hf("latest", tmp_path / "out")
+        second = store.export_hf("latest", tmp_path / "second", only="adapters.second.*")
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "out")
+    loaded.load_adapter(tmp_path / "out" / "second", "second")
+    check_adapters(loaded, model)
+    model.save_pretrained(tmp_path / "reference")
+    for name in ("adapter_model.safetensors", "second/adapter_model.safetensors"):
+        assert load_file(tmp_path / "out" / name).keys() == load_file(tmp_path / "reference" / name).keys()
+    # Alone, it has its own config, and the folder does not look like that of the first adapter.
+    assert not list((tmp_path / "second").glob("adapter*"))
+    assert second.left_out["files.adapter_config.json"] == "of an adapter that is not exported"
+    alone = peft.PeftModel.from_pretrained(base(), tmp_path / "second" / "second", adapter_name="second")
+    model.delete_adapter("default")
+    check_adapters(alone, model)
+
+
+def test_trained_weights_beside_an_adapter_are_refused_by_name(store, tmp_path, transformers, peft, base):
+    model = lora(peft, transformers)
+    name = "base_model.model.transformer.ln_f.weight"
+    model.get_parameter(name).requires_grad_(True)
+    commit_parts(store, peft, model, tmp_path / "reference")
+    with pytest.raises(UnsupportedError, match=rf"{name}.*--only 'adapters"):
+        store.export_hf("latest", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    store.export_hf("latest", tmp_path / "out", only="adapters.*")
+    check_adapters(peft.PeftModel.from_pretrained(base(), tmp_path / "out"), model)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig", "IA3Config"])
+def test_adapters_of_other_kinds_load_with_the_same_bits(store, tmp_path, transformers, peft, base, kind):
+    options = {"target_modules": ["c_attn"], "feedforward_modules": []} if kind == "IA3Config" else {}
+    if kind != "IA3Config":
+        options = {"num_virtual_tokens": 3}
+    model = peft.get_peft_model(base(), getattr(peft, kind)(task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.rand_like(parameter))
+    commit_parts(store, peft, model, tmp_path / "reference")
+    store.export_hf("latest", tmp_path / "out")
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "out")
+    found, wanted = (peft.get_peft_model_state_dict(each) for each in (loaded, model))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_imported_trainer_folder_is_exported_again(store, tmp_path, transformers):

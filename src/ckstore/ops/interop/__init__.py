@@ -18,7 +18,7 @@ transformers and PEFT::
     export_model_folder(manifest, request)
         select_weights(manifest)     # weights.py: which tensors, and their names, from the manifest alone
         find_hub_model(config)       # hub_model.py: what the model class expects, if transformers is installed
-        adapters_of(weights)         # adapters.py: LoRA weights as PEFT names them
+        adapters_of(weights)         # adapters.py: weights of adapters as PEFT names them
         restore_manifest(part)       # groups of tensors, written as they are read
         TargetFolder.publish(draft)  # target_folder.py: loadable only when complete
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,7 +27,7 @@ from ckstore.errors import UsageError
 from ckstore.format.manifest import Manifest
 from ckstore.format.tree import DictNode, TensorNode, items_of, tensors_of
 from ckstore.hashing import new_token
-from ckstore.ops.interop.adapters import adapters_of, is_adapter
+from ckstore.ops.interop.adapters import ADAPTER_CONFIG, ADAPTER_STEM, adapters_of, has_adapters_part, is_adapter
 from ckstore.ops.interop.discover import SMALL_FILES_KEY, TRAINER_FILE
 from ckstore.ops.interop.export import BLOCK_NBYTES, item_of
 from ckstore.ops.interop.hub_model import HubModel, config_with_dtype, find_hub_model
@@ -130,11 +130,13 @@ class _Export:
         if self.info.fidelity != "exact":
             self.notes.append(f"The checkpoint was stored with a loss ({self.info.fidelity}).")
         files = self._stored_files()
+        has_adapters = has_adapters_part(self.manifest.tree, files)
         weights, left_out = select_weights(
             self.manifest,
             only=request.only,
             strip_prefix=request.strip_prefix,
             without=(SMALL_FILES_KEY,) if files else (),
+            has_adapters=has_adapters,
         )
         self.left_out |= left_out
         if request.dtype is not None:
@@ -143,11 +145,12 @@ class _Export:
                 files[_CONFIG] = config_with_dtype(files[_CONFIG], _TORCH_DTYPES[DTYPES[request.dtype]])
         tied: dict[str, str] = {}
         by_file: dict[str, list[Weight]] | None = None
-        if is_adapter(each.name for each in weights):
-            by_file, left_out = adapters_of(weights, files)
-            self.left_out |= left_out
+        if is_adapter(weights):
+            by_file = self._plan_adapters(weights, files)
             model = None
         else:
+            if has_adapters:
+                self._leave_out_configs(files, ())
             model = self._hub_model(weights, files.get(_CONFIG))
             tied = tied_names(weights, _tied_targets(model, files.get(_CONFIG)))
             weights = [each for each in weights if each.name not in tied]
@@ -165,6 +168,23 @@ class _Export:
             left_out=self.left_out,
             notes=tuple(self.notes),
         )
+
+    def _plan_adapters(self, weights: Sequence[Weight], files: dict[str, bytes]) -> dict[str, list[Weight]]:
+        """Return the weights of each adapter's file, and remove the configs of other adapters from the small files."""
+        by_file, left_out = adapters_of(weights, files)
+        self.left_out |= left_out
+        self._leave_out_configs(files, by_file)
+        folders = sorted(str(PurePosixPath(name).parent) for name in by_file)
+        if "." not in folders:
+            self.notes.append(f"PEFT loads each adapter from its own folder: {', '.join(folders)}.")
+        return by_file
+
+    def _leave_out_configs(self, files: dict[str, bytes], by_file: Collection[str]) -> None:
+        """Remove configs of adapters whose weights are not written: PEFT and transformers would look for these."""
+        for name in [each for each in files if PurePosixPath(each).name == ADAPTER_CONFIG]:
+            if f"{name.removesuffix(ADAPTER_CONFIG)}{ADAPTER_STEM}.safetensors" not in by_file:
+                del files[name]
+                self.left_out[f"{SMALL_FILES_KEY}.{name}"] = "of an adapter that is not exported"
 
     def _stored_files(self) -> dict[str, bytes]:
         """Return the small files of the checkpoint; empty if the key is used for something else."""

@@ -21,6 +21,9 @@ from ckstore.ops.interop.safetensors import ITEMSIZES, NUMPY_DTYPES, TORCH_DTYPE
 MODEL_KEY = "model"
 """The part of a state that is exported unless the caller selects something else."""
 
+ADAPTERS_KEY = "adapters"
+"""The part that has the tensors of each adapter under the adapter's name."""
+
 _LISTED_MAX = 5
 
 
@@ -37,6 +40,7 @@ class Weight:
         itemsize: Bytes per element.
         nbytes: Bytes in the file.
         read_nbytes: Bytes before a conversion to another dtype.
+        adapter: The adapter in the part ``adapters`` that it belongs to; None: it is not in that part.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Weight:
     itemsize: int
     nbytes: int
     read_nbytes: int
+    adapter: str | None = None
 
     @property
     def is_float(self) -> bool:
@@ -65,18 +70,23 @@ def select_weights(
     only: str | Sequence[str] | None,
     strip_prefix: str | None,
     without: Collection[str] = (),
+    has_adapters: bool = False,
 ) -> tuple[list[Weight], dict[str, str]]:
     """Return the weights to export, in the order of the state, and path -> reason for selected leaves without weights.
 
     Args:
         manifest: The checkpoint.
-        only: Globs over dotted paths. None: the part ``model``, or the whole state if it is one flat dict of tensors.
+        only: Globs over dotted paths. None: the part ``model``, or the whole state if it is one flat dict of tensors;
+            with ``has_adapters``, the parts ``adapters`` and ``model``.
         strip_prefix: Removed from every path. None: the key of the part ``model``.
         without: Top-level keys that contain no weights.
+        has_adapters: The part ``adapters`` contains adapters of PEFT. Their weights get the name that is below the
+            name of their adapter.
 
     Raises:
         NotFoundError: Nothing is selected, or no tensor is.
-        UsageError: The state has several parts and none is ``model``, a path lacks the prefix, or two have one name.
+        UsageError: The state has several parts and none is ``model``, a path lacks the prefix, two have one name, or
+            adapters are given a prefix.
         UnsupportedError: safetensors does not support a dtype.
     """
     leaves = [(path, node) for path, node in _leaves(manifest.tree, ()) if not path or path[0] not in without]
@@ -85,12 +95,13 @@ def select_weights(
         leaves = [(path, node) for path, node in leaves if selection.covers(path)]
     tensors = {path: index for path, node in leaves if (index := _tensor_of(node, manifest)) is not None}
     if only is None:
-        chosen = _default_part(list(tensors))
-        leaves = [(path, node) for path, node in leaves if path[: len(chosen)] == chosen]
-        tensors = {path: index for path, index in tensors.items() if path[: len(chosen)] == chosen}
+        parts = (ADAPTERS_KEY, MODEL_KEY) if has_adapters else _default_parts(list(tensors))
+        leaves = [(path, node) for path, node in leaves if parts is None or path[0] in parts]
+        tensors = {path: index for path, index in tensors.items() if parts is None or path[0] in parts}
     if not tensors:
         raise NotFoundError("there is no tensor to export", todo="`ckstore show` lists the checkpoint's tensors")
-    weights = [_weight(manifest, index, name) for name, index in _named(tensors, strip_prefix).items()]
+    named = _named(tensors, strip_prefix, has_adapters=has_adapters)
+    weights = [replace(_weight(manifest, index, name), adapter=adapter) for (adapter, name), index in named.items()]
     left_out = {format_path(path): "a plain value, not a tensor" for path, _ in leaves if path not in tensors}
     return weights, left_out
 
@@ -111,12 +122,12 @@ def _tensor_of(node: Node, manifest: Manifest) -> int | None:
     return node.tensor
 
 
-def _default_part(paths: Sequence[Path]) -> Path:
-    """Return the path of the part that contains the weights; empty if it is the whole state."""
+def _default_parts(paths: Sequence[Path]) -> tuple[str, ...] | None:
+    """Return the keys of the parts that contain the weights; None if it is the whole state."""
     if any(path[0] == MODEL_KEY for path in paths if len(path) > 1):
         return (MODEL_KEY,)
     if all(len(path) <= 1 for path in paths):
-        return ()
+        return None
     parts = dict.fromkeys(format_path(path[:1]) for path in paths)
     raise UsageError(
         f"the state has no part {MODEL_KEY!r}; it contains {_some(parts)}",
@@ -130,19 +141,30 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(listed[:_LISTED_MAX]) + more
 
 
-def _named(tensors: Mapping[Path, int], strip_prefix: str | None) -> dict[str, int]:
-    named: dict[str, int] = {}
+def _named(
+    tensors: Mapping[Path, int], strip_prefix: str | None, *, has_adapters: bool
+) -> dict[tuple[str | None, str], int]:
+    """Return each tensor by its adapter and its name."""
+    named: dict[tuple[str | None, str], int] = {}
     for path, index in tensors.items():
-        if strip_prefix is None:
+        adapter = str(path[1]) if has_adapters and path[0] == ADAPTERS_KEY else None
+        if adapter is not None:
+            if strip_prefix is not None:
+                raise UsageError(
+                    "the names of an adapter's weights are those of PEFT already", where=format_path(path),
+                    todo="leave out --strip-prefix",
+                )  # fmt: skip
+            name = format_path(path[2:])
+        elif strip_prefix is None:
             name = format_path(path[1:] if path[:1] == (MODEL_KEY,) and len(path) > 1 else path)
         else:
             name = without_prefix(format_path(path), strip_prefix)
         if not name:
             raise UsageError("the state contains a tensor without a name", todo="choose others with --only")
-        if name in named:
+        if (adapter, name) in named:
             raise UsageError("two tensors have the same name", where=name, todo="choose one of them with --only")
         check_name(name)
-        named[name] = index
+        named[adapter, name] = index
     return named
 
 

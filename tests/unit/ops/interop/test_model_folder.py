@@ -466,6 +466,95 @@ def test_adapter_that_would_not_load_is_refused(store, tmp_path, files, message)
     assert not (tmp_path / "out").exists()
 
 
+SAVED_STATE = {name: torch.full((2,), value) for name, value in SAVED.items()}
+
+
+def test_adapters_part_is_exported_as_it_is(store, tmp_path):
+    second = {name: tensor + 1 for name, tensor in SAVED_STATE.items()}
+    files = {"adapter_config.json": CONFIG, "second/adapter_config.json": b'{"peft_type": "IA3"}'}
+    optimizer = {"m": torch.ones(3)}
+    store.commit({"adapters": {"default": SAVED_STATE, "second": second}, "optimizer": optimizer, "files": files}, 4)
+    exported = store.export_hf(4, tmp_path / "out")
+    for folder, state in (("", SAVED_STATE), ("second/", second)):
+        check_equal(load_file(tmp_path / "out" / f"{folder}adapter_model.safetensors"), state)
+        config = f"{folder}adapter_config.json"
+        assert (tmp_path / "out" / config).read_bytes() == files[config]
+    assert (exported.tensor_count, exported.left_out, exported.notes) == (8, {}, ())
+
+
+def test_adapter_without_the_name_of_the_default_is_in_its_folder(store, tmp_path):
+    files = {"mine/adapter_config.json": CONFIG}
+    store.commit({"adapters": {"mine": SAVED_STATE}, "files": files}, 4)
+    exported = store.export_hf(4, tmp_path / "out")
+    assert exported.files == ("mine/adapter_config.json", "mine/adapter_model.safetensors")
+    assert exported.notes == ("PEFT loads each adapter from its own folder: mine.",)
+
+
+def test_adapters_part_of_another_kind_is_not_exported(store, tmp_path):
+    store.commit({"model": MODEL, "adapters": {"default": {"w": torch.ones(2)}, "count": 1}}, 4)
+    store.export_hf(4, tmp_path / "out")
+    check_equal(weights_in(tmp_path / "out"), MODEL)
+
+
+@pytest.mark.parametrize("more", [{"model": {"head": torch.ones(2)}}, {"model": {"prompt_encoder.w": torch.ones(2)}}])
+def test_weights_outside_of_adapters_are_refused_by_name(store, tmp_path, more):
+    state = {"adapters": {"default": SAVED_STATE}, **more, "files": {"adapter_config.json": CONFIG}}
+    store.commit(state, 4)
+    with pytest.raises(UnsupportedError, match=rf"outside of the adapters.*{next(iter(more['model']))}"):
+        store.export_hf(4, tmp_path / "out")
+    store.export_hf(4, tmp_path / "out", only="adapters.*")
+    check_equal(load_file(tmp_path / "out" / "adapter_model.safetensors"), SAVED_STATE)
+    assert store.export_hf(4, tmp_path / "rest", only="model.*").files == ("model.safetensors",)
+    check_equal(load_file(tmp_path / "rest" / "model.safetensors"), more["model"])
+
+
+def test_adapters_part_without_a_config_is_refused(store, tmp_path):
+    adapters = {"default": SAVED_STATE, "second": SAVED_STATE}
+    store.commit({"adapters": adapters, "files": {"adapter_config.json": CONFIG}}, 4)
+    with pytest.raises(UnsupportedError, match=r"no second/adapter_config\.json"):
+        store.export_hf(4, tmp_path / "out")
+
+
+@pytest.mark.parametrize("prefix", ["adapters.", "adapters.default."])
+def test_prefix_of_adapters_is_refused(store, tmp_path, prefix):
+    store.commit({"adapters": {"default": SAVED_STATE}, "files": {"adapter_config.json": CONFIG}}, 4)
+    with pytest.raises(UsageError, match="Leave out --strip-prefix"):
+        store.export_hf(4, tmp_path / "out", only="adapters.*", strip_prefix=prefix)
+
+
+@pytest.mark.parametrize("before", ["default.", "model."])
+def test_names_that_peft_would_ignore_are_refused(store, tmp_path, before):
+    state = {f"{before}{name}": tensor for name, tensor in SAVED_STATE.items()}
+    files = {"adapter_config.json": CONFIG}
+    for part in ({"model": state}, {"adapters": {"default": state}}):
+        store.commit({**part, "files": files}, 4)
+        with pytest.raises(UnsupportedError, match=r"does not begin with 'base_model\.'"):
+            store.export_hf("latest", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    store.export_hf("seq:0", tmp_path / "out", strip_prefix=f"model.{before}")
+    check_equal(load_file(tmp_path / "out" / "adapter_model.safetensors"), SAVED_STATE)
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "../x", "{folder}", ".x"])
+def test_adapter_is_not_written_outside_of_the_folder(store, tmp_path, name):
+    name = name.format(folder=tmp_path / "other")
+    files = {"adapter_config.json": CONFIG, f"{name}/adapter_config.json": CONFIG}
+    store.commit({"adapters": {"default": SAVED_STATE, name: SAVED_STATE}, "files": files}, 4)
+    with pytest.raises(UnsupportedError, match="not a name of a folder"):
+        store.export_hf(4, tmp_path / "out")
+    assert not (tmp_path / "other").exists()
+
+
+def test_adapter_of_a_model_is_not_written_outside_of_the_folder(store, tmp_path):
+    name = str(tmp_path / "other")
+    state = {key.replace("default", name): tensor for key, tensor in LORA.items()}
+    files = {"adapter_config.json": CONFIG, f"{name}/adapter_config.json": CONFIG}
+    store.commit({"model": {**LORA, **state}, "files": files}, 4)
+    with pytest.raises(UnsupportedError, match="not a name of a folder"):
+        store.export_hf(4, tmp_path / "out")
+    assert not (tmp_path / "other").exists()
+
+
 def test_folder_is_durable_before_the_last_name(store, tmp_path, monkeypatch):
     store.commit({"model": MODEL}, 4)
     events = []
