@@ -83,7 +83,7 @@ class ExactResume(_Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the optimizers, and undo what making an iterator has changed."""
-        plugin = _plugin_of(trainer)
+        plugin = plugin_of(trainer)
         if self._guard and plugin is not None and not _swaps_weights(trainer):
             for optimizer in trainer.optimizers:
                 plugin.attach(optimizer)
@@ -102,7 +102,7 @@ class ExactResume(_Callback):
         Raises:
             CkstoreError: A commit failed.
         """
-        plugin = _plugin_of(trainer)
+        plugin = plugin_of(trainer)
         if plugin is not None:
             plugin.poll()
 
@@ -138,7 +138,7 @@ def _with_bases(cls: type, bases: tuple[type, ...]) -> type:
     return type(cls.__name__, (cls, *missing), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def _plugin_of(trainer: Any) -> CheckpointIO | None:
+def plugin_of(trainer: Any) -> CheckpointIO | None:
     """Return the ``CheckpointIO`` of a trainer, also from inside wrappers; None: Lightning's own."""
     plugin = getattr(trainer.strategy, "_checkpoint_io", None)
     while plugin is not None and not isinstance(plugin, CheckpointIO):

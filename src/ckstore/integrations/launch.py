@@ -9,6 +9,8 @@ import argparse
 import functools
 import importlib.machinery
 import logging
+import os
+import re
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ckstore.hashing import digest_of
+
 _log = logging.getLogger("ckstore")
 
 
@@ -24,7 +28,8 @@ def open_doors(store: str | None) -> None:
     """Let every trainer and accelerator that is made from now on save into a store.
 
     Args:
-        store: Folder or URL of the store. None: the default of each door, in the folder that the framework saves to.
+        store: Folder or URL of the store; each folder that a framework saves to gets a run of its own in it. None: the
+            default of each door, in the folder that the framework saves to.
     """
     for module_name, change in _CHANGES.items():
         if module_name in sys.modules:
@@ -34,7 +39,10 @@ def open_doors(store: str | None) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls a function with a module right after its import."""
+    """Calls a function with a module right after each time that it is loaded.
+
+    It stays installed: a spec can be asked for without being loaded, and a module can be loaded again.
+    """
 
     def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -45,7 +53,6 @@ class _AfterImport(MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _Calling(spec.loader, self._call)
@@ -72,11 +79,21 @@ class _Calling(Loader):
 
 
 def _change_accelerate(module: ModuleType, store: str | None) -> None:
-    _before_calls(module.Accelerator, ("save_state", "load_state"), lambda self: _attach("accelerate", self, store))
+    def attach(self: Any, given: Any = None, *_: Any, output_dir: Any = None, input_dir: Any = None, **__: Any) -> None:
+        folder = Path(given or output_dir or input_dir or ".")
+        if folder.name[-1:].isdigit():
+            # One of many, such as step_10.
+            folder = folder.parent
+        _attach("accelerate", self, store, self.project_dir or folder)
+
+    _before_calls(module.Accelerator, ("save_state", "load_state"), attach)
 
 
 def _change_transformers(module: ModuleType, store: str | None) -> None:
-    _before_calls(module.Trainer, ("train",), lambda self: _attach("transformers", self, store))
+    def attach(self: Any, *_: Any, **__: Any) -> None:
+        _attach("transformers", self, store, self.args.output_dir)
+
+    _before_calls(module.Trainer, ("train",), attach)
 
 
 def _change_lightning(module: ModuleType, store: str | None) -> None:
@@ -86,19 +103,44 @@ def _change_lightning(module: ModuleType, store: str | None) -> None:
     def init(self: Any, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
         own = self.strategy.checkpoint_io
-        if type(self.strategy).__name__ in _SHARDED or type(own).__name__ != "TorchCheckpointIO":
+        is_sharded = type(self.strategy).__name__ in _SHARDED
+        exact_resume = importlib.import_module("ckstore.integrations.exact_resume")
+        if not is_sharded and exact_resume.plugin_of(self) is not None:
+            return
+        if is_sharded or type(own).__name__ != "TorchCheckpointIO":
             _log.warning("%s with %s saves without ckstore", type(self.strategy).__name__, type(own).__name__)
             return
-        door = importlib.import_module("ckstore.lightning")
-        self.strategy.checkpoint_io = door.CheckpointIO(store or Path(self.default_root_dir) / "ckstore")
-        if not any(isinstance(each, door.ExactResume) for each in self.callbacks):
-            self.callbacks.append(door.ExactResume())
+        folder = self.default_root_dir
+        place = _place(store, folder) or {"store": str(Path(folder) / "ckstore")}
+        self.strategy.checkpoint_io = exact_resume.CheckpointIO(**place)
+        if not any(isinstance(each, exact_resume.ExactResume) for each in self.callbacks):
+            self.callbacks.append(exact_resume.ExactResume())
 
     module.Trainer.__init__ = init
 
 
-def _attach(door: str, owner: Any, store: str | None) -> None:
-    importlib.import_module(f"ckstore.integrations.{door}").attach(owner, store)
+def _attach(door: str, owner: Any, store: str | None, folder: str | os.PathLike[str]) -> None:
+    """Attach a trainer or accelerator, unless it was attached before, by the script itself or here."""
+    if getattr(owner, "_ckstore", None) is None:
+        importlib.import_module(f"ckstore.integrations.{door}").attach(owner, **_place(store, folder))
+
+
+def _place(store: str | None, folder: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the arguments of a door: the store, and the run for what is saved to a folder."""
+    return {} if store is None else {"store": store, "run": run_of(folder)}
+
+
+def run_of(folder: str | os.PathLike[str]) -> str:
+    """Return the name of the run for what is saved to a folder or URL, such as ``llama-out-75aa64a8``.
+
+    It depends only on the absolute path: a script that is started again continues its run, also on another machine.
+    """
+    given = os.fspath(folder)
+    # Links are kept: they lead to other places on other machines.
+    place = given if "://" in given else os.path.abspath(given)  # noqa: PTH100
+    last_two = "-".join(Path(place).parts[-2:])
+    readable = re.sub(r"[^A-Za-z0-9._-]+|\.{2,}", "-", last_two)[-64:]
+    return f"{readable}-{digest_of(place.encode(errors='surrogateescape')).hex()[:8]}".lstrip("._-")
 
 
 _CHANGES = {
@@ -111,14 +153,17 @@ _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFS
 """Strategies of Lightning that save sharded states by themselves."""
 
 
-def _before_calls(kind: type, names: Sequence[str], attach: Callable[[Any], None]) -> None:
-    """Let the first call of a method attach its object, and then call the method that the object has."""
+def _before_calls(kind: type, names: Sequence[str], attach: Callable[..., None]) -> None:
+    """Let the first call of a method attach its object, and then call the method that the object has.
+
+    ``attach`` gets the arguments of the call.
+    """
     for name in names:
         original = getattr(kind, name)
 
         def call(self: Any, *args: Any, _name: str = name, _original: Any = original, **options: Any) -> Any:
             before = type(self)
-            attach(self)
+            attach(self, *args, **options)
             # A class that was attached has the method in front of this one, which calls this one again.
             chosen = _original.__get__(self) if type(self) is before else getattr(self, _name)
             return chosen(*args, **options)
@@ -135,7 +180,10 @@ def main(arguments: Sequence[str]) -> None:
         "line.",
     )
     parser.add_argument(
-        "--store", metavar="S", help="folder or URL of the store [default: ckstore, in the folder the script saves to]"
+        "--store",
+        metavar="S",
+        help="folder or URL of the store; what is saved to one output folder is one run in it, named after the folder "
+        "and a hash of its absolute path [default: ckstore, in the output folder, run main]",
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the script")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from ckstore.config import is_name
 from ckstore.integrations import launch
 
 
@@ -31,7 +34,7 @@ def seen(framework, monkeypatch):
     seen = []
 
     def change(module, store):
-        def attach(trainer):
+        def attach(trainer, *_, **__):
             seen.append((type(trainer).__name__, store))
             if type(trainer).__name__ != "Attached":
                 trainer.__class__ = type("Attached", (type(trainer),), {"train": train})
@@ -59,6 +62,81 @@ def test_framework_that_is_there_already_is_changed(framework, seen):
     launch.open_doors(None)
     assert trainer.train(steps=2) == ["attached", "trained", 2]
     assert seen[0] == ("Trainer", None)
+
+
+def test_framework_is_changed_after_a_script_has_looked_for_it(framework, seen):
+    launch.open_doors("s")
+    assert importlib.util.find_spec(framework) is not None
+    assert importlib.import_module(framework).Trainer().train() == ["attached", "trained", 1]
+
+
+def test_framework_that_is_loaded_again_is_changed_again(framework, seen):
+    launch.open_doors("s")
+    module = importlib.import_module(framework)
+    assert importlib.reload(module).Trainer().train() == ["attached", "trained", 1]
+    assert seen == [("Trainer", "s"), ("Attached", "s")]
+
+
+def test_object_that_is_attached_is_left_alone():
+    # There is no such door: importing it would fail.
+    launch._attach("none", SimpleNamespace(_ckstore=object()), "s", "out")
+    with pytest.raises(ModuleNotFoundError):
+        launch._attach("none", SimpleNamespace(), "s", "out")
+
+
+def test_each_folder_has_its_own_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = [
+        "out",
+        "a/out",
+        "b/out",
+        "b/c/out",
+        "b-c/out",
+        ".",
+        "/",
+        "s3://b/out",
+        "x" * 300,
+        "v1..2/\u4e2d \udcff",
+        "-/.a",
+    ]
+    runs = [launch.run_of(folder) for folder in folders]
+    assert all(map(is_name, runs))
+    assert len(set(runs)) == len(folders)
+    assert runs[1].startswith("a-out-")
+    assert launch.run_of(tmp_path / "a" / "." / "out/") == runs[1]
+
+
+def test_run_of_a_folder_never_changes():
+    assert launch.run_of("/scratch/llama/out") == "llama-out-75aa64a8"
+
+
+@pytest.mark.parametrize(
+    ("given", "project", "folder"),
+    [
+        ((("out/step_10",), {}), None, "out"),
+        (((), {"output_dir": "out/epoch_3/"}), None, "out"),
+        (((), {"input_dir": "out"}), None, "out"),
+        ((("step_1",), {}), None, "."),
+        ((("out/step_10",), {}), "project1", "project1"),
+        (((), {}), None, "."),
+    ],
+)
+def test_folder_of_an_accelerator(given, project, folder, monkeypatch):
+    class Accelerator:
+        project_dir = project
+
+        def save_state(self, output_dir=None):
+            pass
+
+        def load_state(self, input_dir=None):
+            pass
+
+    runs = []
+    monkeypatch.setattr(launch, "_attach", lambda door, owner, store, folder: runs.append(launch.run_of(folder)))
+    launch._change_accelerate(SimpleNamespace(Accelerator=Accelerator), "s")
+    positional, named = given
+    (Accelerator().load_state if "input_dir" in named else Accelerator().save_state)(*positional, **named)
+    assert runs == [launch.run_of(folder)]
 
 
 def test_script_gets_its_own_arguments_and_folder(tmp_path, monkeypatch, capsys):
