@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckstore
-from ckstore.errors import LeafTypeError, NotFoundError, UsageError
+from ckstore.errors import ChecksumError, LeafTypeError, NotFoundError, UsageError
 from ckstore.format.records import with_changes
 from ckstore.integrations.pointers import read_pointer, write_pointer
 
@@ -169,6 +169,20 @@ def test_folder_whose_checkpoint_is_gone_is_refused(tmp_path):
     run.door.pointers.store.delete(0)
     with pytest.raises(NotFoundError, match="not in the store any more; the newest checkpoint is step 1"):
         run.accelerator.load_state(str(tmp_path / "checkpoints" / "checkpoint_0"))
+    run.accelerator.end_training()
+
+
+def test_damaged_pointer_is_named(tmp_path):
+    run = Training(tmp_path, seed=1)
+    folder = Path(run.save())
+    run.door.pointers.wait()
+    pointer = folder / "ckstore.json"
+    pointer.write_bytes(pointer.read_bytes().replace(b'"step": 0', b'"step": 1'))
+    with pytest.raises(ChecksumError, match=r"checkpoint_0/ckstore\.json\. Delete it"):
+        run.accelerator.load_state(str(folder))
+    with pytest.raises(NotFoundError, match="no folder has a checkpoint"):
+        run.accelerator.load_state()
+    assert pointer.exists()
     run.accelerator.end_training()
 
 

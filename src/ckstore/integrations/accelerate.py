@@ -29,7 +29,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from ckstore.errors import CkstoreError, NotFoundError, UsageError
 from ckstore.format.records import PointerRecord
 from ckstore.integrations.pointer_store import PointerStore
-from ckstore.integrations.pointers import POINTER_NAME, is_pointer, read_pointer
+from ckstore.integrations.pointers import POINTER_NAME, is_pointer, read_pointer, refuse_damaged
 from ckstore.integrations.random_states import capture_rng, put_rng, rank_and_size
 from ckstore.integrations.signatures import check_signatures
 
@@ -378,6 +378,7 @@ class _Door:
     ) -> dict[str, Any]:
         """Take the place of accelerate's function that reads all files."""
         if not is_pointer(input_dir):
+            refuse_damaged(input_dir)
             own = (input_dir, models, optimizers, schedulers, dataloaders, process_index, scaler, map_location)
             return dict(_OWN["load_accelerator_state"](*own, load_kwargs, **load_model_func_kwargs))
         self._state = rest = self.pointers.load(input_dir, only=["ranks*", "iteration", "custom*", "counts*"])

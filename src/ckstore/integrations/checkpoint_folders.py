@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from ckstore.errors import CkstoreError, MalformedError, NotFoundError, UsageError
-from ckstore.integrations.pointers import POINTER_NAME, entry_of, is_pointer, read_pointer
+from ckstore.integrations.pointers import POINTER_NAME, entry_of, is_pointer, read_pointer, refuse_damaged
 
 if TYPE_CHECKING:
     from ckstore.integrations.pointer_store import PointerStore
@@ -104,6 +104,7 @@ class CheckpointFolders:
             return self._newest()
         path = Path(wanted)
         match = _NAME.fullmatch(path.name)
+        refuse_damaged(path)
         if path.is_dir() and (not is_pointer(path) or self._is_foreign(path)):
             return path
         if path.is_dir() or (match and path.parent.resolve() == self._output_dir.resolve()):
@@ -150,6 +151,7 @@ class CheckpointFolders:
         others = [folder for folder in self.all() if not is_pointer(folder)]
         if not others:
             raise ValueError(f"No valid checkpoint found in output directory ({self._output_dir})")
+        refuse_damaged(others[-1])
         return others[-1]
 
     def _delete_replaced(self, info: Info) -> None:

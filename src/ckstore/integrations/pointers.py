@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckstore.api import open as open_store
-from ckstore.errors import ConflictError, MalformedError, NotFoundError, UsageError
+from ckstore.errors import ChecksumError, ConflictError, CorruptError, MalformedError, NotFoundError, UsageError
 from ckstore.format.records import PointerRecord, decode_record, encode_record, with_changes
 from ckstore.hashing import new_token
 
@@ -72,9 +72,25 @@ def is_pointer(path: str | os.PathLike[str]) -> bool:
     """Say whether a file, or a folder with such a file, is a pointer. False for everything else, readable or not."""
     try:
         read_pointer(path)
-    except (OSError, NotFoundError, MalformedError):
+    except (OSError, NotFoundError, CorruptError):
         return False
     return True
+
+
+def refuse_damaged(path: str | os.PathLike[str]) -> None:
+    """Raise if a file, or a folder with such a file, is a damaged pointer. Call it before another library reads it.
+
+    Raises:
+        CorruptError: It is.
+    """
+    try:
+        read_pointer(path)
+    except (OSError, NotFoundError):
+        return
+    except MalformedError:
+        # Another file may belong to another program.
+        if pointer_file(path).name == POINTER_NAME:
+            raise
 
 
 def read_pointer(path: str | os.PathLike[str]) -> PointerRecord:
@@ -86,7 +102,7 @@ def read_pointer(path: str | os.PathLike[str]) -> PointerRecord:
     Raises:
         NotFoundError: There is no such file.
         MalformedError: It is not a pointer.
-        ChecksumError: It was changed.
+        ChecksumError: It was changed. The message says what to do.
     """
     file = pointer_file(path)
     try:
@@ -94,7 +110,12 @@ def read_pointer(path: str | os.PathLike[str]) -> PointerRecord:
             content = opened.read(_NBYTES_MAX + 1)
     except FileNotFoundError:
         raise NotFoundError("there is no pointer to a checkpoint", where=file) from None
-    return decode_record(content, PointerRecord, nbytes_max=_NBYTES_MAX, where=file)
+    try:
+        return decode_record(content, PointerRecord, nbytes_max=_NBYTES_MAX, where=file)
+    except CorruptError as error:
+        if isinstance(error, ChecksumError) or file.name == POINTER_NAME:
+            raise type(error)(error.what, where=file, todo="delete it; the checkpoint stays in the store") from None
+        raise
 
 
 def address_from(folder: Path, store: str) -> str:

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 import ckstore
-from ckstore.errors import MalformedError, NotFoundError, UsageError
+from ckstore.errors import ChecksumError, MalformedError, NotFoundError, UsageError
 from ckstore.integrations.checkpoint_folders import CheckpointFolders, clear_folder, read_files
 from ckstore.integrations.pointer_store import PointerStore
 from ckstore.integrations.pointers import POINTER_NAME, read_pointer
@@ -122,6 +122,24 @@ def test_folder_whose_checkpoint_is_gone(saved, caplog):
     saved.pointers.store.delete(1)
     assert saved.folders.to_resume(saved.folders.of_step(1)).name == "checkpoint-12"
     assert "training resumes from" in caplog.text
+
+
+def test_damaged_pointer_is_named_or_written_again(saved):
+    folder = saved.folders.of_step(12)
+    intact = (folder / POINTER_NAME).read_bytes()
+    (folder / POINTER_NAME).write_bytes(intact.replace(b'"step": 12', b'"step": 13'))
+    with pytest.raises(ChecksumError, match=r"checkpoint-12/ckstore\.json. Delete it"):
+        saved.folders.to_resume(folder)
+    assert saved.folders.to_resume(True) == folder
+    assert read_pointer(folder).step == 12
+
+
+def test_damaged_pointer_to_a_store_that_is_gone_is_named(saved, tmp_path):
+    (saved.folders.of_step(12) / POINTER_NAME).write_bytes(b"")
+    shutil.rmtree(saved.folders.of_step(1))
+    elsewhere = PointerStore(tmp_path / "none", background=False, made_by="a test")
+    with pytest.raises(MalformedError, match=r"checkpoint-12/ckstore\.json. Delete it"):
+        CheckpointFolders(saved.output_dir, elsewhere).to_resume(True)
 
 
 def test_missing_folder_by_its_path(saved, monkeypatch):

@@ -18,6 +18,7 @@ from ckstore.integrations.pointers import (
     follow_pointer,
     is_pointer,
     read_pointer,
+    refuse_damaged,
     require_local,
     write_pointer,
 )
@@ -101,8 +102,26 @@ def test_other_files_are_refused(tmp_path, content):
 
 def test_changed_pointer_is_refused(tmp_path):
     (tmp_path / "p").write_bytes(encode_record(record_of()).replace(b'"step": 10', b'"step": 11'))
-    with pytest.raises(ChecksumError, match="pointer"):
+    with pytest.raises(ChecksumError, match=r"pointer.*/p\. Delete it; the checkpoint stays in the store"):
         read_pointer(tmp_path / "p")
+    assert not is_pointer(tmp_path / "p")
+    with pytest.raises(ChecksumError):
+        refuse_damaged(tmp_path / "p")
+
+
+def test_damaged_pointer_in_a_folder_is_refused(tmp_path):
+    refuse_damaged(tmp_path)
+    for content in (b"", encode_record(record_of())[:100]):
+        (tmp_path / "ckstore.json").write_bytes(content)
+        with pytest.raises(MalformedError, match=r"ckstore\.json\. Delete it; the checkpoint stays in the store"):
+            refuse_damaged(tmp_path)
+    (tmp_path / "ckstore.json").write_bytes(encode_record(record_of()))
+    refuse_damaged(tmp_path)
+
+
+def test_file_of_another_program_is_no_damaged_pointer(tmp_path):
+    (tmp_path / "model.ckpt").write_bytes(b"PK")
+    refuse_damaged(tmp_path / "model.ckpt")
 
 
 def test_missing_pointer_is_not_found(tmp_path):
