@@ -9,9 +9,13 @@ import pytest
 import torch
 
 import ckstore
-from ckstore.errors import LeafTypeError, NotFoundError, UnsupportedError, UsageError
+from ckstore.errors import BackendError, ChecksumError, LeafTypeError, NotFoundError, UnsupportedError, UsageError
+from ckstore.format.records import with_changes
 from ckstore.integrations import exact_resume, lightning_copies
-from ckstore.integrations.pointers import is_pointer, read_pointer
+from ckstore.integrations.pointer_store import PointerStore
+from ckstore.integrations.pointers import is_pointer, read_pointer, write_pointer
+from ckstore.io.remote import client
+from ckstore.io.remote.client import RemoteOptions
 
 L = pytest.importorskip("lightning", reason="lightning is not installed")
 
@@ -278,7 +282,7 @@ def test_wrapper_that_saves_in_a_thread_is_seen_through(tmp_path):
     io = ckstore.lightning.CheckpointIO(tmp_path / "store")
     callback = ckstore.lightning.ExactResume()
     trainer = fit(tmp_path, AsyncCheckpointIO(io), callbacks=[callback], save_last=True)
-    assert exact_resume._plugin_of(trainer) is io
+    assert exact_resume.plugin_of(trainer) is io
     assert io.load_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 8
     io.teardown()
 
@@ -318,26 +322,76 @@ def test_callbacks_that_swap_weights_leave_the_optimizers_unattached(tmp_path):
     io.teardown()
 
 
-def test_lost_save_resumes_from_the_newest_durable_one(tmp_path, caplog):
+@pytest.mark.parametrize("name", ["step=2", "elastic-step=2"])
+def test_lost_save_resumes_from_the_newest_durable_one(tmp_path, caplog, name):
     io = ckstore.lightning.CheckpointIO(tmp_path / "store")
     io.save_checkpoint(checkpoint(1), tmp_path / "step=1.ckpt")
     io.wait()
     record = read_pointer(tmp_path / "step=1.ckpt")
-    io.save_checkpoint(checkpoint(2), tmp_path / "step=2.ckpt")
-    (tmp_path / "last.ckpt").symlink_to(tmp_path / "step=2.ckpt")
+    io.save_checkpoint(checkpoint(2), tmp_path / f"{name}.ckpt")
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / f"{name}.ckpt")
     io.wait()
     # As a kill leaves them: the pointer is in flight, and its commit was never staged.
-    from ckstore.format.records import with_changes
-    from ckstore.integrations.pointers import write_pointer
-
     io.store.delete(2)
     lost = with_changes(record, step=2, after_seq=record.seq, seq=None, checkpoint_id=None)
-    write_pointer(tmp_path / "step=2.ckpt", lost)
+    write_pointer(tmp_path / f"{name}.ckpt", lost)
     assert io.load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 1
     assert "step=1.ckpt is used instead" in caplog.text
     with pytest.raises(NotFoundError, match="step 2 did not become durable"):
-        io.load_checkpoint(tmp_path / "step=2.ckpt")
+        io.load_checkpoint(tmp_path / f"{name}.ckpt")
     io.teardown()
+
+
+def test_save_waits_where_the_only_or_the_last_checkpoint_would_be_lost(io, tmp_path, monkeypatch):
+    waits = {}
+    own = PointerStore.save
+
+    def save(self, state, step, path, *, wait=False, **options):
+        waits[path.name] = wait
+        own(self, state, step, path, **options)
+
+    monkeypatch.setattr(PointerStore, "save", save)
+    named = {"ModelCheckpoint": {"last_model_path": str(tmp_path / "newest.ckpt")}}
+    for name in ("a", "elastic-2", "last", "last-v1", "last-layer", "newest"):
+        io.save_checkpoint(checkpoint(1, callbacks=named), tmp_path / f"{name}.ckpt")
+    assert [name for name, wait in waits.items() if wait] == ["a.ckpt", "last.ckpt", "last-v1.ckpt", "newest.ckpt"]
+
+
+def test_damaged_pointer_is_named_with_what_to_do(io, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "pl_load", saving.pl_load)
+    ckstore.lightning.install_loader()
+    path = tmp_path / "a.ckpt"
+    io.save_checkpoint(checkpoint(1), path)
+    path.write_bytes(path.read_bytes().replace(b'"step": 1,', b'"step": 2,'))
+    for load in (io.load_checkpoint, ckstore.lightning.load, BoringModel.load_from_checkpoint):
+        with pytest.raises(ChecksumError, match=r"a\.ckpt\. Delete it; the checkpoint stays in the store"):
+            load(path)
+
+
+def test_store_that_is_gone_is_named_on_resume_and_not_made_anew(tmp_path):
+    io = ckstore.lightning.CheckpointIO(tmp_path / "disk" / "store")
+    fit(tmp_path, io, save_last=True)
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    io = ckstore.lightning.CheckpointIO(tmp_path / "disk" / "store")
+    with pytest.raises(NotFoundError, match=str(tmp_path / "disk" / "store")):
+        fit(tmp_path, io, save_last=True, resume="last")
+    assert not (tmp_path / "disk").exists()
+    (tmp_path / "unmounted").rename(tmp_path / "disk")
+    assert fit(tmp_path, io, save_last=True, resume="last").global_step == 8
+
+
+def test_bucket_out_of_reach_is_named_on_resume(tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "DEFAULT_OPTIONS", RemoteOptions(try_count=1))
+    for name, value in {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    here = ckstore.lightning.CheckpointIO(tmp_path / "store", background=False)
+    fit(tmp_path, here, save_last=True)
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    write_pointer(last, with_changes(read_pointer(last), store="s3://bucket/run"))
+    io = ckstore.lightning.CheckpointIO("s3://bucket/run")
+    with pytest.raises(BackendError, match="s3://bucket/run") as caught:
+        fit(tmp_path, io, save_last=True, resume="last")
+    assert caught.value.is_transient
 
 
 def test_first_save_is_durable_before_it_can_be_resumed_from(tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import threading
 import weakref
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from ckstore.errors import CkstoreError, LeafTypeError, NotFoundError, UsageErro
 from ckstore.integrations.leaves import OnUnstorable, check_mode, rebuilt, storable, with_hint
 from ckstore.integrations.lightning_copies import FABRIC, PYTORCH, TESTED, check, loaded, part, torch_io
 from ckstore.integrations.pointer_store import PointerStore
-from ckstore.integrations.pointers import address_in, entry_of, is_pointer, read_pointer
+from ckstore.integrations.pointers import address_in, entry_of, is_pointer, read_pointer, refuse_damaged
 from ckstore.integrations.signatures import check_signatures
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ _CONFIGS = "ckstore_configs"
 """Key of a stored checkpoint: where configurations of OmegaConf were."""
 
 _HINT = "`ckstore restore THIS_FILE -o NEW.ckpt` writes a file for torch.load. In Python: ckstore.lightning.load(path)."
+
+_LAST = re.compile(r"last(-v\d+)?")
+"""Names, without ending, that Lightning gives to the newest checkpoint."""
 
 _TRANSFER = ".temp.ckpt"
 """Lightning's launchers send the weights of a child process to its parent in a file of this name."""
@@ -161,6 +165,7 @@ class CheckpointIO(_Plugin):
         with self._lock:
             file.parent.mkdir(parents=True, exist_ok=True)
             step = self._step_of(checkpoint)
+            is_last = _is_last(file) or os.fspath(path) in _last_paths(checkpoint)
             metrics = {**self._scores(checkpoint, step, path), **(options.get("metrics") or {})}
             state = self._storable(checkpoint)
             try:
@@ -171,7 +176,7 @@ class CheckpointIO(_Plugin):
                     metrics=metrics,
                     tags=options.get("tags") or (),
                     policy=options.get("policy"),
-                    wait=_is_needed_to_resume(file),
+                    wait=_is_needed_to_resume(file, is_last=is_last),
                 )
             except LeafTypeError as error:
                 hint = 'CheckpointIO(..., on_unstorable="drop") leaves it out, and "text" stores its repr'
@@ -196,6 +201,8 @@ class CheckpointIO(_Plugin):
         with self._lock:
             file = _local_or_none(path)
             if file is None or (file.exists() and not is_pointer(file)):
+                if file is not None:
+                    refuse_damaged(file)
                 how = {} if map_location is None else {"map_location": map_location}
                 loaded: dict[str, Any] = torch_io().load_checkpoint(path, weights_only=weights_only, **how)
                 return loaded
@@ -300,7 +307,7 @@ class CheckpointIO(_Plugin):
         try:
             return self._pointers.load(file, device=device)
         except NotFoundError as error:
-            is_newest = file.is_symlink() or "last" in file.name
+            is_newest = file.is_symlink() or _is_last(file)
             instead = self._newest_in_folder_of(file) if is_newest and read_pointer(file).seq is None else None
             if instead is None:
                 raise
@@ -350,11 +357,22 @@ def _checked_options(options: Any) -> Mapping[str, Any]:
     return options
 
 
-def _is_needed_to_resume(file: Path) -> bool:
+def _is_last(file: Path) -> bool:
+    return _LAST.fullmatch(file.stem) is not None
+
+
+def _last_paths(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return where each ``ModelCheckpoint`` saves its last checkpoint, whatever name it gives to it."""
+    callbacks = checkpoint.get("callbacks")
+    states = callbacks.values() if isinstance(callbacks, dict) else ()
+    return [str(state["last_model_path"]) for state in states if isinstance(state, dict) and "last_model_path" in state]
+
+
+def _is_needed_to_resume(file: Path, *, is_last: bool) -> bool:
     """Say whether a resume could need a checkpoint that is not durable yet, because there is no other."""
     if os.path.lexists(file):
         return False
-    return "last" in file.name or not any(is_pointer(each) for each in file.parent.glob(f"*{file.suffix}"))
+    return is_last or not any(is_pointer(each) for each in file.parent.glob(f"*{file.suffix}"))
 
 
 def _local_or_none(path: str | os.PathLike[str]) -> Path | None:
@@ -396,6 +414,8 @@ def load(path: str | os.PathLike[str], map_location: Any | None = None, weights_
     if file is not None and not file.exists():
         raise NotFoundError("there is no such checkpoint", where=path)
     if file is None or not is_pointer(file):
+        if file is not None:
+            refuse_damaged(file)
         how = {} if map_location is None else {"map_location": map_location}
         return torch_io().load_checkpoint(path, weights_only=weights_only, **how)
     record = read_pointer(file)
@@ -429,6 +449,8 @@ def _loader_before(own: Any) -> Any:
         file = _local_or_none(path_or_url) if is_path else None
         if file is not None and is_pointer(file):
             return load(file, map_location)
+        if file is not None:
+            refuse_damaged(file)
         return own(path_or_url, map_location=map_location, weights_only=weights_only)
 
     load_pointer_or_file.is_of_ckstore = True  # type: ignore[attr-defined]
