@@ -368,7 +368,7 @@ def test_damaged_pointer_is_named_with_what_to_do(io, tmp_path, monkeypatch):
             load(path)
 
 
-def test_store_that_is_gone_is_named_on_resume_and_not_made_anew(tmp_path):
+def test_store_that_is_gone_is_named_on_resume_and_none_is_made(tmp_path):
     io = ckstore.lightning.CheckpointIO(tmp_path / "disk" / "store")
     fit(tmp_path, io, save_last=True)
     (tmp_path / "disk").rename(tmp_path / "unmounted")
