@@ -64,8 +64,8 @@ def restore(
     """Restore a checkpoint into a .pt or .npz file.
 
     \b
-    .pt, .pth, .ckpt  the whole state; torch.load(FILE, weights_only=True) reads it
-    .npz              states of numpy arrays and numbers, each under its dotted path
+    .pt, .pth, .ckpt  the whole state, for torch.load(FILE, weights_only=True)
+    .npz              states of numpy arrays and numbers, by dotted path
 
     The state must fit into memory. Every chunk is checked; if one is damaged, the command fails and writes no file.
     Python code does not need this command: store.restore() returns the state.
