@@ -352,14 +352,31 @@ def test_missing_adapter_is_refused(tmp_path):
         attached("gpt2", tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
+PARTS = ("optimizer", "scheduler", "scaler", "random")
+
+
 def test_save_only_model(tmp_path, caplog):
     attached("gpt2", tmp_path, max_steps=2, save_only_model=True).train()
     with ckstore.open(tmp_path / "ckstore") as store:
-        assert list(store.restore()) == ["model", "files"]
+        assert list(store.restore()) == ["model", "files", "output"]
     resumed = attached("gpt2", tmp_path, max_steps=4)
+    resumed.accelerator.scaler = torch.amp.GradScaler("cpu")
     resumed.train(resume_from_checkpoint=True)
-    assert "no optimizer state" in caplog.text
+    assert [part for part in PARTS if f"checkpoint-2 has no {part} state" in caplog.text] == list(PARTS)
     assert list(losses_of(resumed)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("missing", PARTS)
+def test_part_that_a_checkpoint_lacks_is_reported(trained, caplog, missing):
+    with ckstore.open(trained.folder / "ckstore") as store:
+        state = store.restore()
+        state.setdefault("scaler", torch.amp.GradScaler("cpu").state_dict())
+        del state[missing]
+        store.commit(state, 4)
+    resumed = attached("gpt2", trained.folder, max_steps=4, save_strategy="no")
+    resumed.accelerator.scaler = torch.amp.GradScaler("cpu")
+    resumed.train(resume_from_checkpoint=True)
+    assert [part for part in PARTS if f"checkpoint-4 has no {part} state" in caplog.text] == [missing]
 
 
 def test_save_model_by_hand_writes_weights(trained, tmp_path):
@@ -418,7 +435,7 @@ def test_uploads_have_weights_and_no_store(tmp_path, monkeypatch):
     assert [place for place, _ in hub.uploads] == ["", "checkpoint-2", ""]
     for place, names in hub.uploads:
         assert "model.safetensors" in names
-        assert not [name for name in names if name.startswith(("ckstore", "_"))]
+        assert not [name for name in names if name.startswith(("ckstore", "_", "."))]
         expected = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} if place else set()
         assert names >= expected
     assert not (tmp_path / "_ckstore_push").exists()
@@ -485,6 +502,47 @@ def test_failed_commit_leaves_no_folder(tmp_path, monkeypatch):
     with pytest.raises(CapacityError, match="full"):
         trainer.train()
     assert folders(tmp_path) == []
+
+
+def test_folder_of_transformers_survives_a_failed_commit(tmp_path, monkeypatch):
+    make_trainer("gpt2", tmp_path, max_steps=2).train()
+    before = sorted(path.name for path in (tmp_path / "checkpoint-2").iterdir())
+    trainer = attached("gpt2", tmp_path, background=True, max_steps=2)
+
+    def full(*_, **__):
+        raise CapacityError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ckstore.Store, "commit_async", full)
+        with pytest.raises(CapacityError, match="full"):
+            trainer.train()
+    assert sorted(path.name for path in (tmp_path / "checkpoint-2").iterdir()) == before
+    attached("gpt2", tmp_path, background=True, max_steps=2).train()
+    assert is_pointer(tmp_path / "checkpoint-2")
+    assert not list(tmp_path.glob(".checkpoint-*"))
+
+
+def test_run_of_another_output_directory_is_refused_before_training(tmp_path):
+    store = tmp_path / "store"
+    attached("gpt2", tmp_path / "first", store=store, max_steps=2).train()
+    second = attached("gpt2", tmp_path / "second", store=store, max_steps=4)
+    with pytest.raises(UsageError, match=r"another output directory.*run="):
+        second.train()
+    assert second.state.global_step == 0
+    attached("gpt2", tmp_path / "third", store=store, save_strategy="no", max_steps=1).train()
+    resumed = attached("gpt2", tmp_path / "first", store=store, max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert folders(tmp_path / "first") == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_damaged_pointer_does_not_prevent_resuming(trained, caplog):
+    file = trained.folder / "checkpoint-2/ckstore.json"
+    file.write_text(file.read_text().replace("transformers", "Transformers"))
+    resumed = attached("gpt2", trained.folder, max_steps=6)
+    resumed.train(resume_from_checkpoint=True)
+    assert f"{file} is damaged or was edited" in caplog.text
+    assert losses_of(resumed).items() >= trained.losses.items()
+    assert read_pointer(file).seq == 0
 
 
 def test_files_of_a_malicious_store_stay_in_their_folder(trained):

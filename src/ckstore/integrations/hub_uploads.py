@@ -1,4 +1,4 @@
-"""Uploads of a trainer to the hub, without the store in the uploaded folder."""
+"""Uploads of a trainer to the hub, without the store and its files in the uploaded folder."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ckstore.integrations.checkpoint_folders import OUTPUT_FILE
+
 
 @contextlib.contextmanager
 def uploads_without(store: str, folder: str, module: ModuleType) -> Iterator[None]:
-    """Let uploads of a folder leave out a store in it, inside this context.
+    """Let uploads leave out a store in the folder, and what the store keeps outside of it, inside this context.
 
     Args:
         store: Path or URL of the store.
@@ -19,13 +21,13 @@ def uploads_without(store: str, folder: str, module: ModuleType) -> Iterator[Non
         module: The module that uploads, with a function ``hf_api``.
     """
     place, parent = Path(store).resolve(), Path(folder).resolve()
-    if "://" in store or not place.is_relative_to(parent):
-        yield
-        return
-    inner = place.relative_to(parent).as_posix()
+    left_out = [f"{OUTPUT_FILE}*", ".checkpoint-*"]
+    if "://" not in store and place.is_relative_to(parent):
+        inner = place.relative_to(parent).as_posix()
+        left_out += [inner, f"{inner}/*"]
     original: Callable[[], Any] = module.hf_api
     replaced: Any = module
-    replaced.hf_api = lambda: _Uploads(original(), (inner, f"{inner}/*"))
+    replaced.hf_api = lambda: _Uploads(original(), left_out)
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import trainer_utils
 
 from ckstore.errors import CapacityError, CkstoreError, NotFoundError, UsageError
-from ckstore.integrations.checkpoint_folders import FILES, CheckpointFolders, clear_folder, read_files
+from ckstore.integrations.checkpoint_folders import FILES, CheckpointFolders
 from ckstore.integrations.hub_uploads import uploads_without
 from ckstore.integrations.model_parts import has_adapters, model_parts, put_adapters
 from ckstore.integrations.pointer_store import PointerStore
@@ -187,7 +187,6 @@ class _Door:
         self.draft: dict[str, Any] | None = None
         self.folder: Path | None = None
         self.limit: int | None = None
-        self._unsettled: list[Path] = []
         self._rotation: Literal["by time", "by step"] | None = None
 
     @property
@@ -204,23 +203,19 @@ class _Door:
         folder = self.folders.of_step(step)
         if self.is_writer:
             self.settle()
-            folder.mkdir(parents=True, exist_ok=True)
-            self.pointers.announce(step, folder / POINTER_NAME)
-            clear_folder(folder)
+            self.folders.begin(step)
         self.draft, self.folder, self.limit = {}, folder, self.trainer.args.save_total_limit
         try:
             # Nothing is rotated before the new checkpoint is durable.
             with self.rotation_limit(None):
                 yield
             if self.is_writer:
-                self.draft[FILES] = read_files(folder)
-                self.pointers.save(self.draft, step, folder / POINTER_NAME, metrics=self._metrics())
-                self._unsettled.append(folder)
+                self.folders.save(self.draft, step, self._metrics())
                 self._rotation = "by time"
                 self.settle()
         except BaseException:
-            if self.is_writer and folder not in self._unsettled:
-                shutil.rmtree(folder, ignore_errors=True)
+            if self.is_writer:
+                self.folders.abandon(step)
             raise
         finally:
             self.draft = None
@@ -265,22 +260,17 @@ class _Door:
                 self.pointers.wait()
             else:
                 self.pointers.poll()
-        except CkstoreError:
-            for folder in self._unsettled:
-                if folder.is_dir() and not (folder / POINTER_NAME).exists():
-                    shutil.rmtree(folder, ignore_errors=True)
-            raise
-        if self.pointers.is_settled:
-            self._unsettled.clear()
-            if self._rotation is not None:
-                is_by_time, self._rotation = self._rotation == "by time", None
-                with self.folders.mirrored():
-                    trainer_utils.rotate_checkpoints(
-                        output_dir=_output_dir(self.trainer),
-                        save_total_limit=self.trainer.args.save_total_limit,
-                        best_model_checkpoint=self.trainer.state.best_model_checkpoint,
-                        use_mtime=is_by_time,
-                    )
+        finally:
+            self.folders.settle()
+        if self.pointers.is_settled and self._rotation is not None:
+            is_by_time, self._rotation = self._rotation == "by time", None
+            with self.folders.mirrored():
+                trainer_utils.rotate_checkpoints(
+                    output_dir=_output_dir(self.trainer),
+                    save_total_limit=self.trainer.args.save_total_limit,
+                    best_model_checkpoint=self.trainer.state.best_model_checkpoint,
+                    use_mtime=is_by_time,
+                )
 
     def close(self, *, is_failing: bool) -> None:
         """Wait until everything is durable, and close the store. If training has failed, log errors only."""
@@ -298,22 +288,33 @@ class _Door:
     # Resume
 
     def folder_to_resume(self, wanted: Any) -> str | None:
-        """Return the folder that training resumes from. Rank 0 decides, and lays it again if it is missing."""
-        if wanted is None or wanted is False:
+        """Return the folder that training resumes from. Rank 0 decides, and lays it again if it is missing.
+
+        Raises:
+            UsageError: Another output directory saves into the run.
+        """
+        if not wanted and not self._saves:
             return None
         answer: list[Any] = [None]
         if self.is_writer:
             try:
-                answer[0] = str(self._folder_to_resume(wanted))
+                answer[0] = self._folder_to_resume(wanted)
             except Exception as error:
                 answer[0] = error
         if rank_and_size()[1] > 1:
             torch.distributed.broadcast_object_list(answer, src=0)
         if isinstance(answer[0], Exception):
             raise answer[0]
-        return str(answer[0])
+        return None if answer[0] is None else str(answer[0])
 
-    def _folder_to_resume(self, wanted: Any) -> Path:
+    @property
+    def _saves(self) -> bool:
+        return self.trainer.args.save_strategy != "no" and self.trainer.hp_search_backend is None
+
+    def _folder_to_resume(self, wanted: Any) -> Path | None:
+        if not wanted:
+            self.folders.claim()
+            return None
         folder = self.folders.to_resume(wanted)
         if wanted is True and folder == self.folders.all()[-1] and self.trainer.args.save_strategy != "no":
             # A crash came before the rotation. The newest folder may look older, so the steps decide.
@@ -328,13 +329,15 @@ class _Door:
             if is_pointer(folder):
                 state.best_model_checkpoint = str(folder)
 
-    def part(self, folder: str, name: str, **how: Any) -> Any:
-        """Restore one part of a checkpoint; None: the checkpoint has no such part."""
+    def part(self, folder: str, name: str, *, otherwise: str = "", **how: Any) -> Any:
+        """Restore one part of a checkpoint; None: it has none, and a warning says what happens ``otherwise``."""
         try:
             return self.pointers.load(folder, only=f"{name}.*", **how)[name]
         except NotFoundError:
             # Raises if there is no checkpoint at all.
             self.pointers.load(folder, only=f"{FILES}.*")
+            if otherwise:
+                _log.warning("%s has no %s state (save_only_model, for example): %s", folder, name, otherwise)
             return None
 
     def load_model(self, folder: str) -> None:
@@ -356,8 +359,7 @@ class _Door:
         """Start the saver and allocate shared memory for a state, so that a lack of memory shows now."""
         trainer = self.trainer
         optimizer = _optimizer_of(trainer)
-        saves = trainer.args.save_strategy != "no" and trainer.hp_search_backend is None
-        if not (saves and self.pointers.background and self.is_writer):
+        if not (self._saves and self.pointers.background and self.is_writer):
             return
         if isinstance(optimizer, torch.optim.Optimizer):
             self.pointers.store.attach(optimizer)
@@ -547,23 +549,22 @@ class _StoreTrainer:
         door = self._ckstore
         if checkpoint is None or not is_pointer(checkpoint):
             default._load_optimizer_and_scheduler(checkpoint)
-        elif door.part(checkpoint, "optimizer", into={"optimizer": _optimizer_of(self)}) is None:
-            _log.warning("%s has no optimizer state (save_only_model): the optimizer starts empty", checkpoint)
-        else:
-            door.part(checkpoint, "scheduler", into={"scheduler": door.trainer.lr_scheduler})
+            return
+        for name, target in (("optimizer", _optimizer_of(self)), ("scheduler", door.trainer.lr_scheduler)):
+            door.part(checkpoint, name, otherwise=f"the {name} starts empty", into={name: target})
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         default: Any = super()
         if checkpoint is None or not is_pointer(checkpoint):
             default._load_scaler(checkpoint)
         elif (scaler := _scaler_of(self)) is not None:
-            self._ckstore.part(checkpoint, "scaler", into={"scaler": scaler})
+            self._ckstore.part(checkpoint, "scaler", otherwise="the scaler starts empty", into={"scaler": scaler})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         default: Any = super()
         if checkpoint is None or not is_pointer(checkpoint):
             default._load_rng_state(checkpoint)
-        elif (states := self._ckstore.part(checkpoint, "random")) is not None:
+        elif states := self._ckstore.part(checkpoint, "random", otherwise="random numbers differ from the first run"):
             put_own_rng(states)
 
 

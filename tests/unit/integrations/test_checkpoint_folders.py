@@ -10,29 +10,28 @@ import pytest
 
 import ckstore
 from ckstore.errors import ChecksumError, MalformedError, NotFoundError, UsageError
-from ckstore.integrations.checkpoint_folders import CheckpointFolders, clear_folder, read_files
+from ckstore.integrations.checkpoint_folders import OUTPUT_FILE, CheckpointFolders, read_files
 from ckstore.integrations.pointer_store import PointerStore
-from ckstore.integrations.pointers import POINTER_NAME, read_pointer
+from ckstore.integrations.pointers import POINTER_NAME, is_pointer, read_pointer
 
 
 class Saved:
     """An output directory with two saved checkpoints."""
 
-    def __init__(self, output_dir):
+    def __init__(self, output_dir, store=None):
         self.output_dir = output_dir
-        self.pointers = PointerStore(output_dir / "ckstore", background=False, made_by="a test")
+        self.pointers = PointerStore(store or output_dir / "ckstore", background=False, made_by="a test")
         self.folders = CheckpointFolders(output_dir, self.pointers)
 
     def save(self, step, **more):
         folder = self.folders.of_step(step)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.pointers.announce(step, folder / POINTER_NAME)
-        clear_folder(folder)
+        self.folders.begin(step)
         (folder / "adapter").mkdir()
         (folder / "state.json").write_text(json.dumps(step))
         (folder / "adapter/config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(b"weights")
-        self.pointers.save({"w": float(step), "files": read_files(folder), **more}, step, folder / POINTER_NAME)
+        self.folders.save({"w": float(step), **more}, step, {})
+        self.folders.settle()
 
     def steps(self):
         return sorted(info.step for info in self.pointers.store.log())
@@ -203,3 +202,200 @@ def test_store_of_a_copy_is_enough(saved, tmp_path):
     copy.close()
     with ckstore.open(tmp_path / "new/ckstore") as store:
         assert len(store.log()) == 2
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """Two output directories, and a store that is in neither of them."""
+    first, second = (Saved(tmp_path / name, tmp_path / "store") for name in ("first", "second"))
+    yield first, second
+    first.pointers.close()
+    second.pointers.close()
+
+
+def id_of(output_dir):
+    return (output_dir / OUTPUT_FILE).read_text().strip()
+
+
+def test_second_output_directory_of_a_run_is_refused(shared):
+    first, second = shared
+    first.save(4)
+    first.pointers.close()
+    with pytest.raises(UsageError, match=rf"its id is {id_of(first.output_dir)}.*second is not set.*run=") as caught:
+        second.save(6)
+    assert "'latest'" in str(caught.value)
+    assert not second.output_dir.exists()
+    assert first.steps() == [4]
+    assert first.pointers.store.restore(4)["output"] == id_of(first.output_dir)
+
+
+def test_run_that_another_directory_continued_is_not_resumed(shared):
+    first, second = shared
+    first.save(4)
+    first.pointers.close()
+    second.output_dir.mkdir()
+    (second.output_dir / OUTPUT_FILE).write_text("0" * 32)
+    second.folders._output = "0" * 32
+    second.save(6)
+    second.pointers.close()
+    with pytest.raises(UsageError, match=rf"{'0' * 32}, the id of .*first is {id_of(first.output_dir)}"):
+        first.folders.to_resume(True)
+    assert [path.name for path in first.folders.all()] == ["checkpoint-4"]
+    # By hand: the run belongs to the first directory again. What the second saved is not touched.
+    first.save(6)
+    first.save(7)
+    assert first.folders.to_resume(True).name == "checkpoint-7"
+    assert first.steps() == [4, 6, 6, 7]
+    with first.folders.mirrored():
+        shutil.rmtree(first.folders.of_step(6))
+    assert first.steps() == [4, 6, 7]
+    first.folders.to_resume(True)
+    assert [path.name for path in first.folders.all()] == ["checkpoint-4", "checkpoint-7"]
+
+
+def test_folder_that_points_to_a_checkpoint_of_another_directory(shared):
+    first, second = shared
+    first.save(4)
+    second.output_dir.mkdir()
+    shutil.copytree(first.folders.of_step(4), second.folders.of_step(4))
+    (second.output_dir / OUTPUT_FILE).write_text("0" * 32)
+    with second.folders.mirrored():
+        shutil.rmtree(second.folders.of_step(4))
+    assert first.steps() == [4]
+
+
+def test_checkpoint_without_an_id_is_deleted_with_its_folder(shared):
+    first, _ = shared
+    first.save(4)
+    folder = first.folders.of_step(5)
+    folder.mkdir()
+    first.pointers.save({"w": 5.0, "files": {"state.json": b"5"}}, 5, folder / POINTER_NAME)
+    with first.folders.mirrored():
+        shutil.rmtree(folder)
+    assert first.steps() == [4]
+
+
+def test_directory_without_an_id_takes_over_that_of_the_run(shared):
+    first, second = shared
+    first.save(4)
+    first.pointers.close()
+    assert second.folders.to_resume(True) == second.folders.of_step(4)
+    second.save(6)
+    assert id_of(second.output_dir) == id_of(first.output_dir)
+
+
+def test_directory_with_folders_of_the_framework_takes_nothing_over(shared):
+    first, second = shared
+    first.save(4)
+    first.pointers.close()
+    write_native(second.folders.of_step(9))
+    for wanted in (True, second.folders.of_step(9), first.folders.of_step(4)):
+        with pytest.raises(UsageError, match="another output directory"):
+            second.folders.to_resume(wanted)
+    assert second.folders.to_resume("latest").name == "checkpoint-4"
+
+
+def test_damaged_id_counts_as_none(saved):
+    saved.pointers.close()
+    (saved.output_dir / OUTPUT_FILE).write_text("half")
+    again = Saved(saved.output_dir)
+    again.save(13)
+    assert id_of(saved.output_dir) == again.pointers.store.restore(1)["output"]
+    again.pointers.close()
+
+
+def write_native(folder):
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+
+
+def test_folder_of_the_framework_stays_until_its_step_is_durable(tmp_path):
+    out = Saved(tmp_path)
+    folder, kept = out.folders.of_step(2), tmp_path / ".checkpoint-2.replaced"
+    write_native(folder)
+    out.folders.begin(2)
+    assert [path.name for path in folder.iterdir()] == [POINTER_NAME]
+    assert (kept / "model.safetensors").exists()
+    out.folders.abandon(2)
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    out.folders.settle()
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    out.save(2)
+    assert is_pointer(folder)
+    assert not kept.exists()
+    out.pointers.close()
+
+
+def test_folder_of_the_framework_comes_back_when_a_commit_fails(tmp_path):
+    out = Saved(tmp_path)
+    write_native(out.folders.of_step(2))
+    out.folders.begin(2)
+    out.folders.save({"w": 2.0}, 2, {})
+    # As a commit in the background that fails: its pointer is removed.
+    (out.folders.of_step(2) / POINTER_NAME).unlink()
+    for _ in range(2):
+        out.folders.settle()
+        assert [path.name for path in out.folders.of_step(2).iterdir()] == ["model.safetensors"]
+    out.pointers.close()
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_folder_of_the_framework_after_a_crash(tmp_path, is_durable):
+    write_native(tmp_path / "checkpoint-2")
+    killed = Saved(tmp_path)
+    killed.folders.begin(2)
+    (tmp_path / "checkpoint-2/state.json").write_text("2")
+    if is_durable:
+        killed.folders.save({"w": 2.0}, 2, {})
+    killed.pointers.close()
+    again = Saved(tmp_path)
+    assert again.folders.to_resume(True) == tmp_path / "checkpoint-2"
+    assert is_pointer(tmp_path / "checkpoint-2") == is_durable
+    assert (tmp_path / "checkpoint-2/model.safetensors").exists() != is_durable
+    assert not (tmp_path / ".checkpoint-2.replaced").exists()
+    again.pointers.close()
+
+
+def test_missing_store_of_a_pointer_is_refused(shared, tmp_path):
+    first, _ = shared
+    first.save(4)
+    first.pointers.close()
+    write_native(first.folders.of_step(2))
+    (tmp_path / "store").rename(tmp_path / "moved")
+    with pytest.raises(
+        NotFoundError, match=rf"no store {tmp_path / 'store'}, .*checkpoint-4/ckstore.json.*Mount its disk"
+    ):
+        first.folders.to_resume(True)
+    assert not (tmp_path / "store").exists()
+    assert first.folders.to_resume(first.folders.of_step(2)) == first.folders.of_step(2)
+    moved = Saved(first.output_dir, tmp_path / "moved")
+    assert moved.folders.to_resume(True) == first.folders.of_step(4)
+    moved.pointers.close()
+
+
+def edit_pointer(folder):
+    text = (folder / POINTER_NAME).read_text()
+    assert "a test" in text
+    (folder / POINTER_NAME).write_text(text.replace("a test", "a user"))
+    with pytest.raises(ChecksumError):
+        read_pointer(folder)
+
+
+def test_damaged_pointer_is_written_again(saved, caplog):
+    edit_pointer(saved.folders.of_step(1))
+    assert saved.folders.to_resume(saved.folders.of_step(12)) == saved.folders.of_step(12)
+    assert saved.folders.to_resume(True) == saved.folders.of_step(12)
+    assert f"{saved.folders.of_step(1) / POINTER_NAME} is damaged or was edited" in caplog.text
+    assert read_pointer(saved.folders.of_step(1)).seq == 0
+
+
+def test_damaged_pointer_of_no_checkpoint(saved, tmp_path):
+    shutil.copytree(saved.folders.of_step(12), tmp_path / "elsewhere/checkpoint-12")
+    edit_pointer(tmp_path / "elsewhere/checkpoint-12")
+    with pytest.raises(ChecksumError):
+        saved.folders.to_resume(tmp_path / "elsewhere/checkpoint-12")
+    edit_pointer(saved.folders.of_step(12))
+    for step in (1, 12):
+        saved.pointers.store.delete(step)
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        saved.folders.to_resume(True)
