@@ -34,7 +34,7 @@ def test_sigterm_during_step_commits_the_whole_step(trainer, loop, commit):
 def test_previous_handler_is_called_and_may_end_run(trainer):
     code = """
 def before(number, frame):
-    say("log", number)
+    say("handled", number)
 signal.signal(signal.SIGTERM, before)
 last = store.commit_on_signal(lambda: state, metrics=lambda: {"loss": 2.5}, tags=["preempted"])
 say("ready")
@@ -47,7 +47,7 @@ say("ended", step, last.signal.name, last.receipt.step, signal.getsignal(signal.
     run = trainer(code)
     run.hear("ready")
     run.send()
-    assert run.hear("log") == ["15"]
+    assert run.hear("handled") == ["15"]
     step, name, committed, is_restored = run.hear("ended")
     assert (name, committed, is_restored) == ("SIGTERM", step, "True")
     assert run.end()[0] == 0
