@@ -89,7 +89,7 @@ def train(folder, job):
         os.write(descriptor, f"{text}\n".encode())
 
     if job.get("unprotected"):
-        door._is_needed_to_resume = lambda file: False
+        door._is_needed_to_resume = lambda file, **how: False
         door.CheckpointIO._newest_in_folder_of = lambda self, file: None
         record = PointerStore._record
         PointerStore._record = lambda self, file, step, replaces=None: record(self, file, step)

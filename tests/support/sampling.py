@@ -23,7 +23,7 @@ T = TypeVar("T")
 COMMITS_MAX = 64
 """Into so many parts a programme may be divided, cases and points together."""
 
-SLICE_FACTOR = 3
+SLICE_FACTOR = 2
 """A slice of the deep tier is so many times larger than a sample of the same programme."""
 
 DEPTHS = ("sample", "slice", "all")
