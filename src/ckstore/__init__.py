@@ -153,7 +153,12 @@ if not _typing.TYPE_CHECKING:  # else a type checker would accept every name
         from importlib import import_module
 
         if name in _DOORS:
-            return import_module(f"ckstore.{name}")
+            try:
+                return import_module(f"ckstore.{name}")
+            except ModuleNotFoundError as error:
+                # hasattr is to say False.
+                what = f"ckstore.{name} needs a package that is not installed: {error.name}"
+                raise AttributeError(what) from error
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'ckstore' has no attribute {name!r}")
         found = getattr(import_module(f"ckstore.{_MODULE_OF[name]}"), name)

@@ -154,10 +154,25 @@ print(sorted(shown ^ set(ckstore.__all__)))
 print([name for name in ("importlib", "annotations", "Any", "TYPE_CHECKING") if hasattr(ckstore, name)])
 [getattr(ckstore, name) for name in dir(ckstore)]
 print("torch" in sys.modules)
-import ckstore.accelerate
+import ckstore.lightning
 print(sorted(set(dir(ckstore)) - set(ckstore.__all__) - {name for name in dir(ckstore) if name.startswith("__")}))
 """
-    assert run_python(code, tmp_path / "store").splitlines() == ["[]", "[]", "False", "['accelerate']"]
+    assert run_python(code, tmp_path / "store").splitlines() == ["[]", "[]", "False", "['lightning']"]
+
+
+def test_door_of_a_missing_framework_is_missing(tmp_path):
+    (tmp_path / "accelerate.py").write_text("raise ModuleNotFoundError('not here', name='accelerate')")
+    code = """
+sys.path.insert(0, sys.argv[1])
+import ckstore
+print(hasattr(ckstore, "accelerate"))
+try:
+    ckstore.accelerate
+except AttributeError as error:
+    print(error)
+"""
+    words = "ckstore.accelerate needs a package that is not installed: accelerate"
+    assert run_python(code, tmp_path).splitlines() == ["False", words]
 
 
 def test_exported_names_resolve_and_are_documented():
