@@ -313,18 +313,17 @@ class LocalBackend:
         assert name, "the root itself has no folder in the store"
         self._path(name)
         *folders, last = name.split("/")
-        fd = os.open(self._root, _FOLDER_FLAGS)
+        fds = [os.open(self._root, _FOLDER_FLAGS)]
         try:
             for index, folder in enumerate(folders):
-                fd = self._open_subfolder(fd, folders[: index + 1], folder)
-            yield fd, last
+                fds.append(self._open_subfolder(fds[-1], folders[: index + 1], folder))
+            yield fds[-1], last
         finally:
-            os.close(fd)
+            _close_all(fds)
 
     def _open_subfolder(self, above: int, folders: list[str], folder: str) -> int:
-        """Return a descriptor of a subfolder, and close the descriptor of the folder above it."""
         try:
-            fd = os.open(folder, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=above)
+            return os.open(folder, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=above)
         except NotADirectoryError:
             if stat.S_ISLNK(os.stat(folder, dir_fd=above, follow_symlinks=False).st_mode):
                 raise UnsupportedError(
@@ -333,30 +332,28 @@ class LocalBackend:
                     todo="replace the link by the folder itself, or use a bind mount",
                 ) from None
             raise
-        os.close(above)
-        return fd
 
     def _make_folders(self, folders: list[str]) -> bool:
         """Create a folder below the root and its parents. Return True if it is new."""
         try:
-            fd = os.open(self._root, _FOLDER_FLAGS)
+            fds = [os.open(self._root, _FOLDER_FLAGS)]
         except FileNotFoundError:
             _make_root(Path(self._root), self._ownership)
-            fd = os.open(self._root, _FOLDER_FLAGS)
+            fds = [os.open(self._root, _FOLDER_FLAGS)]
         try:
             for index, folder in enumerate(folders):
                 is_new = True
                 try:
-                    os.mkdir(folder, 0o700, dir_fd=fd)
-                    self._ownership.give_folder(self._path("/".join(folders[: index + 1])), inside=fd)
+                    os.mkdir(folder, 0o700, dir_fd=fds[-1])
+                    self._ownership.give_folder(self._path("/".join(folders[: index + 1])), inside=fds[-1])
                 except FileExistsError:
                     is_new = False
                 try:
-                    fd = self._open_subfolder(fd, folders[: index + 1], folder)
+                    fds.append(self._open_subfolder(fds[-1], folders[: index + 1], folder))
                 except NotADirectoryError:
                     raise FileExistsError(errno.EEXIST, "a file has this name", "/".join(folders)) from None
         finally:
-            os.close(fd)
+            _close_all(fds)
         return is_new
 
     def _path(self, name: str) -> str:
@@ -474,3 +471,9 @@ def _fsync(path: str | Path, flags: int) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _close_all(fds: list[int]) -> None:
+    # Each number leaves the list first: after a Ctrl-C in between, a second close could hit another thread's file.
+    while fds:
+        os.close(fds.pop())

@@ -64,6 +64,27 @@ def test_symbolic_links_are_not_followed(backend, tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.parametrize("call", ["make_folder", "create"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_interrupted_walk_closes_no_descriptor_twice(tmp_path, monkeypatch, call, which):
+    # A second close of a number could close a file that another thread has opened in between.
+    backend = LocalBackend(tmp_path)
+    backend.make_folder("a/b/c")
+    real, closed = os.close, []
+
+    def close_then_interrupt(fd):
+        real(fd)
+        closed.append(fd)
+        if len(closed) == which + 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close_then_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            backend.make_folder("a/b/c") if call == "make_folder" else backend.create("a/b/c/n", b"", sync=False)
+    backend.close()
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 24 MiB. Needs root."""
