@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -172,7 +173,7 @@ def test_folder_whose_checkpoint_is_gone_is_refused(tmp_path):
     run.accelerator.end_training()
 
 
-def test_damaged_pointer_is_named(tmp_path):
+def test_damaged_pointer_is_named(tmp_path, caplog):
     run = Training(tmp_path, seed=1)
     folder = Path(run.save())
     run.door.pointers.wait()
@@ -182,6 +183,7 @@ def test_damaged_pointer_is_named(tmp_path):
         run.accelerator.load_state(str(folder))
     with pytest.raises(NotFoundError, match="no folder has a checkpoint"):
         run.accelerator.load_state()
+    assert re.search(r"checkpoint_0 is passed over: .*checkpoint_0/ckstore\.json\. Delete it", caplog.text)
     assert pointer.exists()
     run.accelerator.end_training()
 
@@ -315,7 +317,7 @@ def test_failed_save_leaves_the_last_good_checkpoint(tmp_path):
     second.accelerator.end_training()
 
 
-def test_folders_of_another_run_are_passed_over(tmp_path):
+def test_folders_of_another_run_are_passed_over(tmp_path, caplog):
     first = Training(tmp_path, seed=1)
     first.save()
     (first.door._checkpoints() / "checkpoint_0" / "mine.txt").write_text("kept")
@@ -323,6 +325,7 @@ def test_folders_of_another_run_are_passed_over(tmp_path):
     other = Training(tmp_path, seed=1, run="other")
     with pytest.raises(NotFoundError, match="no folder has a checkpoint"):
         other.accelerator.load_state()
+    assert "the pointer belongs to run main; this is run other" in caplog.text
     assert other.folders() == ["checkpoint_0"]
     (tmp_path / "checkpoints" / "checkpoint_best_7").mkdir()
     again = Training(tmp_path, seed=2)

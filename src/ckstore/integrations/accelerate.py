@@ -291,7 +291,7 @@ class _Door:
         if not project.automatic_checkpoint_naming or project.total_limit is None:
             return
         # A folder whose save has failed takes nobody's place.
-        folders = [folder for folder in _numbered(self._checkpoints()) if self._is_complete(folder)]
+        folders = [folder for folder in _numbered(self._checkpoints()) if self._lack_of(folder) is None]
         for folder in folders[: max(0, len(folders) - project.total_limit)]:
             records: list[tuple[Path, PointerRecord]] = []
             with contextlib.suppress(CkstoreError):
@@ -302,13 +302,13 @@ class _Door:
     def _checkpoints(self) -> Path:
         return Path(self._project.project_dir) / "checkpoints"
 
-    def _is_complete(self, folder: Path) -> bool:
-        """Say whether a folder has a checkpoint: its pointer names one that is there, or accelerate has written it."""
+    def _lack_of(self, folder: Path) -> CkstoreError | None:
+        """Return why a folder has no checkpoint: none that its pointer names, and none that accelerate has written."""
         try:
             self.pointers.entry(folder)
-        except CkstoreError:
-            return not is_pointer(folder) and (folder / _LAST_FILE).is_file()
-        return True
+        except CkstoreError as error:
+            return None if not is_pointer(folder) and (folder / _LAST_FILE).is_file() else error
+        return None
 
     # Load
 
@@ -344,13 +344,14 @@ class _Door:
     def _newest_folder(self) -> str | None:
         """Return the newest complete folder. Newer ones, whose save a crash has interrupted, are deleted."""
         for folder in reversed(_numbered(self._checkpoints())):
-            if self._is_complete(folder):
+            lack = self._lack_of(folder)
+            if lack is None:
                 return str(folder)
             if self._is_unfinished(folder):
                 _log.warning("%s is deleted: its save did not complete", folder)
                 shutil.rmtree(folder)
             else:
-                _log.warning("%s is passed over: it has no checkpoint that is in %s", folder, self.pointers.address)
+                _log.warning("%s is passed over: %s", folder, lack)
         return None
 
     def _is_unfinished(self, folder: Path) -> bool:

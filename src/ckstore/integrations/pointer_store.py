@@ -253,9 +253,12 @@ class PointerStore:
 
         Raises:
             NotFoundError: There is no pointer, or its checkpoint is gone or never became durable.
-            ConflictError: The pointer belongs to another store.
+            ConflictError: The pointer belongs to another store or run.
         """
-        return entry_of(self.store, read_pointer(path), where=path)
+        record = read_pointer(path)
+        if record.run != self.run:
+            raise ConflictError(f"the pointer belongs to run {record.run}; this is run {self.run}", where=path)
+        return entry_of(self.store, record, where=path)
 
     def owns(self, record: PointerRecord, path: str | os.PathLike[str]) -> bool:
         """Say whether a pointer belongs to this run of this store."""
