@@ -3,7 +3,8 @@
 ``waits``: how long a save keeps the training loop, for the framework's own save, and for ckstore in the background and
 in the foreground. Each figure is the call of the save plus what the next step takes longer than a median step. Every
 side trains the same model (57 M parameters, 650 MiB of state with AdamW) in a process of its own, and sides take turns.
-The frameworks' own saves are not synced to the disk; ckstore's are.
+Training computes on half of the cores, and the saver has the others: on all cores, its low priority makes a commit take
+half a minute, and a save meanwhile waits for it. The frameworks' own saves are not synced to the disk; ckstore's are.
 
 ``bytes``: the size of ten checkpoints of a small GPT that learns, as the Trainer of transformers saves them, and as
 ckstore stores them.
@@ -26,7 +27,7 @@ FRAMEWORKS = ("transformers", "accelerate", "lightning")
 SIDES = ("own", "background", "foreground")
 SAVES = 6
 STEPS_BETWEEN = 4
-"""Steps between two saves: about two seconds of training, so that the saver is idle again at the next save."""
+"""Steps between two saves: about three seconds of training, so that the saver is idle again at the next save."""
 
 
 def gpt(width: int, layers: int, vocabulary: int) -> Any:
@@ -71,10 +72,10 @@ class Watch:
         self._last, self._is_after_save = now, False
 
     def waits(self) -> list[float]:
-        """Return the seconds of each save but the first, which starts the saver."""
+        """Return the seconds of each save but the first, which starts the saver, and the Trainer's own at the end."""
         usual = statistics.median(seconds for is_after, seconds in self.steps if not is_after)
         extra = [max(0.0, seconds - usual) for is_after, seconds in self.steps if is_after]
-        return [call + more for call, more in zip(self.calls[1:], [*extra, 0.0][1:], strict=False)]
+        return [call + more for call, more in zip(self.calls[1:SAVES], extra[1:SAVES], strict=True)]
 
 
 def run_transformers(folder: str, side: str, watch: Watch) -> None:
@@ -206,6 +207,9 @@ def measure_one(what: str, side: str, folder: str) -> None:
         run_bytes(folder, side)
         print(json.dumps(nbytes_of(folder)))
         return
+    import torch
+
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
     watch = Watch()
     {"transformers": run_transformers, "accelerate": run_accelerate, "lightning": run_lightning}[what](
         folder, side, watch
