@@ -166,11 +166,13 @@ def test_missing_pack_names_a_lost_tensor(tmp_path):
     assert caught.value.tensor == "model.weight"
 
 
-def test_arena_state_is_hashed_once_and_verified(store, monkeypatch):
-    """The arena does not change: a checksum verifies the copy, so that nothing is hashed twice."""
+@pytest.mark.parametrize("is_immutable", [True, False])
+def test_arena_state_is_hashed_once_and_verified(store, monkeypatch, is_immutable):
+    """A checksum verifies the copy, so that nothing is hashed twice."""
     state = {"w": np.random.default_rng(5).integers(0, 256, 9 << 20, np.uint8)}
-    monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
-    monkeypatch.setattr(chunk_writer, "new_hasher", lambda: pytest.fail("it is hashed again"))
+    request = functools.partial(CommitRequest, source_is_immutable=is_immutable)
+    monkeypatch.setattr("ckstore.ops.commit.CommitRequest", request)
+    monkeypatch.setattr(chunk_writer, "require_identity", lambda *_: pytest.fail("it is hashed again"))
     policy = Policy(compression="none")
     store.commit(state, 1, policy=policy)
     assert np.array_equal(store.restore()["w"], state["w"])
@@ -182,7 +184,8 @@ def test_arena_state_is_hashed_once_and_verified(store, monkeypatch):
 
     monkeypatch.setattr(chunk_writer.kernels, "copy_bytes", faulty)
     state["w"] += 1
-    with pytest.raises(ckstore.CorruptError, match="changed while it was being copied"):
+    monkeypatch.setattr(chunk_writer, "require_identity", pipeline.require_identity)
+    with pytest.raises(ckstore.CorruptError, match="changed while it was being committed, or memory is faulty"):
         store.commit(state, 2, policy=policy)
     assert store.steps() == [1]
 
@@ -191,17 +194,14 @@ def test_encoded_arena_state_is_verified_by_checksum(store, monkeypatch):
     state = {"w": np.random.default_rng(6).standard_normal(3 << 20).astype(np.float32)}
     monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     hashed = []
-    for take in (chunk_writer.chunk_id_of, chunk_writer.identity_and_checksum):
-
-        def noting(plain, take=take):
-            hashed.append(len(plain))
-            return take(plain)
-
-        monkeypatch.setattr(chunk_writer, take.__name__, noting)
+    take = chunk_writer.identity_and_checksum
+    monkeypatch.setattr(chunk_writer, "identity_and_checksum", lambda *args: hashed.append(len(args[0])) or take(*args))
+    monkeypatch.setattr(chunk_writer, "require_identity", lambda *_: pytest.fail("it is hashed again"))
     policy = Policy(compression="fast")
     assert store.commit(state, 1, policy=policy).bytes_written < state["w"].nbytes
     assert hashed == [4 << 20] * 3
     assert np.array_equal(store.restore()["w"], state["w"])
+    monkeypatch.setattr(chunk_writer, "require_identity", pipeline.require_identity)
     encode = chunk_codec.encode
 
     def faulty(plain, **options):
@@ -247,25 +247,26 @@ def test_hashed_base_is_verified_by_checksum(store, monkeypatch):
     assert np.array_equal(store.restore()["w"], state["w"])
 
 
-def test_bytes_changed_during_hashing_are_detected(monkeypatch):
-    """The checksum is computed first, so that a later change gives a chunk id that does not match it."""
-    plain = np.zeros(1 << 20, np.uint8)
+def test_change_during_hashing_reaches_neither_id_nor_checksum(monkeypatch):
+    """Chunk id and checksum belong to the same bytes, whenever the chunk changes."""
+    plain, before = np.zeros(1 << 20, np.uint8), bytes(1 << 20)
 
     class Changing:
         def __init__(self):
             self._hasher = new_hasher()
 
         def update(self, piece):
-            piece[0] = 7
+            plain[0] = 7
             self._hasher.update(piece)
 
         def digest(self):
             return self._hasher.digest()
 
     monkeypatch.setattr(pipeline, "new_hasher", Changing)
-    chunk_id, checksum = pipeline.identity_and_checksum(plain.data)
-    assert chunk_id == chunk_id_of(plain)
-    assert checksum != xxh3_64(plain)
+    private = np.empty(pipeline.PIECE_NBYTES, np.uint8).data
+    chunk_id, checksum = pipeline.identity_and_checksum(plain.data, private)
+    assert plain[0] == 7
+    assert (chunk_id, checksum) == (chunk_id_of(before), xxh3_64(before))
 
 
 def test_failed_commits_leave_no_checksums(store, monkeypatch):

@@ -86,7 +86,7 @@ class ChainWriter:
             header = FrameHeader(
                 ids[index], base_id, len(plains[index]), coded.nbytes, coded.width, tuple(coded.steps), 0
             )
-            packer.fill(place, header, coded.parts, lambda payload: None)
+            packer.fill(place, header, coded.parts, lambda payload, xxh3: None)
             placed[ids[index]] = place, base_id
             self._plains[ids[index]] = plains[index]
         refs = {ref.pack_id: ref for ref in packer.finish()}

@@ -30,7 +30,7 @@ from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader
 from ckstore.format.manifest import FrameRef, Loss, PackRef
 from ckstore.format.wire import xxh3_64
-from ckstore.hashing import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
+from ckstore.hashing import NO_BASE, ChunkId, PackId
 from ckstore.io.buffers import BufferPool
 from ckstore.store.chunk_index import LocatedFrame
 from ckstore.store.memory_budget import ENCODE, ENCODE_DELTA, MemoryBudget
@@ -97,7 +97,7 @@ class EncodedChunk:
         base_plain: The plain bytes of the base.
         is_rounding: The chunk is stored as the rounding of its base.
         is_lossy: The chunk is quantized.
-        plain_checksum: xxh3 of the bytes that were hashed, if nothing can change these bytes.
+        plain_checksum: xxh3 of the bytes that were hashed, if it was computed with the chunk id.
     """
 
     encoded: Encoded
@@ -295,11 +295,11 @@ class ChunkWriter:
     def _store_chunk(self, index: int, turn: AbstractContextManager[None], thread_index: int) -> None:
         thread = self._thread(thread_index)
         chunk, choice, worker = self.plan.chunks[index], self.plans[index], thread.worker
-        plain = worker.gather(chunk, self.storages, private=self._private(chunk, choice, worker))
-        # Both in one pass if the checksum is needed, while the bytes are in the cache.
-        chunk_id, checksum = identity_and_checksum(plain) if self.source_is_immutable else (chunk_id_of(plain), None)
-        if checksum is not None:
-            self.bases.keep_checksum(chunk_id, checksum)
+        private = self._private(chunk, choice, worker)
+        plain = worker.gather(chunk, self.storages, private=private)
+        is_steady = self.source_is_immutable or private is not None or len(chunk.sources) > 1
+        chunk_id, checksum = identity_and_checksum(plain, None if is_steady else worker.piece)
+        self.bases.keep_checksum(chunk_id, checksum)
         self._hold(chunk, choice, chunk_id, plain, checksum)
         existing = self.repository.chunk_index.find(chunk_id)
         is_of_old_master = existing is not None and self._is_rounding_of_old_master(existing, choice)
@@ -318,9 +318,7 @@ class ChunkWriter:
         if is_first:
             self._fill(frame, coded, worker, chunk)
 
-    def _hold(
-        self, chunk: ChunkPlan, choice: StoragePlan, chunk_id: ChunkId, plain: memoryview, checksum: int | None
-    ) -> None:
+    def _hold(self, chunk: ChunkPlan, choice: StoragePlan, chunk_id: ChunkId, plain: memoryview, checksum: int) -> None:
         """Hold a chunk's bytes for the next commit if they will be needed: in the arena if possible, else as a copy."""
         can_stay = self._can_stay_in_slot(chunk)
         # An unchanged chunk is held in the newer slot from now on, so that the older slot can be freed.
@@ -397,7 +395,7 @@ class ChunkWriter:
         encoded = chunk_codec.encode_rounded(plain, base_plain, scratch=worker.scratch)
         if encoded is None:
             return None
-        require_identity(chunk_id_of(base_plain), frame_id(frame))
+        require_identity([base_plain], frame_id(frame))
         return EncodedChunk(encoded, frame, base_plain, is_rounding=True)
 
     def _base_plain(
@@ -440,19 +438,15 @@ class ChunkWriter:
             payload_xxh3=0,
         )
 
-        # A plain payload needs no decoding: it is hashed again while it is copied. If nothing can have changed the
-        # source since it was hashed, comparing the checksum finds errors of copying and coding in a sixth of the time.
-        checksum = coded.plain_checksum
-        hasher = None if encoded.steps or checksum is not None else new_hasher()
+        def check(payload: Sequence[memoryview], payload_xxh3: int) -> None:
+            plain, plain_xxh3 = payload, payload_xxh3
+            if encoded.steps:
+                if not self.policy.verify_encoded:
+                    return
+                plain = [worker.decode_payload(payload, encoded, chunk, coded.base_plain)]
+                plain_xxh3 = xxh3_64(plain[0])
+            # Where the checksum was computed with the chunk id, it proves as much, in a tenth of the time.
+            if plain_xxh3 != coded.plain_checksum:
+                require_identity(plain, frame.chunk_id)
 
-        def check(payload: Sequence[memoryview]) -> None:
-            if hasher is not None:
-                require_identity(hasher.digest(), frame.chunk_id)
-            elif encoded.steps and self.policy.verify_encoded:
-                decoded = worker.decode_payload(payload, encoded, chunk, coded.base_plain)
-                if checksum is None or xxh3_64(decoded) != checksum:
-                    require_identity(chunk_id_of(decoded), frame.chunk_id)
-
-        watch = None if hasher is None else hasher.update
-        plain_checksum = None if encoded.steps else checksum
-        self._packer.fill(frame.slot, header, encoded.parts, check, watch=watch, checksum=plain_checksum)
+        self._packer.fill(frame.slot, header, encoded.parts, check)

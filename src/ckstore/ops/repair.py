@@ -408,7 +408,7 @@ class Copies:
     def _copy(self, packer: PackWriter, source: _Source, header: FrameHeader) -> None:
         payload = self._payload(source, header)
 
-        def check(pieces: Sequence[memoryview]) -> None:
+        def check(pieces: Sequence[memoryview], _: int) -> None:
             if b"".join(pieces) != payload:
                 raise CorruptError("a frame changed while it was copied", todo="test this machine's memory")
 

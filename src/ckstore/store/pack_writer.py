@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckstore.errors import BackendError, ChecksumError, CkstoreError
+from ckstore.errors import BackendError, CkstoreError
 from ckstore.format import paths
 from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES, FrameHeader, encode_frame_header
 from ckstore.format.manifest import PackRef
@@ -30,8 +30,8 @@ _log = logging.getLogger("ckstore")
 PACK_NBYTES_TARGET = 4 << 30
 """A pack is closed at this size: large enough for long sequential writes, small enough for gc."""
 
-Check = Callable[[Sequence[memoryview]], None]
-"""Called with a frame's payload in the write block. Raises if the payload is wrong."""
+Check = Callable[[Sequence[memoryview], int], None]
+"""Called with a frame's payload in the write block, and its xxh3. Raises if the payload is wrong."""
 
 
 @dataclass(slots=True)
@@ -101,16 +101,7 @@ class PackWriter:
         self._nbytes_reserved += frame_nbytes
         return FrameSlot(pack, place.offset, place, stored_nbytes)
 
-    def fill(
-        self,
-        at: FrameSlot,
-        header: FrameHeader,
-        parts: Sequence[memoryview],
-        check: Check,
-        *,
-        watch: Callable[[memoryview], object] | None = None,
-        checksum: int | None = None,
-    ) -> None:
+    def fill(self, at: FrameSlot, header: FrameHeader, parts: Sequence[memoryview], check: Check) -> None:
         """Copy a frame to its place, check it there, then write its header.
 
         ``header.payload_xxh3`` is set here, from the bytes in the write block.
@@ -119,29 +110,12 @@ class PackWriter:
             at: The frame's place.
             header: Its header.
             parts: Its payload.
-            check: Called with the payload in the write block. Raises if it is wrong.
-            watch: Called before ``check`` with every piece of the payload in the block, in order.
-            checksum: The xxh3 of the payload at its source, if known.
-
-        Raises:
-            ChecksumError: The payload in the block has another checksum.
+            check: Called with the payload in the write block, and its xxh3. Raises if it is wrong.
         """
         stream = at.pack.stream
         found = new_xxh3()
-
-        def watch_piece(piece: memoryview) -> None:
-            found.update(piece)
-            if watch is not None:
-                watch(piece)
-
-        stream.fill(at.reservation, parts, begin=FRAME_HEADER_NBYTES, watch=watch_piece)
-        check(_skip(stream.views(at.reservation), FRAME_HEADER_NBYTES))
-        if checksum is not None and found.intdigest() != checksum:
-            raise ChecksumError(
-                "a frame changed while it was being copied into its pack",
-                where=f"chunk {header.chunk_id.hex()[:16]}",
-                todo="commit again; if it happens twice, test this machine's memory",
-            )
+        stream.fill(at.reservation, parts, begin=FRAME_HEADER_NBYTES, watch=found.update)
+        check(_skip(stream.views(at.reservation), FRAME_HEADER_NBYTES), found.intdigest())
         header = header.with_checksum(found.intdigest())
         _put(stream.views(at.reservation), encode_frame_header(header))
         entry = DirectoryEntry.of(header, offset=at.offset)

@@ -22,7 +22,6 @@ from ckstore.format.frame import FRAME_HEADER_NBYTES, decode_frame_header
 from ckstore.format.location import FRAME_ROW
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.format.paths import GENERATION_MAX, ManifestName
-from ckstore.format.wire import new_xxh3
 from ckstore.hashing import ChunkId, PackId
 from ckstore.io.backend import ReadFile
 from ckstore.io.block_writer import copy_plain
@@ -183,11 +182,8 @@ def _copy_frame(
         if (header.chunk_id, header.stored_nbytes) != (frame.chunk_id, frame.stored_nbytes):
             raise ChecksumError("the frame is not the one that the manifest locates here", where=where)
 
-        def check(payload: Sequence[memoryview]) -> None:
-            checksum = new_xxh3()
-            for piece in payload:
-                checksum.update(piece)
-            if checksum.intdigest() != header.payload_xxh3:
+        def check(_: Sequence[memoryview], payload_xxh3: int) -> None:
+            if payload_xxh3 != header.payload_xxh3:
                 raise ChecksumError("the checksum of a frame's payload is wrong", where=where)
 
         place = packer.reserve(header.stored_nbytes)
