@@ -17,6 +17,7 @@ from typing import Any
 from bench import (
     cases_async,
     cases_codec,
+    cases_cpu,
     cases_device_copies,
     cases_engine,
     cases_gc,
@@ -292,6 +293,7 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     "commit_unchanged": commit_unchanged,
     "ls_1000": ls_1000,
     "history_growth": history_growth,
+    **cases_cpu.CASES,
     **cases_history.CASES,
     **cases_codec.CASES,
     **cases_loops.CASES,

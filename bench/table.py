@@ -21,7 +21,7 @@ from bench.table_cases import Record, is_busy, machine_kind
 HERE = Path(__file__).resolve().parent
 MARK = "bench"
 Records = dict[str, Record]
-MAIN_CASES = ("commit_durable", "restore_cold", "peak_memory", "stall_blocking")
+MAIN_CASES = ("commit_durable", "restore_cold", "cpu_commit", "cpu_restore", "peak_memory", "stall_blocking")
 """The cases of README's table."""
 
 
@@ -52,18 +52,26 @@ def make_table(records: Records) -> str:
     """Return README's table and the sentences below it, in Markdown."""
     save, load = _medians(records, "commit_durable"), _medians(records, "restore_cold")
     memory, stall = _medians(records, "peak_memory"), _medians(records, "stall_blocking")
+    processor = {case: _medians(records, case) for case in ("cpu_commit", "cpu_restore")}
     names = [name for name in {**save, **load} if not name.endswith("into=")]
     names.sort(key=lambda name: (name != "device", not name.startswith("ckstore"), -save.get(name, 0.0)))
-    lines = [
-        "| | durable save, GB/s | cold load, GB/s | async save: training waits, s | extra memory, save / load, MiB |",
-        "|---|--:|--:|--:|--:|",
+    headings = [
+        "durable save, GB/s",
+        "cold load, GB/s",
+        "async save: training waits, s",
+        "extra memory, save / load, MiB",
+        *["processor s/GB, save / load"] * any(processor.values()),
     ]
+    lines = ["| | " + " | ".join(headings) + " |", "|---|" + "--:|" * len(headings)]
     for name in names:
         wait = stall.get(STALLS.get(name, name))
-        cells = [_number(save.get(name)), _load_cell(name, load), _number(wait), _memory_cell(name, memory)]
-        lines.append(f"| {_label(name)} | " + " | ".join(cells) + " |")
-    lines += [f"| {name} | not available: {reason} | | | |" for name, reason in sorted(_missing(records).items())]
-    footers = [*_ratios(records), *_busy(records, MAIN_CASES), _provenance(records)]
+        used = _pair([found.get(name) for found in processor.values()])
+        cells = [_number(save.get(name)), _load_cell(name, load), _number(wait), _memory_cell(name, memory), used]
+        lines.append(f"| {_label(name)} | " + " | ".join(cells[: len(headings)]) + " |")
+    empty = " |" * (len(headings) - 1)
+    lines += [f"| {name} | not available: {reason} |{empty}" for name, reason in sorted(_missing(records).items())]
+    sentences = [*_ratios(records), *_floors(*processor.values()), *_many_tensors(records)]
+    footers = [*filter(None, [" ".join(sentences)]), *_busy(records, MAIN_CASES), _provenance(records)]
     return "\n\n".join(["\n".join(lines), *footers])
 
 
@@ -81,6 +89,11 @@ def _medians(records: Records, case: str) -> dict[str, float]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+def _pair(values: Sequence[float | None]) -> str:
+    """Return the values for a save and a load; nothing if there are neither."""
+    return " / ".join(map(_number, values)) if any(value is not None for value in values) else ""
 
 
 def _label(name: str) -> str:
@@ -107,6 +120,26 @@ def _ratios(records: Records) -> list[str]:
     pairs = [(name, found["median"]) for name, found in ratios.items() if name.startswith("ckstore none / ")]
     listed = ", ".join(f"{median:.2f} times {_other_tool(name)}" for name, median in pairs)
     return [f"Speed of a durable save without compression, round by round: {listed}."] if listed else []
+
+
+def _floors(save: dict[str, float], load: dict[str, float]) -> list[str]:
+    """Say the least processor time that any tool needs for the same steps."""
+    if not save or not load:
+        return []
+    copied, coded = save.get("floor: copy, hash"), save.get("floor: copy, hash, encode, decode")
+    loaded, decoded = load.get("floor: copy, hash"), load.get("floor: hash, decode")
+    return [
+        f"Processor time of all threads; the least possible: copy and hash {_pair([copied, loaded])}, "
+        f"with the coder of `fast` {_pair([coded, decoded])}."
+    ]
+
+
+def _many_tensors(records: Records) -> list[str]:
+    found = _medians(records, "cpu_many_tensors")
+    times = [found.get(f"10,000 x 1 KiB, {what}: ckstore") for what in ("save", "load")]
+    if None in times:
+        return []
+    return [f"10,000 tensors of 1 KiB: {times[0]:.0f} / {times[1]:.0f} processor us a tensor."]
 
 
 def _other_tool(ratio: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "commit_durable",
         "restore_cold",
         "peak_memory",
+        "cpu_commit",
+        "cpu_restore",
+        "cpu_many_tensors",
         "commit_unchanged",
         "history_commit_fp32",
         "history_restore_fp32",
@@ -30,6 +34,10 @@ TITLES = {
     "commit_durable": "Durable save of a new state",
     "restore_cold": "Load with cold caches",
     "peak_memory": "Memory used beyond the state",
+    "cpu_commit": "Processor time of a durable save of a new state",
+    "cpu_restore": "Processor time of a cold load into existing tensors",
+    "cpu_many_tensors": "Processor time of many small tensors: save, load into existing tensors, return of an "
+    "asynchronous save",
     "commit_unchanged": "Commit of a state that is already stored",
     "history_commit_fp32": "Durable commit of a keyframe and of a delta, plain bytes",
     "history_restore_fp32": "Cold restore of a keyframe and of a delta, plain bytes",
@@ -166,10 +174,22 @@ def _kept(record: Record) -> Cells:
     return {match["name"]: f"{match['share']} ({match['low']} to {match['high']})".replace("%", "") for match in found}
 
 
+def _with_manifests(record: Record) -> Cells:
+    """Return the values of participants, and the bytes of ckstore's manifests for each tensor."""
+    cells = _values(record)
+    for name, found in record["participants"].items():
+        values = [sample["manifest_bytes"] for sample in found["samples"] if "manifest_bytes" in sample]
+        if values:
+            state = name.partition(", ")[0]
+            cells[f"{state}, ckstore's manifest"] = f"{_short(statistics.median(values))} bytes"
+    return cells
+
+
 CELLS: dict[str, tuple[str, Callable[[Record], Cells]]] = {
     "stall_guarded": ("share of a step, and milliseconds; median and 95 % interval", _costs),
     "stall_accumulation": ("share of a step, and milliseconds; median and 95 % interval", _costs),
     "stall_gpu_guarded": ("share of a step, and milliseconds; median and 95 % interval", _costs),
     "stall_python_loop": ("% of its speed without a save", _kept),
+    "cpu_many_tensors": ("processor us/tensor", _with_manifests),
 }
 """Case -> unit and cells, where these are not the participants' values."""
