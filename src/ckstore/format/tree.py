@@ -265,8 +265,13 @@ def libraries_of(node: Node) -> set[str]:
             library = library_of_conversion(top.name)
         if library is not None:
             found.add(library)
-        pending.extend(parts_of(top))
+        pending.extend([part for part in parts_of(top) if not is_bare_tensor(part)])
     return found
+
+
+def is_bare_tensor(node: Node) -> bool:
+    """Say whether a node is a tensor without attributes: nothing is below it."""
+    return type(node) is TensorNode and node.attributes is None
 
 
 def library_of_conversion(name: str) -> str | None:
@@ -367,7 +372,9 @@ def check_tree(node: Node, tensor_count: int, depth: int = 0) -> None:
     if isinstance(node, DictNode | TensorNode) and node.attributes is not None:
         _check_attributes(node.attributes)
     for part in parts_of(node):
-        check_tree(part, tensor_count, depth + 1)
+        # A call for each of very many tensors would be slow.
+        if depth > DEPTH_MAX or not is_bare_tensor(part) or not 0 <= part.tensor < tensor_count:  # type: ignore[union-attr]
+            check_tree(part, tensor_count, depth + 1)
 
 
 def _check_dict(node: DictNode) -> None:

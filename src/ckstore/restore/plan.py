@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ckstore.config import KIB
 from ckstore.errors import MalformedError
@@ -43,8 +44,7 @@ ROUNDING_NBYTES = 1
 is planned as a rounding, too: its base stays at its own destination, or the chunk is read with its whole chain."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """Destination of the bytes ``[chunk_offset, chunk_offset + nbytes)`` of a decoded chunk."""
 
     storage: int
@@ -173,17 +173,17 @@ def base_id_of(manifest: Manifest, frame: int) -> ChunkId:
 
 @dataclass(slots=True)
 class _Wanted:
-    """A chunk of the state to restore, and its targets."""
+    """A chunk of the state to restore, and its targets.
+
+    Args:
+        place: The first target that takes the whole chunk; None: no target does.
+    """
 
     chunk: int
     nbytes: int
     wave: int
     targets: list[Target] = field(default_factory=list)
-
-    @property
-    def place(self) -> Target | None:
-        """The first target that takes the whole chunk; None: no target does."""
-        return next((t for t in self.targets if t.chunk_offset == 0 and t.nbytes == self.nbytes), None)
+    place: Target | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -217,17 +217,25 @@ class _Planner:
     def want(self, storages: Iterable[int], wave_nbytes: int | None) -> None:
         """Record the wanted chunks and their targets, by frame."""
         frame_of = {frame.chunk_id: index for index, frame in enumerate(self._frames)}
+        by_chunk: dict[int, _Wanted] = {}
         planned_nbytes = 0
+        # Very many storages may share a chunk.
         for index in storages:
             position = 0
             for piece in self._manifest.storages[index].pieces:
-                spec = self._manifest.chunks[piece.chunk]
-                wave = 0 if wave_nbytes is None else planned_nbytes // wave_nbytes
-                frame = frame_of[ChunkId(spec.chunk_id)]
-                wanted = self._wanted.setdefault(frame, _Wanted(piece.chunk, spec.nbytes, wave))
-                wanted.targets.append(Target(index, position, piece.offset, piece.nbytes))
-                position += piece.nbytes
-                planned_nbytes += piece.nbytes
+                nbytes = piece.nbytes
+                wanted = by_chunk.get(piece.chunk)
+                if wanted is None:
+                    spec = self._manifest.chunks[piece.chunk]
+                    wave = 0 if wave_nbytes is None else planned_nbytes // wave_nbytes
+                    wanted = by_chunk[piece.chunk] = _Wanted(piece.chunk, spec.nbytes, wave)
+                    self._wanted[frame_of[ChunkId(spec.chunk_id)]] = wanted
+                target = Target(index, position, piece.offset, nbytes)
+                wanted.targets.append(target)
+                if nbytes == wanted.nbytes and wanted.place is None:
+                    wanted.place = target
+                position += nbytes
+                planned_nbytes += nbytes
 
     def drafts(self) -> Iterator[_Draft]:
         """Yield a draft of every read; bases after the frames that need them, because they take over their places."""

@@ -92,6 +92,7 @@ def match_state(
         UsageError: Leaves, shapes, dtypes or shared memory differ between the state and the checkpoint.
     """
     matching = Matching(tensors, adapters, selection, match_object)
+    matching.layouts.describe_together(state)
     step = matching.match(tree, state, ())
     matching.check_ties()
     _raise_problems(matching)
@@ -174,7 +175,7 @@ def _dtypes(matching: Matching, part: object, path: Path) -> Iterator[tuple[Path
         for index, value in enumerate(part):
             yield from _dtypes(matching, value, (*path, index))
     else:
-        leaf = matching.describe(part, path)
+        leaf = matching.layouts.describe(part, path)
         if leaf is not None:
             yield path, leaf.dtype
 
@@ -184,6 +185,7 @@ def _module(
 ) -> Step:
     unexpected = [key for key in node.keys if key not in live]
     theirs = set(node.keys)
+    matching.layouts.describe_together(live)
     missing = [key for key in live if key not in theirs and matching.is_chosen((*path, key))]
     if missing and not unexpected and all(str(key).endswith("num_batches_tracked") for key in missing):
         # Checkpoints of old torch versions lack this buffer of norms; torch handles that.
@@ -208,7 +210,8 @@ def _module(
 
 
 def _module_tensor(matching: Matching, node: Node, target: object, path: Path, owner: Path) -> Step:
-    leaf = matching.describe(target, path)
+    is_fitting = matching.layouts.fitting(node, target) is not None
+    leaf = None if is_fitting else matching.layouts.describe(target, path)
     if isinstance(node, TensorNode) and leaf is not None:
         spec = matching.tensors[node.tensor]
         # The module converts it while loading, and a warning is given. Old checkpoints store a scalar as shape (1,).
@@ -222,6 +225,7 @@ def _optimizer(
     matching: Matching, node: DictNode, target: Any, path: Path, known: KnownObject, live: Mapping[Any, Any]
 ) -> Step:
     matching.progress.add(path)
+    matching.layouts.describe_together(live.get("state"))
     steps: list[tuple[Key, Step]] = []
     for key, child in items_of(node):
         # The optimizer copies the content of groups, and their tensors may be shared: a learning rate, for example.

@@ -15,13 +15,15 @@ Invariants:
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ckstore.errors import CkstoreError, LeafTypeError, UsageError
-from ckstore.format.tensors import TensorSpec, byte_strides_of, overlaps_itself
+from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import (
     BUILT_IN,
     DEPTH_MAX,
@@ -43,6 +45,7 @@ from ckstore.format.tree import (
     tensors_of,
 )
 from ckstore.state.capture import convert_leaf, has_state_dict, stored_key
+from ckstore.state.live_layouts import DICTS, LiveLayouts, cannot_be_filled, fits
 from ckstore.state.named_types import distinct
 from ckstore.state.numpy_adapter import share_bytes
 from ckstore.state.standard_types import (
@@ -56,8 +59,6 @@ from ckstore.state.standard_types import (
 from ckstore.state.tensors import KnownObject, LeafAdapter, TensorLeaf
 from ckstore.state.values import converter_for, encode_plain
 
-_DICTS = (dict, OrderedDict, Counter, defaultdict)
-
 NAMED_MAX = 5
 """Most paths that a message lists."""
 
@@ -68,18 +69,50 @@ Step = Callable[[Make], object]
 """Writes a part of the checkpoint into the live state, and returns the resulting object."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: a restore creates one for each tensor, and freezing makes creation three times as slow.
+@dataclass(slots=True, eq=False)
 class Target:
-    """A live tensor to overwrite.
+    """A live tensor to overwrite. As a step it returns the tensor, which is complete when steps run.
 
     Args:
+        layout: Description of this tensor, or of another with the same layout.
+        shift: What must be added to the addresses in ``layout``.
+        keep: Objects that keep its memory alive.
         may_be_replaced: Its owner takes over any tensor that it is given.
     """
 
     path: Path
     item: object
-    leaf: TensorLeaf
+    layout: TensorLeaf
+    shift: int
+    keep: object
     may_be_replaced: bool
+
+    @classmethod
+    def of(cls, path: Path, item: object, leaf: TensorLeaf, may_be_replaced: bool) -> Target:
+        """Return a target with a description of its own."""
+        return cls(path, item, leaf, 0, leaf.memory.keep, may_be_replaced)
+
+    def __call__(self, make: Make) -> object:
+        """Return the tensor."""
+        return self.item
+
+    @property
+    def origin(self) -> int:
+        """Address of element (0, ..., 0)."""
+        return self.layout.origin + self.shift
+
+    @property
+    def start(self) -> int:
+        """Address of the lowest byte that the tensor views."""
+        return self.layout.memory.start + self.shift
+
+    @property
+    def leaf(self) -> TensorLeaf:
+        """Description of this tensor."""
+        memory = self.layout.memory
+        memory = replace(memory, owner_start=memory.owner_start + self.shift, start=self.start, keep=self.keep)
+        return replace(self.layout, origin=self.origin, memory=memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +130,17 @@ class KeyDifference:
     unexpected: tuple[Path, ...]
 
 
-@dataclass(slots=True)
-class Unit:
-    """A leaf or an object of the live state, for messages."""
-
-    place: str
-    is_written: bool = False
-
-
 class Progress:
-    """Which parts of a live state have been written."""
+    """Which leaves and objects of a live state have been written, for messages."""
 
     def __init__(self) -> None:
-        self._units: dict[Path, Unit] = {}
+        self._units: dict[Path, bool] = {}
+        """Whether each of them is written."""
         self._touched: set[Path] = set()
 
     def add(self, path: Path, *, is_written: bool = False) -> None:
         """Record a leaf or an object to write; ``is_written`` if it is complete before any object loads."""
-        self._units.setdefault(path, Unit(place_of(path), is_written))
+        self._units.setdefault(path, is_written)
 
     def touch(self, path: Path) -> None:
         """Record that some tensors of this object are written before any object loads."""
@@ -142,7 +168,7 @@ class Progress:
         except Exception as error:
             raise self._stopped(path, "a converter", error) from error
         if is_end:
-            self._units[path].is_written = True
+            self._units[path] = True
         return made
 
     def load(self, path: Path, what: str, call: Callable[[], object]) -> None:
@@ -155,7 +181,7 @@ class Progress:
             call()
         except Exception as error:
             raise self._stopped(path, what, error) from error
-        self._units[path].is_written = True
+        self._units[path] = True
 
     def _stopped(self, path: Path, what: str, error: Exception) -> UsageError:
         facts, summary = self._report(path)
@@ -174,10 +200,12 @@ class Progress:
 
     def _report(self, path: Path) -> tuple[dict[str, Any], list[str]]:
         """Return what was written, except this path: as facts of an error, and as texts."""
-        units = {here: unit for here, unit in self._units.items() if here != path}
-        written = tuple(unit.place for unit in units.values() if unit.is_written)
-        partly = tuple(unit.place for here, unit in units.items() if not unit.is_written and here in self._touched)
-        rest = tuple(unit.place for here, unit in units.items() if not unit.is_written and here not in self._touched)
+        units = {here: is_written for here, is_written in self._units.items() if here != path}
+        written = tuple(place_of(here) for here, is_written in units.items() if is_written)
+        partly = tuple(place_of(here) for here, is_written in units.items() if not is_written and here in self._touched)
+        rest = tuple(
+            place_of(here) for here, is_written in units.items() if not is_written and here not in self._touched
+        )
         summary = [
             f"already written: {listed(written)}" if written else "nothing else was loaded",
             *([f"partly written: {listed(partly)}"] if partly else []),
@@ -205,6 +233,7 @@ class Matching:
     ) -> None:
         self.tensors = tensors
         self.adapters = adapters
+        self.layouts = LiveLayouts(tensors, adapters)
         self.selection = selection
         self._match_object = match_object
         self.targets: dict[int, list[Target]] = {}
@@ -220,7 +249,14 @@ class Matching:
 
     def match(self, node: Node, target: Any, path: Path) -> Step:
         """Match one node with the object at its path."""
-        if has_state_dict(target) and converter_for(type(target)) is None and self.describe(target, path) is None:
+        if self.layouts.fitting(node, target) is not None:
+            self.progress.add(path, is_written=True)
+            return self.match_tensor(node, target, path)
+        if (
+            has_state_dict(target)
+            and converter_for(type(target)) is None
+            and self.layouts.describe(target, path) is None
+        ):
             return self._match_object(self, node, target, path)
         if isinstance(node, ConvertedNode) and node.name.startswith(BUILT_IN):
             return self._match_conversion(node, target, path)
@@ -290,7 +326,7 @@ class Matching:
     def _dict(self, node: DictNode, target: Any, path: Path) -> Step:
         if target is None:
             return self.create(node, path)
-        if type(target) not in _DICTS:
+        if type(target) not in DICTS:
             self.differ(path, f"a {node.kind}", target)
             return self.create(node, path)
         writable = self._writable(target, node)
@@ -333,6 +369,8 @@ class Matching:
 
     def stored_key(self, key: object, path: Path) -> Any:
         """Return a live key in its stored form; unchanged if it cannot be stored."""
+        if type(key) is str and key.isascii():
+            return key
         try:
             return stored_key(key, path, self.adapters)
         except UsageError:
@@ -383,17 +421,14 @@ class Matching:
 
     def fits(self, node: TensorNode, target: object, path: Path) -> bool:
         """Say whether the checkpoint's bytes can be written into a live tensor unchanged."""
-        spec, leaf = self.tensors[node.tensor], self.describe(target, path)
-        return (
-            leaf is not None
-            and (leaf.library, leaf.dtype, leaf.shape) == (spec.library, spec.dtype, spec.shape)
-            and leaf.is_writable
-            and not _cannot_be_filled(spec, leaf)
-        )
+        if self.layouts.fitting(node, target) is not None:
+            return True
+        leaf = self.layouts.describe(target, path)
+        return leaf is not None and fits(self.tensors[node.tensor], leaf)
 
     def convert(self, node: TensorNode, target: object, leaf: TensorLeaf, path: Path) -> Step:
         """Let an object copy a tensor of another dtype or shape into one of its own tensors."""
-        self._converted.append((node.tensor, Target(path, target, leaf, may_be_replaced=False)))
+        self._converted.append((node.tensor, Target.of(path, target, leaf, may_be_replaced=False)))
         return self.create(node)
 
     def match_tensor(
@@ -411,9 +446,12 @@ class Matching:
         if not isinstance(node, TensorNode):
             self.differ(path, "a plain value", target)
             return self.create(node)
+        found = self.layouts.fitting(node, target)
+        if found is not None:
+            return self._overwrite(node, Target(path, target, *found, may_be_replaced), owner)
         spec = self.tensors[node.tensor]
         try:
-            leaf = self._described(target, path)
+            leaf = self.layouts.checked(target, path)
         except LeafTypeError as error:
             self.problems.append((path, f"cannot be overwritten in the state: {error.what}"))
             return self.create(node)
@@ -427,34 +465,22 @@ class Matching:
             self.problems.append((path, f"is {stored} in the checkpoint, {actual} in the state"))
         elif not leaf.is_writable:
             self.problems.append((path, "is read-only or a lazy conjugate in the state"))
-        elif _cannot_be_filled(spec, leaf):
+        elif cannot_be_filled(spec, leaf):
             self.problems.append((path, "is a tensor in the state whose elements share memory"))
+        return self._overwrite(node, Target.of(path, target, leaf, may_be_replaced), owner)
+
+    def _overwrite(self, node: TensorNode, target: Target, owner: Path | None) -> Step:
         if owner is not None:
             self.progress.touch(owner)
-        matched = Target(path, target, leaf, may_be_replaced)
-        self.targets.setdefault(node.tensor, []).append(matched)
-        return lambda make: make(node) if matched in self._replaced else _attach(target, node, make)
-
-    def describe(self, item: object, path: Path) -> TensorLeaf | None:
-        """Describe a tensor that can be overwritten; None: anything else."""
-        try:
-            return self._described(item, path)
-        except LeafTypeError:
-            return None
-
-    def _described(self, item: object, path: Path) -> TensorLeaf | None:
-        if converter_for(type(item)) is not None:
-            return None
-        for adapter in self.adapters:
-            leaf = adapter.describe(item, path)
-            if leaf is not None and leaf.library != "bytes":
-                return leaf
-        return None
+        self.targets.setdefault(node.tensor, []).append(target)
+        if node.attributes is None and not target.may_be_replaced:
+            return target
+        return lambda make: make(node) if target in self._replaced else _attach(target.item, node, make)
 
     def _is_plain(self, item: object) -> bool:
         if isinstance(item, list | tuple) and type(item) in (list, tuple):
             return all(self._is_plain(part) for part in item)
-        if type(item) in _DICTS:
+        if type(item) in DICTS:
             assert isinstance(item, dict)
             return all(self._is_plain(part) for part in item.values())
         if encode_plain(item) is not None or converter_for(type(item)) is not None:
@@ -469,16 +495,18 @@ class Matching:
     def check_ties(self) -> None:
         """Record live tensors that share memory differently from the checkpoint's tensors."""
         live = [(index, target) for index, targets in self.targets.items() for target in targets] + self._converted
-        live = [pair for pair in live if pair[1].leaf.memory.nbytes]
-        live.sort(key=lambda pair: (pair[1].leaf.memory.space, pair[1].leaf.memory.start))
+        live = [pair for pair in live if pair[1].layout.memory.nbytes]
+        if not _may_share_memory([target for _, target in live]):
+            return
+        live.sort(key=lambda pair: (pair[1].layout.memory.space, pair[1].start))
         running: list[tuple[int, Target]] = []
         for index, target in live:
-            memory = target.leaf.memory
+            memory = target.layout.memory
             running = [
                 pair
                 for pair in running
-                if pair[1].leaf.memory.space == memory.space
-                and pair[1].leaf.memory.start + pair[1].leaf.memory.nbytes > memory.start
+                if pair[1].layout.memory.space == memory.space
+                and pair[1].start + pair[1].layout.memory.nbytes > target.start
             ]
             others = [pair for pair in running if not self._is_tied_alike(index, target.leaf, pair[0], pair[1].leaf)]
             if not others:
@@ -519,10 +547,12 @@ def _places_of(node: Node, path: Path) -> list[Path]:
     return [place for place, _ in leaves_of(node, path)] or [path]
 
 
-def _cannot_be_filled(spec: TensorSpec, leaf: TensorLeaf) -> bool:
-    steps = leaf.byte_strides
-    is_alike = steps == byte_strides_of(spec.library, spec.strides, leaf.itemsize)
-    return overlaps_itself(leaf.shape, steps, leaf.itemsize, is_expanded_ok=is_alike)
+def _may_share_memory(targets: Sequence[Target]) -> bool:
+    """Say whether the address ranges of some targets overlap, in whatever address space they are."""
+    starts = np.fromiter((target.start for target in targets), np.uint64, len(targets))
+    ends = starts + np.fromiter((target.layout.memory.nbytes for target in targets), np.uint64, len(targets))
+    order = np.argsort(starts)
+    return bool((ends[order[:-1]] > starts[order[1:]]).any())
 
 
 def _attach(target: object, node: DictNode | TensorNode, make: Make) -> object:

@@ -234,7 +234,7 @@ class NumpyAdapter:
         assert isinstance(source, np.ndarray)
         target[...] = source
 
-    def mark_written(self, target: object) -> None:
+    def mark_written(self, targets: Sequence[object]) -> None:
         """Do nothing: arrays have no version counter."""
 
     def object_of(self, item: object) -> KnownObject | None:

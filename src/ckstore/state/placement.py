@@ -9,8 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckstore.errors import MalformedError, NotFoundError, UnsupportedError
 from ckstore.format.tensors import StorageSpec, TensorSpec, byte_strides_of, check_layout, extent_of, is_dense
@@ -28,6 +28,7 @@ from ckstore.format.tree import (
     ValueNode,
     check_tree,
     decode_tree,
+    is_bare_tensor,
     libraries_of,
     library_of,
     library_of_conversion,
@@ -47,7 +48,7 @@ from ckstore.state.standard_types import (
     unknown_conversion,
     unpack_numbers,
 )
-from ckstore.state.tensors import LeafAdapter
+from ckstore.state.tensors import LeafAdapter, TensorLeaf
 from ckstore.state.values import LONG_TEXT, converter_named, decode_plain
 
 if TYPE_CHECKING:
@@ -98,8 +99,7 @@ def prepare_restore(
     every: tuple[LeafAdapter, ...] = (NumpyAdapter(), BytesAdapter(), *adapters)
     by_library = {adapter.library: adapter for adapter in every}
     builder = _Builder(tensors, by_library, device)
-    for index in tensors_of(chosen):
-        builder.check_tensor(tensors[index], storages)
+    builder.check_tensors([tensors[index] for index in tensors_of(chosen)], storages)
     builder.check_values(chosen)
     match = None if into is None else match_state(chosen, tensors, into, every, selection)
     return RestoreTargets(chosen, storages, builder, match)
@@ -129,12 +129,21 @@ class _Builder:
                 todo=f"install {library[:80]}, or select other leaves with only=",
             ) from None
 
-    def check_tensor(self, spec: TensorSpec, storages: Sequence[StorageSpec]) -> None:
-        """Refuse a tensor that cannot be built."""
-        itemsize = self.adapter_of(spec.library).itemsize_of(spec)
-        if not 0 <= spec.storage < len(storages):
-            raise MalformedError("a tensor refers to a storage that does not exist", where=f"storage {spec.storage}")
-        check_layout(spec, itemsize, storages[spec.storage].nbytes)
+    def check_tensors(self, specs: Iterable[TensorSpec], storages: Sequence[StorageSpec]) -> None:
+        """Refuse tensors that cannot be built."""
+        # A model has few distinct layouts, each repeated by many tensors.
+        checked: set[tuple[object, ...]] = set()
+        for spec in specs:
+            number = spec.storage
+            nbytes = storages[number].nbytes if 0 <= number < len(storages) else -1
+            flags = (spec.is_parameter, spec.requires_grad)
+            facts = (nbytes, spec.offset, spec.shape, spec.strides, spec.dtype, spec.library, flags)
+            if facts not in checked:
+                itemsize = self.adapter_of(spec.library).itemsize_of(spec)
+                if nbytes < 0:
+                    raise MalformedError("a tensor refers to a storage that does not exist", where=f"storage {number}")
+                check_layout(spec, itemsize, nbytes)
+                checked.add(facts)
 
     def check_values(self, node: Node) -> None:
         """Refuse values, keys and converters that cannot be restored; content of chunks is checked later."""
@@ -144,7 +153,8 @@ class _Builder:
             self.make(node)
         else:
             for part in parts_of(node):
-                self.check_values(part)
+                if not is_bare_tensor(part):
+                    self.check_values(part)
         if isinstance(node, ValueNode):
             self.value(node)
         elif isinstance(node, DictNode) and any(type(key) is OtherKey for key in node.keys):
@@ -258,6 +268,14 @@ def _long_text(content: object) -> str:
     raise MalformedError("a long str is not UTF-8")
 
 
+class _LiveSpan(NamedTuple):
+    """The range of bytes that a live tensor views, relative to element (0, ..., 0); dense: it views all of them."""
+
+    lo: int
+    hi: int
+    is_dense: bool
+
+
 class RestoreTargets:
     """Destinations for the storages of one restore.
 
@@ -275,7 +293,9 @@ class RestoreTargets:
             self._users.setdefault(builder.tensors[index].storage, []).append(index)
         self._completed: set[int] = set()
         self._buffers: dict[int, NDArray[np.uint8]] = {}
-        self._direct: dict[int, memoryview] = {}
+        self._direct: dict[int, int] = {}
+        """Addresses of live memory by storage; the match keeps it alive."""
+        self._spans: dict[tuple[object, ...], _LiveSpan | None] = {}
         if match is not None:
             for storage in self._users:
                 self._direct_to_live(storage, match)
@@ -320,21 +340,40 @@ class RestoreTargets:
         """
         assert storage in self._users
         assert storage not in self._completed
-        if storage in self._direct:
-            return self._direct[storage]
+        if (direct := self._direct.get(storage)) is not None:
+            return writable_view_of(direct, self._specs[storage].nbytes, self._match)
         if storage not in self._buffers:
             self._buffers[storage] = allocate(self._specs[storage].nbytes)
         return self._buffers[storage].data
 
-    def complete(self, storage: int) -> None:
-        """Record that the destination is filled; copy the bytes from a buffer to their targets."""
-        assert storage not in self._completed
-        if storage in self._direct:
-            del self._direct[storage]
-            self._mark_written(storage)
-        else:
-            self._copy_from_buffer(storage)
-        self._completed.add(storage)
+    def addresses(self, storages: Iterable[int]) -> list[int]:
+        """Return the address of each destination; it is valid until ``complete``.
+
+        Raises:
+            CapacityError: There is not enough memory.
+        """
+        found: list[int] = []
+        for storage in storages:
+            if (direct := self._direct.get(storage)) is not None:
+                found.append(direct)
+            else:
+                self.destination(storage)
+                found.append(self._buffers[storage].__array_interface__["data"][0])
+        return found
+
+    def complete(self, *storages: int) -> None:
+        """Record that the destinations are filled; copy the bytes from buffers to their targets."""
+        assert self._completed.isdisjoint(storages)
+        written: dict[str, list[object]] = {}
+        for storage in storages:
+            if storage in self._direct:
+                del self._direct[storage]
+                self._list_written(storage, written)
+            else:
+                self._copy_from_buffer(storage)
+        for library, items in written.items():
+            self._builder.adapters[library].mark_written(items)
+        self._completed.update(storages)
 
     def finish(self) -> Any:
         """Return the state; every storage must be complete.
@@ -350,33 +389,43 @@ class RestoreTargets:
         """Make live tensors the destination of a storage, if they have its layout and view every byte."""
         bases: set[int] = set()
         ranges: list[tuple[int, int]] = []
-        keep: list[object] = []
         for index in self._users[storage]:
             spec = self._builder.tensors[index]
-            targets = match.targets.get(index, [])
+            targets = match.targets.get(index)
             if index in match.created or not targets:
                 return
-            itemsize = targets[0].leaf.itemsize
-            steps = byte_strides_of(spec.library, spec.strides, itemsize)
             for target in targets:
-                leaf = target.leaf
-                if leaf.memory.space != "cpu" or leaf.strides != spec.strides or leaf.memory.read is not None:
+                span = self._span_of(spec, target.layout)
+                if span is None:
                     return
-                bases.add(leaf.origin - spec.offset)
-                keep.append(leaf.memory.keep)
-            if is_dense(spec.shape, steps, itemsize):
-                lo, hi = extent_of(spec.shape, steps, itemsize)
-                ranges.append((spec.offset + lo, spec.offset + hi))
+                bases.add(target.origin - spec.offset)
+                if span.is_dense:
+                    ranges.append((spec.offset + span.lo, spec.offset + span.hi))
         nbytes = self._specs[storage].nbytes
         if nbytes and len(bases) == 1 and _covers(ranges, nbytes):
-            self._direct[storage] = writable_view_of(bases.pop(), nbytes, keep)
+            self._direct[storage] = bases.pop()
 
-    def _mark_written(self, storage: int) -> None:
+    def _span_of(self, spec: TensorSpec, layout: TensorLeaf) -> _LiveSpan | None:
+        """Return the bytes that live tensors with this layout view; None: a tensor like ``spec`` cannot be read there.
+
+        The match keeps the layout alive, so that its id is unique.
+        """
+        key = (id(layout), spec.strides)
+        if key not in self._spans:
+            memory, shape, itemsize = layout.memory, spec.shape, layout.itemsize
+            span = None
+            if memory.space == "cpu" and layout.strides == spec.strides and memory.read is None:
+                steps = byte_strides_of(spec.library, spec.strides, itemsize)
+                span = _LiveSpan(*extent_of(shape, steps, itemsize), is_dense(shape, steps, itemsize))
+            self._spans[key] = span
+        return self._spans[key]
+
+    def _list_written(self, storage: int, written: dict[str, list[object]]) -> None:
+        """Add the live tensors of a storage to the lists of their libraries."""
         assert self._match is not None
         for index in self._users[storage]:
-            adapter = self._builder.adapters[self._builder.tensors[index].library]
-            for target in self._match.targets[index]:
-                adapter.mark_written(target.item)
+            items = written.setdefault(self._builder.tensors[index].library, [])
+            items.extend([target.item for target in self._match.targets[index]])
 
     def _copy_from_buffer(self, storage: int) -> None:
         memory = self._buffers.pop(storage)

@@ -116,7 +116,7 @@ class TensorLeaf:
         memory = self.memory
         extent = (memory.space, memory.owner_nbytes, memory.start - memory.owner_start, memory.nbytes)
         facts = (self.library, self.dtype, self.shape, self.strides, self.itemsize, self.element_width, self.is_float)
-        flags = (self.origin - memory.owner_start, self.is_parameter, self.requires_grad)
+        flags = (self.origin - memory.owner_start, self.is_parameter, self.requires_grad, self.is_writable)
         return (*facts, *extent, *flags), memory.owner_start, memory.keep, memory.read
 
 
@@ -240,8 +240,8 @@ class LeafAdapter(Protocol):
         """Overwrite the target's elements, bit for bit, with those of a tensor of equal dtype and shape."""
         ...
 
-    def mark_written(self, target: object) -> None:
-        """Tell the library that the target's bytes were overwritten without its functions."""
+    def mark_written(self, targets: Sequence[object]) -> None:
+        """Tell the library that the bytes of these tensors were overwritten without its functions."""
         ...
 
     def object_of(self, item: object) -> KnownObject | None:

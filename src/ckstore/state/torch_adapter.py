@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from ckstore.errors import BackendError, CapacityError, MalformedError, UnsupportedError, UsageError
 from ckstore.format.tensors import TensorSpec, extent_of
@@ -283,18 +284,31 @@ class TorchAdapter:
                     destination, words = destination.narrow(dim, 0, 1), words.narrow(dim, 0, 1)
             destination.copy_(words)
 
-    def mark_written(self, target: object) -> None:
-        """Increment the tensor's version counter, so that autograd detects a stale graph."""
-        assert isinstance(target, torch.Tensor)
-        if target.is_inference():
-            return
-        with torch.no_grad():
-            # Writing zero elements costs nothing, and detached views share the version counter.
-            _as_words(target.detach()).unsqueeze(0)[:0].zero_()
+    def mark_written(self, targets: Sequence[object]) -> None:
+        """Increment the version counters of tensors, so that autograd detects a stale graph."""
+        tensors = cast("Sequence[torch.Tensor]", targets)
+        counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        if _COUNTS_MANY:
+            increment_version(counted)
+        else:
+            for tensor in counted:
+                increment_version(tensor)
 
     def object_of(self, item: object) -> KnownObject | None:
         """Return what can be predicted about a module or an optimizer."""
         return known_object(item)
+
+
+def _counts_many() -> bool:
+    """Say whether this version of torch increments the version counters of several tensors in one call."""
+    try:
+        increment_version(())
+    except TypeError:
+        return False
+    return True
+
+
+_COUNTS_MANY = _counts_many()
 
 
 def _why_not_storable(leaf: torch.Tensor) -> str | None:
