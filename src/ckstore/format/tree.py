@@ -43,7 +43,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckstore.errors import MalformedError, UsageError, shown_object
 from ckstore.format.records import decode_stored, encode_inner, encoded
@@ -269,7 +269,7 @@ def libraries_of(node: Node) -> set[str]:
     return found
 
 
-def is_bare_tensor(node: Node) -> bool:
+def is_bare_tensor(node: Node) -> TypeGuard[TensorNode]:
     """Say whether a node is a tensor without attributes: nothing is below it."""
     return type(node) is TensorNode and node.attributes is None
 
@@ -373,7 +373,7 @@ def check_tree(node: Node, tensor_count: int, depth: int = 0) -> None:
         _check_attributes(node.attributes)
     for part in parts_of(node):
         # A call for each of very many tensors would be slow.
-        if depth > DEPTH_MAX or not is_bare_tensor(part) or not 0 <= part.tensor < tensor_count:  # type: ignore[union-attr]
+        if depth > DEPTH_MAX or not is_bare_tensor(part) or not 0 <= part.tensor < tensor_count:
             check_tree(part, tensor_count, depth + 1)
 
 
