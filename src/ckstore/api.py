@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from ckstore.preemption import LastCommit
     from ckstore.results import Receipt
     from ckstore.state.capture import Captured
+    from ckstore.state.capture_cache import CaptureCache
     from ckstore.tiers.gc import TierGc
     from ckstore.tiers.mirror import MirrorReport
     from ckstore.tiers.pull import PullReport
@@ -223,6 +224,7 @@ class Store:
         self._parent: int | None = None
         self._fingerprint: Fingerprint | None = None
         self._bases: BaseCache | None = None
+        self._captures: CaptureCache | None = None
         # Background commits; made by the first of them.
         self._background: TrainerSide | None = None
         self._published: int | None = None
@@ -274,10 +276,9 @@ class Store:
         """
         from ckstore.ops.commit import CommitRequest, commit_checkpoint, set_tags
         from ckstore.results import Stopwatch
-        from ckstore.state.capture import capture_for_commit
+        from ckstore.state.capture_cache import CaptureCache
 
-        number = check_step(step)
-        checked_metrics, checked_tags = check_metrics(metrics), check_tags(tags)
+        number, checked_metrics, checked_tags = check_step(step), check_metrics(metrics), check_tags(tags)
         check_policy(policy)
         with self._lock:
             self._check_open()
@@ -285,7 +286,8 @@ class Store:
             self._repository.wait_for_orphan()
             watch = Stopwatch(self._repository.clock)
             with watch("stage"):
-                captured = capture_for_commit(state)
+                self._captures = self._captures or CaptureCache()
+                captured = self._captures.capture_for_commit(state)
             request = CommitRequest(
                 captured=captured,
                 step=number,
@@ -297,9 +299,8 @@ class Store:
             )
             with self._costs.trying():
                 committed = commit_checkpoint(self._repository, request, watch)
-            receipt = committed.receipt
-            self._continue_from(receipt.seq, committed.fingerprint)
-            receipt = set_tags(self._repository, receipt, checked_tags)
+            self._continue_from(committed.receipt.seq, committed.fingerprint)
+            receipt = set_tags(self._repository, committed.receipt, checked_tags)
             self._note_commit(receipt.seq)
             self._costs.note(number, receipt.seconds["total"], receipt)
         for warning in receipt.warnings:
@@ -337,8 +338,7 @@ class Store:
             CkstoreError: An earlier background commit failed and its result was never requested. This call did nothing;
                 repeat it.
         """
-        number = check_step(step)
-        checked_metrics, checked_tags = check_metrics(metrics), check_tags(tags)
+        number, checked_metrics, checked_tags = check_step(step), check_metrics(metrics), check_tags(tags)
         check_policy(policy)
         with self._lock:
             self._check_open()

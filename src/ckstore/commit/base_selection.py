@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.kernels.bytes_reference import RUN_COUNT, run_of
 from ckstore.commit.chunking import ChunkPlan, CommitPlan, StoragePlan
-from ckstore.commit.pipeline import ByteSource
+from ckstore.commit.pipeline import ByteSource, gathered
 from ckstore.config import Limits, Policy
 from ckstore.delta.base_cache import BaseCache, base_frame, first_paths, read_nbytes
 from ckstore.delta.cost_model import BASE_KINDS, BaseKind, Decision, DeltaCost, Estimate, decide
@@ -195,20 +196,22 @@ class UnitSampler:
 
     def _take(self, chunk: ChunkPlan) -> bytes:
         width = chunk.element_width
-        sources = [(self._storages[source.storage], source) for source in chunk.sources]
-        storage, source = sources[0]
+        if len(chunk.sources) > 1:
+            whole = gathered(chunk, self._storages, memoryview(bytearray(chunk.nbytes)))
+            return bytes(self._sample[: chunk_codec.sample_of(whole, width, self._sample)])
+        (source,) = chunk.sources
+        storage = self._storages[source.storage]
         # A storage that is still being staged provides its samples beforehand.
-        taken = getattr(storage, "sample", None) if len(sources) == 1 else None
+        taken = getattr(storage, "sample", None)
         sample: bytes | None = None if taken is None else taken(source.offset, source.nbytes, width)
         if sample is not None:
             return sample
-        if len(sources) == 1 and not storage.is_host and chunk.nbytes > chunk_codec.SAMPLE_NBYTES:
+        if not storage.is_host and chunk.nbytes > chunk_codec.SAMPLE_NBYTES:
             # Copy only the sample from the device.
             runs = [run_of(index, chunk.nbytes // width, width) for index in range(RUN_COUNT)]
             places = [(source.offset + start * width, count * width) for start, count in runs]
             return b"".join(storage.read(offset, offset + nbytes) for offset, nbytes in places)
-        pieces = [storage.read(source.offset, source.offset + source.nbytes) for storage, source in sources]
-        whole = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        whole = storage.read(source.offset, source.offset + source.nbytes)
         return bytes(self._sample[: chunk_codec.sample_of(whole, width, self._sample)])
 
     def _estimate(
@@ -327,30 +330,46 @@ class BaseSelection:
     seqs: dict[BaseKind, int | None] = field(default_factory=dict)
     lossy: LossyChunks | None = None
 
-    def remember(self, bases: BaseCache, manifest: Manifest, chunk_ids: Sequence[ChunkId]) -> None:
-        """Make the published manifest the base of the next commit; ``chunk_ids`` are those of the plan's chunks."""
+    def remember(
+        self,
+        bases: BaseCache,
+        manifest: Manifest,
+        chunk_ids: Sequence[ChunkId],
+        paths: Mapping[int, Path] | None = None,
+    ) -> None:
+        """Make the published manifest the base of the next commit.
+
+        Args:
+            bases: Where it is remembered.
+            manifest: The manifest.
+            chunk_ids: The ids of the plan's chunks.
+            paths: The path of the first tensor of each storage, if they are known.
+        """
         for sampled in self.sampled:
             for index, sample in sampled.samples.items():
                 bases.keep_sample(chunk_ids[index], sample)
-        bases.follow(manifest)
+        bases.follow(manifest, paths)
 
     def modes(self, storages: Sequence[StorageSpec], stored: WriteResult) -> list[int]:
         """Return the mode that each storage was stored in."""
         lossy = {loss.storage for loss in stored.losses}
-        modes = []
-        for index, storage in enumerate(storages):
-            new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
-            if index in lossy:
-                modes.append(RESIDUAL)
-            elif not new:
-                modes.append(IDENTICAL)
-            elif any(stored.is_rounding[chunk] for chunk in new):
-                modes.append(DERIVED)
-            elif any(stored.frames[chunk].base is not None for chunk in new):
-                modes.append(DELTA)
-            else:
-                modes.append(FULL if self.sampled else UNSAMPLED)
-        return modes
+
+        # Ten thousand small storages may share one chunk.
+        @cache
+        def mode(chunks: tuple[int, ...]) -> int:
+            new = [chunk for chunk in chunks if stored.is_new[chunk]]
+            if not new:
+                return IDENTICAL
+            if any(stored.is_rounding[chunk] for chunk in new):
+                return DERIVED
+            if any(stored.frames[chunk].base is not None for chunk in new):
+                return DELTA
+            return FULL if self.sampled else UNSAMPLED
+
+        return [
+            RESIDUAL if index in lossy else mode(tuple([piece.chunk for piece in storage.pieces]))
+            for index, storage in enumerate(storages)
+        ]
 
     def decisions(self, modes: Sequence[int], new_bits: Sequence[float | None] | None = None) -> Decisions | None:
         """Return the manifest's record of the decision, given each storage's mode and stored bits per element."""
@@ -365,6 +384,7 @@ class BaseSelection:
             reason = f"{lossy.reason}; {reason}"
         decided = zip(self.sampled, self.decision.kinds, strict=True)
         by_storage = {sampled.unit.storage: (sampled, base) for sampled, base in decided}
+        unsampled = {mode: StorageDecision(mode) for mode in set(modes)}
         return Decisions(
             base=self.decision.base,
             base_seq=None if kind is None else self.seqs[kind],
@@ -373,7 +393,7 @@ class BaseSelection:
             storages=tuple(
                 storage_decision(*by_storage[index], mode, new_bits[index] if new_bits else None)
                 if index in by_storage
-                else StorageDecision(mode)
+                else unsampled[mode]
                 for index, mode in enumerate(modes)
             ),
         )
@@ -400,7 +420,7 @@ def select_bases(
         candidates: The storages that may be quantized; None for an exact policy.
     """
     masters = {} if policy.compression == "none" else masters_of(plan, captured.storages)
-    paths = first_paths(captured.tree, [tensor.storage for tensor in captured.tensors])
+    paths = paths_of_storages(captured)
     lossy: LossyChunks | None = None
     if candidates is not None:
         amplification = policy.read_amplification_max
@@ -428,6 +448,13 @@ def select_bases(
         plans = _with_bases(plans, lossy, is_held=policy.base_cache == "memory")
     return BaseSelection(
         plans, decision, tuple(sampled), {"previous": bases.seq, "keyframe": bases.keyframe_seq}, lossy
+    )
+
+
+def paths_of_storages(captured: Captured) -> dict[int, Path]:
+    """Return the path of the first tensor that views each storage."""
+    return captured.layout.once(
+        "paths", lambda: first_paths(captured.tree, [tensor.storage for tensor in captured.tensors])
     )
 
 
@@ -486,7 +513,9 @@ def masters_of(plan: CommitPlan, storages: Sequence[ByteSource]) -> dict[int, in
     Only a few elements are compared, so a pair may be wrong. Coding compares every bit: a wrong pair costs time and
     never bytes. All numbers are indices of the plan.
     """
-    rounded = [index for index, spec in enumerate(plan.storages) if spec.is_float and spec.element_width == 2]
+    rounded = [index for index, spec in enumerate(plan.storages) if spec.element_width == 2 and spec.is_float]
+    if not rounded:
+        return {}
     sizes = {2 * plan.storages[index].nbytes for index in rounded}
     whole = _chunks_of_large_storages(plan)
     by_probe: dict[tuple[int, bytes], int] = {}

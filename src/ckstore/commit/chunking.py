@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ckstore.config import KIB, Limits
-from ckstore.format.tensors import Piece, StorageSpec
+from ckstore.format.tensors import Piece, StorageSpec, Table
 from ckstore.store.chunk_index import LocatedFrame
 
 SHARED_NBYTES_MAX = 256 * KIB
@@ -46,7 +50,7 @@ class Source:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkPlan:
     """One chunk, and the ranges of storages that its bytes come from, in order."""
 
@@ -55,13 +59,28 @@ class ChunkPlan:
     is_float: bool
     sources: tuple[Source, ...]
 
+    @cached_property
+    def columns(self) -> NDArray[np.uint64]:
+        """The sources as an array of shape (4, n): storage, offset, bytes, and position in the chunk."""
+        rows = np.empty((4, len(self.sources)), np.uint64)
+        rows[:3] = np.array([(each.storage, each.offset, each.nbytes) for each in self.sources], np.uint64).T
+        rows[3] = np.cumsum(rows[2]) - rows[2]
+        return rows
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class CommitPlan:
     """The chunks in the order in which they are written, and the pieces of them that make up each storage."""
 
     chunks: tuple[ChunkPlan, ...]
     storages: tuple[StorageSpec, ...]
+
+    @cached_property
+    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks of each storage. Storages with the same chunks have the same tuple object."""
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        found = (tuple([piece.chunk for piece in storage.pieces]) for storage in self.storages)
+        return tuple([known.setdefault(each, each) for each in found])
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +102,7 @@ def plan_commit(
     for index, storage in enumerate(storages):
         planner.add(index, storage, is_unshared=index in unshared)
     chunks = tuple(chunk.frozen() for chunk in planner.chunks)
-    specs = tuple(
+    specs = Table(
         StorageSpec(
             nbytes=storage.nbytes,
             element_width=storage.element_width,

@@ -11,13 +11,20 @@ the receipt warns if the optimizer's state has changed since the previous commit
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
-from ckstore.commit.base_selection import BaseSelection, LossyCandidates, LossyChunks, select_bases
+from ckstore.commit.base_selection import (
+    BaseSelection,
+    LossyCandidates,
+    LossyChunks,
+    paths_of_storages,
+    select_bases,
+)
 from ckstore.commit.chunk_writer import ChunkWriter, WriteResult
-from ckstore.commit.chunking import CommitPlan, plan_commit
+from ckstore.commit.chunking import CommitPlan, Source, plan_commit
 from ckstore.commit.pipeline import WriteBlocks
 from ckstore.commit.unpublished import Unpublished, packs_removed_on_failure
 from ckstore.concurrency import ThreadLimit
@@ -25,14 +32,13 @@ from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import BackendError, ConflictError
 from ckstore.format.logical import fidelity_of
-from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
+from ckstore.format.manifest import Manifest, build_manifest
 from ckstore.format.paths import ManifestName
-from ckstore.format.tensors import StorageSpec
+from ckstore.format.tensors import Table
 from ckstore.format.tree import DictNode, ListNode, Node, Path, TensorNode, TupleNode, format_path, items_of
-from ckstore.hashing import digest_of
+from ckstore.hashing import new_hasher
 from ckstore.results import Receipt, Stopwatch
 from ckstore.state.capture import Captured
-from ckstore.state.tensors import HostStorage
 from ckstore.store.chunk_index import locate
 from ckstore.store.repository import Repository
 
@@ -135,10 +141,11 @@ def _commit_with_lease(repository: Repository, request: CommitRequest, watch: St
         if not packs_gone:
             repository.manifests.note_published(name.seq)
             repository.note_committed(manifest)
-            selection.remember(request.bases, manifest, [frame.frame.chunk_id for frame in stored.frames])
+            chunk_ids = [frame.frame.chunk_id for frame in stored.frames]
+            selection.remember(request.bases, manifest, chunk_ids, paths_of_storages(request.captured))
             request.bases.keep_only_slot(request.retained_slot)
             repository.renew_file_times(manifest.packs)
-            return _acknowledge(repository, request, manifest, stored, watch)  # 10
+            return _acknowledge(repository, request, plan, manifest, stored, watch)  # 10
         repository.manifests.withdraw(name)
         repository.chunk_index.forget_packs(packs_gone)
         _log.warning("packs vanished during the commit of step %d; repeating it without them", request.step)
@@ -154,7 +161,10 @@ def _plan(repository: Repository, request: CommitRequest) -> tuple[CommitPlan, B
     captured, policy = request.captured, request.policy
     candidates = None if request.lossy is None else request.lossy.candidates(captured)
     unshared = frozenset[int]() if candidates is None else candidates.unshared
-    plan = plan_commit(captured.storages, repository.limits, unshared=unshared)
+    limits = repository.limits
+    plan = captured.layout.once(
+        ("plan", limits, unshared), lambda: plan_commit(captured.storages, limits, unshared=unshared)
+    )
     return plan, select_bases(
         captured, plan, repository.chunk_index, request.bases, policy, repository.limits, candidates
     )
@@ -229,7 +239,7 @@ def _manifest_of(repository: Repository, unpublished: Unpublished, request: Comm
         fidelity=fidelity_of(request.policy.residual, stored.losses),
         metrics=request.metrics,
         tree=request.captured.tree,
-        tensors=request.captured.tensors,
+        tensors=request.captured.layout.once("tensors", lambda: Table(request.captured.tensors)),
         storages=plan.storages,
         chunks=unpublished.chunk_specs(),
         packs=packs,
@@ -243,22 +253,29 @@ def _manifest_of(repository: Repository, unpublished: Unpublished, request: Comm
 
 def _bits(plan: CommitPlan, stored: WriteResult) -> list[float | None]:
     """Return the stored bits per element of each storage's new chunks; None for a storage without new chunks."""
-    found: list[float | None] = []
-    for storage in plan.storages:
-        new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
+
+    @cache
+    def bits(chunks: tuple[int, ...], element_width: int) -> float | None:
+        new = [chunk for chunk in chunks if stored.is_new[chunk]]
         plain_nbytes = sum(plan.chunks[chunk].nbytes for chunk in new)
         payload_nbytes = sum(stored.frames[chunk].frame.stored_nbytes for chunk in new)
-        found.append(8 * storage.element_width * payload_nbytes / plain_nbytes if new else None)
-    return found
+        return 8 * element_width * payload_nbytes / plain_nbytes if new else None
+
+    return [bits(chunks, spec.element_width) for chunks, spec in zip(plan.chunks_of, plan.storages, strict=True)]
 
 
 def _acknowledge(
-    repository: Repository, request: CommitRequest, manifest: Manifest, stored: WriteResult, watch: Stopwatch
+    repository: Repository,
+    request: CommitRequest,
+    plan: CommitPlan,
+    manifest: Manifest,
+    stored: WriteResult,
+    watch: Stopwatch,
 ) -> Committed:
     warnings = [*request.captured.warnings, *stored.warnings]
     fingerprint: Fingerprint | None = None
     try:
-        fingerprint = Fingerprint.of(request.captured, manifest.storages, manifest.chunks)
+        fingerprint = Fingerprint.of(request.captured, plan, stored)
         warnings += stale_warnings(request.fingerprint, fingerprint)
         if request.lossy is not None:
             warnings += request.lossy.warnings(request.captured, manifest, stored)
@@ -279,36 +296,82 @@ def _acknowledge(
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """Digests of all float tensors of the model and of all tensors of the optimizer, by path, from one commit."""
+class Side:
+    """A model, or its optimizers: the paths of its tensors, and where their bytes are in the plan of the commit.
 
-    model: dict[Path, bytes]
-    optimizer: dict[Path, bytes]
+    Args:
+        paths: The paths of the tensors.
+        chunks: The chunks that contain nothing else.
+        rest: Their ranges of the other chunks.
+    """
+
+    paths: tuple[Path, ...]
+    chunks: tuple[int, ...]
+    rest: tuple[Source, ...]
 
     @classmethod
-    def of(cls, captured: Captured, storages: Sequence[StorageSpec], chunks: Sequence[ChunkSpec]) -> Fingerprint:
-        """Combine the chunk ids of a commit. Only storages that share a chunk are hashed again."""
-        found = cls({}, {})
-        for path, tensor, is_optimizer in _tensors(captured.tree, (), is_optimizer=False):
-            index = captured.tensors[tensor].storage
-            if is_optimizer or storages[index].is_float:
-                side = found.optimizer if is_optimizer else found.model
-                side[path] = _digest(captured.storages[index], storages[index], chunks)
-        return found
+    def of(cls, tensors: Mapping[Path, int], plan: CommitPlan) -> Side:
+        """Return the side with these tensors; their storages are given by path."""
+        storages = set(tensors.values())
+        chunks: list[int] = []
+        rest: list[Source] = []
+        for index, chunk in enumerate(plan.chunks):
+            own = [source for source in chunk.sources if source.storage in storages]
+            if len(own) == len(chunk.sources):
+                chunks.append(index)
+            else:
+                rest += own
+        return cls(tuple(tensors), tuple(chunks), tuple(rest))
+
+    def digest(self, captured: Captured, stored: WriteResult) -> bytes:
+        """Return the digest of all tensors. Only ranges of shared chunks are hashed again."""
+        hasher = new_hasher()
+        hasher.update(b"".join(stored.frames[chunk].frame.chunk_id for chunk in self.chunks))
+        for source in self.rest:
+            hasher.update(captured.storages[source.storage].read(source.offset, source.offset + source.nbytes))
+        return hasher.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The float tensors of the model and all tensors of its optimizers in one commit, with a digest of each side."""
+
+    model: tuple[Side, bytes]
+    optimizer: tuple[Side, bytes]
+
+    @classmethod
+    def of(cls, captured: Captured, plan: CommitPlan, stored: WriteResult) -> Fingerprint:
+        """Return the fingerprint of a commit."""
+        # The layout keeps the plan, so its id stays unique.
+        model, optimizer = captured.layout.once(("sides", id(plan)), lambda: _sides(captured, plan))
+        return cls(
+            (model, model.digest(captured, stored)),
+            (optimizer, optimizer.digest(captured, stored)),
+        )
+
+
+def _sides(captured: Captured, plan: CommitPlan) -> tuple[Side, Side]:
+    model: dict[Path, int] = {}
+    optimizer: dict[Path, int] = {}
+    for path, tensor, is_optimizer in _tensors(captured.tree, (), is_optimizer=False):
+        index = captured.tensors[tensor].storage
+        if is_optimizer or plan.storages[index].is_float:
+            (optimizer if is_optimizer else model)[path] = index
+    return Side.of(model, plan), Side.of(optimizer, plan)
 
 
 def stale_warnings(before: Fingerprint | None, now: Fingerprint) -> list[str]:
     """Return a warning if the optimizer has changed since the handle's previous commit and the model has not."""
-    if before is None or not now.model or not now.optimizer:
+    if before is None or not now.model[0].paths or not now.optimizer[0].paths:
         return []
-    if now.model != before.model or now.optimizer == before.optimizer:
+    if now.model != before.model or now.optimizer[1] == before.optimizer[1]:
         return []
-    if now.optimizer.keys() != before.optimizer.keys():
+    if now.optimizer[0] != before.optimizer[0]:
         return []
-    example = format_path(next(iter(now.model)))
+    paths = now.model[0].paths
     return [
-        f"all {len(now.model)} model tensors ({example}, ...) are equal to the previous commit's although the "
-        "optimizer's state has changed: check that you do not save a stale copy of the model"
+        f"all {len(paths)} model tensors ({format_path(paths[0])}, ...) are equal to the previous commit's although "
+        "the optimizer's state has changed: check that you do not save a stale copy of the model"
     ]
 
 
@@ -320,10 +383,3 @@ def _tensors(node: Node, path: Path, *, is_optimizer: bool) -> Iterator[tuple[Pa
         is_optimizer = is_optimizer or (isinstance(node, DictNode) and set(node.keys) >= _OPTIMIZER_KEYS)
         for key, child in items_of(node):
             yield from _tensors(child, (*path, key), is_optimizer=is_optimizer)
-
-
-def _digest(source: HostStorage, storage: StorageSpec, chunks: Sequence[ChunkSpec]) -> bytes:
-    if all(piece.offset == 0 and piece.nbytes == chunks[piece.chunk].nbytes for piece in storage.pieces):
-        return digest_of(b"".join(chunks[piece.chunk].chunk_id for piece in storage.pieces))
-    # A shared chunk also changes with its other storages, so this one is hashed alone.
-    return digest_of(source.read(0, storage.nbytes))

@@ -14,6 +14,7 @@ Invariants of ``WriteBlocks``:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -32,6 +33,7 @@ from ckstore.format.wire import new_xxh3
 from ckstore.hashing import ChunkId, new_hasher
 from ckstore.io.buffers import BufferPool, map_block
 from ckstore.io.syscalls import PAGE_NBYTES
+from ckstore.state.memory import Spans
 from ckstore.store.memory_budget import WRITE_BLOCK_NBYTES, WRITE_BLOCKS
 from ckstore.store.repository import Repository
 
@@ -101,13 +103,7 @@ class ChunkWorker:
         if len(chunk.sources) == 1 and private is None:
             source = chunk.sources[0]
             return storages[source.storage].read(source.offset, source.offset + source.nbytes)
-        gathered = self.buffer("gathered") if private is None else private
-        position = 0
-        for source in chunk.sources:
-            plain = storages[source.storage].read(source.offset, source.offset + source.nbytes)
-            kernels.copy_bytes(plain, gathered[position : position + source.nbytes])
-            position += source.nbytes
-        return gathered[:position]
+        return gathered(chunk, storages, self.buffer("gathered") if private is None else private)
 
     def encode(self, plain: memoryview, chunk: ChunkPlan, compression: Compression) -> Encoded:
         """Choose a codec and encode. The result is valid until this worker's next call."""
@@ -173,6 +169,23 @@ class ChunkWorker:
             kernels.copy_bytes(part, whole[position : position + len(part)])
             position += len(part)
         return whole[:position]
+
+
+def gathered(chunk: ChunkPlan, storages: Sequence[ByteSource], destination: memoryview) -> memoryview:
+    """Copy the sources of a chunk one after another. Return them in ``destination``."""
+    if isinstance(storages, Spans) and storages.are_host:
+        # All in one call, because there may be ten thousand.
+        storage, offset, nbytes, position = chunk.columns
+        begin = np.uint64(np.frombuffer(destination, np.uint8).ctypes.data)
+        table = np.stack((storages.starts[storage] + offset, begin + position, nbytes), axis=1)
+        firsts = np.array([0, len(table)], np.uint64)
+        kernels.copy_units(table.data, firsts.data, np.zeros(1, np.uint8).data, np.zeros(1, np.uint64).data, -1)
+        return destination[: chunk.nbytes]
+    begins = itertools.accumulate((source.nbytes for source in chunk.sources), initial=0)
+    for source, at in zip(chunk.sources, begins, strict=False):
+        plain = storages[source.storage].read(source.offset, source.offset + source.nbytes)
+        kernels.copy_bytes(plain, destination[at : at + source.nbytes])
+    return destination[: chunk.nbytes]
 
 
 def identity_and_checksum(plain: memoryview, private: memoryview | None = None) -> tuple[ChunkId, int]:

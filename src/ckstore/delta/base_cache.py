@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckstore.delta.cost_model import BaseKind
@@ -111,10 +111,16 @@ class BaseCache:
         """Bytes of samples held in memory."""
         return sum(len(sample) for sample in self._samples.values())
 
-    def follow(self, manifest: Manifest) -> None:
-        """Make an acknowledged checkpoint the source of bases, and drop what its chunks do not need."""
+    def follow(self, manifest: Manifest, paths: Mapping[int, Path] | None = None) -> None:
+        """Make an acknowledged checkpoint the source of bases, and drop what its chunks do not need.
+
+        Args:
+            manifest: The checkpoint.
+            paths: Its ``first_paths``, if they are known.
+        """
         self.seq, self.decisions = manifest.header.seq, manifest.decisions
-        paths = first_paths(manifest.tree, [tensor.storage for tensor in manifest.tensors])
+        if paths is None:
+            paths = first_paths(manifest.tree, [tensor.storage for tensor in manifest.tensors])
         self._previous = dict(_chunks_at(manifest, paths))
         storages = manifest.decisions.storages if manifest.decisions is not None else ()
         self._decision_at = {paths[index]: choice for index, choice in enumerate(storages) if index in paths}
@@ -308,7 +314,7 @@ def first_paths(tree: Node, storage_of: list[int]) -> dict[int, Path]:
     return found
 
 
-def _chunks_at(manifest: Manifest, paths: dict[int, Path]) -> Iterator[tuple[ChunkPosition, BaseChunk]]:
+def _chunks_at(manifest: Manifest, paths: Mapping[int, Path]) -> Iterator[tuple[ChunkPosition, BaseChunk]]:
     """Yield each position of the state at which a chunk begins, with the chunk."""
     # Quantized moments are left out: they are not coded as differences, and their exact differences are noise.
     moments = {loss.storage for loss in manifest.losses if loss.role in ("first", "second")}

@@ -396,11 +396,16 @@ def encode_decisions(decisions: Decisions | None) -> bytes:
 
 
 def _decision_rows(storages: Sequence[StorageDecision]) -> Iterator[bytes]:
+    # Many small storages have the same decision.
+    rows: dict[int, bytes] = {}
     for storage in storages:
-        bits = (storage.full_bits, storage.previous_bits, storage.keyframe_bits)
-        view = VIEWS.index(storage.view)
-        steps = (_NO_BITS if value is None else round(value / BITS_STEP) for value in bits)
-        yield _DECISION.pack(storage.mode, view, *steps, min(storage.age, AGE_MAX))
+        row = rows.get(id(storage))
+        if row is None:
+            bits = (storage.full_bits, storage.previous_bits, storage.keyframe_bits)
+            view = VIEWS.index(storage.view)
+            steps = (_NO_BITS if value is None else round(value / BITS_STEP) for value in bits)
+            row = rows[id(storage)] = _DECISION.pack(storage.mode, view, *steps, min(storage.age, AGE_MAX))
+        yield row
 
 
 def decode_decisions(table: memoryview, *, where: object = None) -> Decisions | None:
@@ -416,12 +421,16 @@ def decode_decisions(table: memoryview, *, where: object = None) -> Decisions | 
     record = decode_stored(reader.take(head_nbytes), DecisionsRecord, where=where)
     rows = reader.take((len(table) - _DECISIONS.size - head_nbytes) // _DECISION.size * _DECISION.size)
     reader.done()
+    known: dict[tuple[int, ...], StorageDecision] = {}
     storages = []
-    for mode, view, *steps, age in _DECISION.iter_unpack(rows):
-        if view >= len(VIEWS) or mode >= len(MODE_NAMES):
-            raise MalformedError("the decision for a storage has fields out of range", where=where)
-        full, previous, keyframe = (None if value == _NO_BITS else value * BITS_STEP for value in steps)
-        storages.append(StorageDecision(mode, full, previous, keyframe, VIEWS[view], age))
+    for row in _DECISION.iter_unpack(rows):
+        if row not in known:
+            mode, view, *steps, age = row
+            if view >= len(VIEWS) or mode >= len(MODE_NAMES):
+                raise MalformedError("the decision for a storage has fields out of range", where=where)
+            full, previous, keyframe = (None if value == _NO_BITS else value * BITS_STEP for value in steps)
+            known[row] = StorageDecision(mode, full, previous, keyframe, VIEWS[view], age)
+        storages.append(known[row])
     decisions = Decisions(
         base=record.base,
         base_seq=record.base_seq,

@@ -17,14 +17,15 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckstore.config import Limits, Residual
 from ckstore.errors import MalformedError
 from ckstore.format.frame import ELEMENT_WIDTHS
 from ckstore.format.records import FORMAT_VERSION, LossRow, TensorRow, decode_stored, encode_inner
-from ckstore.format.tensors import ChunkSpec, Piece, StorageSpec, TensorSpec, check_layout
+from ckstore.format.tensors import ChunkSpec, Piece, Row, StorageSpec, Table, TensorSpec, check_layout
 from ckstore.format.tree import Node, decode_tree, encode_tree
 from ckstore.format.wire import Reader
 from ckstore.hashing import NO_BASE
@@ -228,23 +229,43 @@ class Logical:
 def encode_logical(record: bytes, logical: Logical) -> bytes:
     """Return the section; ``record`` is the encoded LogicalRecord."""
     tree = encode_tree(logical.tree)
-    tensors = encode_inner([_row_of(tensor) for tensor in logical.tensors])
-    pieces = [piece for storage in logical.storages for piece in storage.pieces]
+    tensors = _encoded(logical.tensors, _encode_tensors)
+    storages = _encoded(logical.storages, _encode_storages)
+    piece_count = (len(storages) - _STORAGE.size * len(logical.storages)) // _PIECE.size
+    counts = (len(logical.storages), piece_count, len(logical.chunks))
     return b"".join(
         (
-            _HEAD.pack(len(record), len(tree), len(tensors), len(logical.storages), len(pieces), len(logical.chunks)),
+            _HEAD.pack(len(record), len(tree), len(tensors), *counts),
             record,
             tree,
             tensors,
-            *(
-                _STORAGE.pack(storage.nbytes, len(storage.pieces), storage.element_width, _flag(storage))
-                for storage in logical.storages
-            ),
-            *(_PIECE.pack(piece.chunk, piece.offset, piece.nbytes) for piece in pieces),
+            storages,
             *(_CHUNK.pack(chunk.chunk_id, chunk.nbytes, chunk.element_width, _flag(chunk)) for chunk in logical.chunks),
             encode_losses(logical.losses),
         )
     )
+
+
+def _encoded(rows: tuple[Row, ...], encode: Callable[[tuple[Row, ...]], bytes]) -> bytes:
+    if not isinstance(rows, Table):
+        return encode(rows)
+    if rows.encoded is None:
+        rows.encoded = encode(rows)
+    return rows.encoded
+
+
+def _encode_tensors(tensors: tuple[TensorSpec, ...]) -> bytes:
+    return encode_inner([_row_of(tensor) for tensor in tensors])
+
+
+def _encode_storages(storages: tuple[StorageSpec, ...]) -> bytes:
+    """Return the rows of all storages, then those of all their pieces."""
+    rows = [
+        _STORAGE.pack(storage.nbytes, len(storage.pieces), storage.element_width, _flag(storage))
+        for storage in storages
+    ]
+    pieces = [_PIECE.pack(piece.chunk, piece.offset, piece.nbytes) for storage in storages for piece in storage.pieces]
+    return b"".join((*rows, *pieces))
 
 
 def _flag(spec: StorageSpec | ChunkSpec) -> bytes:
@@ -265,9 +286,22 @@ def _row_of(tensor: TensorSpec) -> TensorRow:
 
 
 def decode_logical(
-    section: memoryview, *, limits: Limits, version: int = FORMAT_VERSION, where: object = None
+    section: memoryview,
+    *,
+    limits: Limits,
+    version: int = FORMAT_VERSION,
+    known: Logical | None = None,
+    where: object = None,
 ) -> tuple[memoryview, Logical]:
-    """Decode the section of a manifest of this format version; return its encoded record and the rest.
+    """Decode the section of a manifest; return its encoded record and the rest.
+
+    Args:
+        section: The section.
+        limits: Bounds on chunks.
+        version: Format version of the manifest.
+        known: What the writer has encoded. Those of its tables that were decoded before, from the same bytes, are not
+            decoded again.
+        where: The manifest, for errors.
 
     Raises:
         MalformedError: Lengths, indexes or sums contradict each other.
@@ -278,15 +312,16 @@ def decode_logical(
     )
     record = reader.take(record_nbytes)
     tree_bytes = reader.take(tree_nbytes)
-    rows = decode_stored(reader.take(tensors_nbytes), list[TensorRow], where=where)
-    storage_rows = reader.take(_STORAGE.size * storage_count)
-    piece_rows = reader.take(_PIECE.size * piece_count)
+    tensor_rows = reader.take(tensors_nbytes)
+    storage_rows = reader.take(_STORAGE.size * storage_count + _PIECE.size * piece_count)
     chunk_rows = reader.take(_CHUNK.size * chunk_count)
     losses = reader.take(reader.remaining) if version >= LOSSY_VERSION else memoryview(b"")
     reader.done()
-    tree = decode_tree(tree_bytes, tensor_count=len(rows), where=where)
+    tensors = _known(None if known is None else known.tensors, tensor_rows, partial(_tensors, where=where))
+    tree = decode_tree(tree_bytes, tensor_count=len(tensors), where=where)
+    split = partial(_storages, count=storage_count, where=where)
     try:
-        storages = tuple(_storages(storage_rows, piece_rows, where))
+        storages = _known(None if known is None else known.storages, storage_rows, split)
         chunks = tuple(
             [
                 ChunkSpec(chunk_id, nbytes, width, _IS_FLOAT[flag])
@@ -295,19 +330,32 @@ def decode_logical(
         )
     except KeyError:
         raise MalformedError("reserved fields of a storage or chunk are set", where=where) from None
-    tensors = tuple([_tensor_of(row) for row in rows])
     logical = Logical(tree, tensors, storages, chunks, decode_losses(losses, where=where))
     check_logical(logical, limits, where)
     return record, logical
 
 
-def _tensor_of(row: TensorRow) -> TensorSpec:
-    return TensorSpec(
-        row.library, row.dtype, row.shape, row.strides, row.storage, row.offset, row.is_parameter, row.requires_grad
-    )
+def _known(
+    table: tuple[Row, ...] | None, content: memoryview, decode: Callable[[memoryview], Iterable[Row]]
+) -> tuple[Row, ...]:
+    """Return the rows of a table: the writer's if they were decoded before, from the same bytes."""
+    if not isinstance(table, Table) or table.encoded is None or content != memoryview(table.encoded):
+        return tuple(decode(content))
+    if not table.is_readable:
+        tuple(decode(content))
+        table.is_readable = True
+    return table
 
 
-def _storages(storage_rows: memoryview, piece_rows: memoryview, where: object) -> Iterator[StorageSpec]:
+def _tensors(content: memoryview, where: object) -> Iterator[TensorSpec]:
+    for row in decode_stored(content, list[TensorRow], where=where):
+        yield TensorSpec(
+            row.library, row.dtype, row.shape, row.strides, row.storage, row.offset, row.is_parameter, row.requires_grad
+        )
+
+
+def _storages(content: memoryview, count: int, where: object) -> Iterator[StorageSpec]:
+    storage_rows, piece_rows = content[: _STORAGE.size * count], content[_STORAGE.size * count :]
     pieces = [Piece(*row) for row in _PIECE.iter_unpack(piece_rows)]
     begin = 0
     for nbytes, piece_count, width, flag in _STORAGE.iter_unpack(storage_rows):
@@ -333,6 +381,9 @@ def check_logical(logical: Logical, limits: Limits, where: object) -> None:
 
 
 def _check_tensors(logical: Logical, where: object) -> None:
+    table = logical.tensors if isinstance(logical.tensors, Table) else None
+    if table is not None and table.fits is logical.storages:
+        return
     # A model has few distinct layouts, each repeated by many tensors.
     checked: set[tuple[object, ...]] = set()
     for tensor in logical.tensors:
@@ -343,6 +394,8 @@ def _check_tensors(logical: Logical, where: object) -> None:
         if layout not in checked:
             check_layout(tensor, itemsize_of(tensor.library, tensor.dtype) or 0, nbytes)
             checked.add(layout)
+    if table is not None:
+        table.fits = logical.storages
 
 
 def _check_chunks(chunks: Sequence[ChunkSpec], limits: Limits, where: object) -> None:
@@ -359,6 +412,8 @@ def _check_chunks(chunks: Sequence[ChunkSpec], limits: Limits, where: object) ->
 
 def _check_storages(storages: Sequence[StorageSpec], chunks: Sequence[ChunkSpec], where: object) -> None:
     lengths = [chunk.nbytes for chunk in chunks]
+    if isinstance(storages, Table) and storages.fits == lengths:
+        return
     is_used = bytearray(len(chunks))
     for storage in storages:
         total = 0
@@ -372,6 +427,8 @@ def _check_storages(storages: Sequence[StorageSpec], chunks: Sequence[ChunkSpec]
             raise MalformedError("the pieces of a storage do not add up to it", where=where)
     if not all(is_used):
         raise MalformedError("a manifest lists a chunk that no storage needs", where=where)
+    if isinstance(storages, Table):
+        storages.fits = lengths
 
 
 def itemsize_of(library: str, dtype: str) -> int | None:
@@ -400,7 +457,7 @@ def distinct_chunks(
             distinct.append(chunk)
         numbers.append(number)
     if len(distinct) == len(chunks):
-        return tuple(chunks), tuple(storages)
+        return tuple(chunks), storages if isinstance(storages, Table) else tuple(storages)
     renumbered = [
         StorageSpec(
             storage.nbytes,

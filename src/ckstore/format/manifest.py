@@ -38,7 +38,7 @@ from ckstore.format.logical import (
 )
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import FORMAT_VERSION, LogicalRecord, encode_inner
-from ckstore.format.tensors import ChunkSpec, StorageSpec, TensorSpec
+from ckstore.format.tensors import ChunkSpec, StorageSpec, Table, TensorSpec
 from ckstore.format.tree import Node, TensorNode, format_path, leaves_of
 from ckstore.format.wire import xxh3_64
 from ckstore.hashing import DIGEST_NBYTES, digest_of
@@ -130,7 +130,8 @@ def build_manifest(
     once, and the pieces of the storages are renumbered.
     """
     distinct, renumbered = distinct_chunks(chunks, storages)
-    logical = Logical(tree, tuple(tensors), renumbered, distinct, tuple(losses))
+    described = tensors if isinstance(tensors, Table) else tuple(tensors)
+    logical = Logical(tree, described, renumbered, distinct, tuple(losses))
     facts = LogicalRecord(
         run=run,
         seq=seq,
@@ -255,9 +256,21 @@ def encode_manifest(manifest: Manifest, *, limits: Limits = _DEFAULT_LIMITS) -> 
 
 
 def decode_manifest(
-    content: Buffer, *, limits: Limits = _DEFAULT_LIMITS, expect: ManifestName | None = None, where: object = None
+    content: Buffer,
+    *,
+    limits: Limits = _DEFAULT_LIMITS,
+    expect: ManifestName | None = None,
+    known: Manifest | None = None,
+    where: object = None,
 ) -> Manifest:
-    """Decode a whole manifest; ``expect`` is the parsed name of the file.
+    """Decode a whole manifest.
+
+    Args:
+        content: The file.
+        limits: Bounds of the store.
+        expect: The parsed name of the file.
+        known: The manifest that was encoded, if this is a check that readers accept it; see ``decode_logical``.
+        where: The file, for errors.
 
     Raises:
         ChecksumError: The manifest is damaged.
@@ -276,7 +289,8 @@ def decode_manifest(
     header = decode_header_section(view, preamble, expect=expect, where=where)
     logical_end = preamble.head_nbytes + preamble.logical_nbytes
     section = view[preamble.head_nbytes : logical_end]
-    record, logical = decode_logical(section, limits=limits, version=preamble.version, where=where)
+    written = None if known is None else known.logical
+    record, logical = decode_logical(section, limits=limits, version=preamble.version, known=written, where=where)
     packs, frames, decisions = decode_location(
         view[logical_end:-TRAILER_NBYTES], version=preamble.version, limits=limits, where=where
     )

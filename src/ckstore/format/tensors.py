@@ -9,8 +9,11 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ckstore.errors import MalformedError
+
+Row = TypeVar("Row")
 
 RANK_MAX = 64
 """Largest number of dimensions."""
@@ -71,6 +74,20 @@ class ChunkSpec:
     nbytes: int
     element_width: int
     is_float: bool
+
+
+class Table(tuple[Row, ...]):
+    """Rows that many manifests repeat.
+
+    Attributes:
+        encoded: Their encoded form; None until it is needed.
+        fits: What they were last checked against and fit.
+        is_readable: A reader has decoded ``encoded``.
+    """
+
+    encoded: bytes | None = None
+    fits: object = None
+    is_readable: bool = False
 
 
 def count_of(shape: tuple[int, ...]) -> int:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from ckstore.errors import CkstoreError, UsageError
 from ckstore.format.tensors import TensorSpec
@@ -35,12 +35,14 @@ from ckstore.format.tree import (
     encode_tree,
     place_of,
 )
-from ckstore.state.memory import MemorySpan
+from ckstore.state.memory import MemorySpan, Spans
 from ckstore.state.named_types import has_class
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
 from ckstore.state.standard_types import PLAIN, PLAIN_MIN, Conversion, convert_standard, pack_numbers
 from ckstore.state.tensors import HostStorage, LeafAdapter, TensorLeaf
 from ckstore.state.values import LONG_TEXT, converter_for, encode_plain, leaf_type_error
+
+Result = TypeVar("Result")
 
 LONG_NBYTES_MIN = 64 << 10
 """Byte strings and text of at least this length are stored in chunks instead of the tree."""
@@ -58,6 +60,25 @@ OPTIMIZER_KEYS = {"state", "param_groups"}
 FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 
 
+class Layout:
+    """What follows from the structure and the shapes of a state, whatever its values and addresses are.
+
+    Captures of one structure share it; see ``CaptureCache``. So what is derived from it is computed for the first
+    commit only: a state may have ten thousand tensors.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """Return the result of ``make``, which depends on the structure and on the key alone."""
+        try:
+            found: Result = self._results[key]
+        except KeyError:
+            found = self._results[key] = make()
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
     """A captured state.
@@ -69,6 +90,8 @@ class Captured:
             same list object differ in their addresses only.
         storages: The storages that ``tensors`` index.
         warnings: Warnings for the user, in whole sentences.
+        layout: What follows from paths, tensors and shapes. Captures that differ in values and addresses only may share
+            it.
     """
 
     tree: Node
@@ -76,6 +99,7 @@ class Captured:
     tensors: list[TensorSpec]
     storages: Sequence[HostStorage]
     warnings: list[str]
+    layout: Layout = field(default_factory=Layout, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -149,7 +173,8 @@ class StateWalker:
     def captured(self, state: object) -> Captured:
         """Capture a state."""
         tree = self.node_of(state, ())
-        tensors, storages = _share(self.leaves)
+        tensors, spans = _share(self.leaves)
+        storages = Spans.of(spans)
         self.warnings += self.omitted.sentences()
         sparse = _sparse_views(self, tensors, storages)
         return Captured(tree, self.paths, tensors, storages, [*self.warnings, *sparse])
@@ -321,22 +346,6 @@ class StateWalker:
             ) from None
 
 
-def capture_for_commit(state: object) -> Captured:
-    """Capture a state with every loaded tensor library, and wait for device work that still computes it.
-
-    The wait makes the values visible to all threads of the commit, whatever stream they use.
-
-    Raises:
-        LeafTypeError: A leaf cannot be stored.
-    """
-    captured = capture(state, loaded_adapters())
-    if not all(storage.is_host for storage in captured.storages):
-        from ckstore.state.torch_adapter import wait_for_devices
-
-        wait_for_devices(captured.storages)
-    return captured
-
-
 def loaded_adapters() -> list[LeafAdapter]:
     """Return an adapter for each tensor library that this process has loaded, numpy apart."""
     if "torch" not in sys.modules:
@@ -346,7 +355,7 @@ def loaded_adapters() -> list[LeafAdapter]:
     return [TorchAdapter()]
 
 
-def _sparse_views(walk: StateWalker, tensors: list[TensorSpec], storages: list[HostStorage]) -> Iterator[str]:
+def _sparse_views(walk: StateWalker, tensors: list[TensorSpec], storages: Sequence[HostStorage]) -> Iterator[str]:
     users: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
         if storages[tensor.storage].nbytes >= _WASTE_NBYTES_MIN:
@@ -499,14 +508,14 @@ def _is_unicode(text: str) -> bool:
         return False
 
 
-def _share(leaves: list[TensorLeaf]) -> tuple[list[TensorSpec], list[HostStorage]]:
+def _share(leaves: list[TensorLeaf]) -> tuple[list[TensorSpec], list[MemorySpan]]:
     """Assign leaves to storages: leaves close together in one allocation share one."""
     clusters: list[list[int]] = [[number] for number, leaf in enumerate(leaves) if leaf.memory.nbytes == 0]
     for allocation in allocations_of(leaves):
         clusters.extend(_clusters(leaves, allocation))
     clusters.sort(key=min)
     tensors: dict[int, TensorSpec] = {}
-    storages: list[HostStorage] = []
+    storages: list[MemorySpan] = []
     for cluster in clusters:
         span = _span_of([leaves[number] for number in cluster])
         for number in cluster:

@@ -34,9 +34,10 @@ from ckstore.state.capture import (
     checked_value,
     convert_leaf,
     has_state_dict,
+    loaded_adapters,
     state_dict_of,
 )
-from ckstore.state.memory import Spans, SpanShape, fixed_starts_of
+from ckstore.state.memory import Spans
 from ckstore.state.named_types import has_class
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
 from ckstore.state.standard_types import COUNT, NUMBERS_MIN, PLAIN, exact_repr, pack_numbers
@@ -88,6 +89,21 @@ class CaptureCache:
         self._last = _CachedCapture.of(captured, walk)
         return captured
 
+    def capture_for_commit(self, state: object) -> Captured:
+        """Capture a state with every loaded tensor library, and wait for device work that still computes it.
+
+        The wait makes the values visible to all threads of the commit, whatever stream they use.
+
+        Raises:
+            LeafTypeError: A leaf cannot be stored.
+        """
+        captured = self.capture(state, loaded_adapters())
+        if not (isinstance(captured.storages, Spans) and captured.storages.are_host):
+            from ckstore.state.torch_adapter import wait_for_devices
+
+            wait_for_devices(captured.storages)
+        return captured
+
 
 @dataclass(frozen=True, slots=True)
 class _StorageMembers:
@@ -131,8 +147,9 @@ class _CachedCapture:
         unique: dict[object, tuple[object, ...]] = {}
         self.facts = [unique.setdefault(each, each) for each in batch.facts]
         self.starts = np.array(batch.starts, np.uint64)
-        self.shapes = [SpanShape(each.nbytes, each.element_width, each.is_float) for each in captured.storages]
-        self.span_starts = fixed_starts_of(captured.storages)
+        assert isinstance(captured.storages, Spans)
+        self.shapes, self.span_starts = captured.storages.shapes, captured.storages.starts
+        self.layout = captured.layout
         self.members = _members_of(captured, walk.leaves)
         # Usually each tensor has its own storage.
         self.is_simple = all(each == _StorageMembers((number,), number) for number, each in enumerate(self.members))
@@ -290,7 +307,7 @@ class _CachedWalker:
             raise _ChangedError
         last.move(np.array(batch.starts, np.uint64))
         last.tree = tree
-        return Captured(tree, last.paths, last.tensors, last.spans_of(batch), list(last.warnings))
+        return Captured(tree, last.paths, last.tensors, last.spans_of(batch), list(last.warnings), last.layout)
 
     def _node(self, item: Any, node: Node) -> Node:
         """Return the node of a part of the state: the previous node if it is unchanged."""

@@ -133,14 +133,26 @@ class Spans(Sequence[HostStorage]):
         keeps: Sequence[Sequence[object]],
         readers: Sequence[Reader | None],
     ) -> None:
-        self._shapes = shapes
+        self.shapes = shapes
         self.starts = starts
         self.keeps = keeps
         self._readers = readers
         self._made: list[MemorySpan | None] = [None] * len(shapes)
+        self.are_host = not any(readers)
+        """Whether all spans are in host memory."""
+
+    @classmethod
+    def of(cls, made: Sequence[MemorySpan]) -> Spans:
+        """Return spans that exist already."""
+        starts = np.array([span.start for span in made], np.uint64)
+        starts.setflags(write=False)
+        shapes = [SpanShape(span.nbytes, span.element_width, span.is_float) for span in made]
+        spans = cls(shapes, starts, [span.keep for span in made], [span.reader for span in made])
+        spans._made = list(made)
+        return spans
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self.shapes)
 
     @overload
     def __getitem__(self, index: int) -> MemorySpan: ...
@@ -152,19 +164,9 @@ class Spans(Sequence[HostStorage]):
         made = self._made[index]
         if made is None:
             start = int(self.starts[index])
-            made = MemorySpan(start, *self._shapes[index], self.keeps[index], self._readers[index])
+            made = MemorySpan(start, *self.shapes[index], self.keeps[index], self._readers[index])
             self._made[index] = made
         return made
-
-
-def fixed_starts_of(spans: Sequence[HostStorage]) -> NDArray[np.uint64]:
-    """Return the addresses of memory spans as a read-only array, as ``Spans`` needs them."""
-    starts = np.empty(len(spans), np.uint64)
-    for index, span in enumerate(spans):
-        assert isinstance(span, MemorySpan)
-        starts[index] = span.start
-    starts.setflags(write=False)
-    return starts
 
 
 def keeps_of(storages: Sequence[HostStorage], indices: Sequence[int]) -> list[Sequence[object]]:

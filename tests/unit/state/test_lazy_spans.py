@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckstore.state import memory
-from ckstore.state.memory import MemorySpan, Spans, SpanShape, fixed_starts_of, keeps_of
+from ckstore.state.memory import MemorySpan, Spans, SpanShape, keeps_of
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def made(arrays):
 @pytest.fixture
 def spans(arrays, made):
     shapes = [SpanShape(each.nbytes, 4, True) for each in arrays]
-    return Spans(shapes, fixed_starts_of(made), [(each,) for each in arrays], [None] * len(arrays))
+    return Spans(shapes, Spans.of(made).starts, [(each,) for each in arrays], [None] * len(arrays))
 
 
 def test_spans_equal_spans_created_immediately(spans, made):
