@@ -66,6 +66,7 @@ def check_resumed(run, folder, killed, undisturbed, *, earliest):
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(3600)
 def test_run_that_is_killed_during_a_save_continues_exactly(run, undisturbed, tmp_path, sample):
     chance = random.Random(7)
     trials = [

@@ -55,11 +55,15 @@ class _HeadRow(NamedTuple):
     tensors: list[TensorRow]
     storages: list[StorageRow]
     samples: list[SampleRow]
+    layout: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A staged state without the bytes of its storages. Places are offsets in the slot."""
+    """A staged state without the bytes of its storages. Places are offsets in the slot.
+
+    Heads with the same ``layout`` number differ in values, places and samples only.
+    """
 
     step: int
     metrics: Mapping[str, float]
@@ -70,6 +74,7 @@ class Head:
     tensors: Sequence[TensorSpec]
     storages: Sequence[StorageRow]
     samples: Sequence[SampleRow] = ()
+    layout: int = 0
 
 
 class HeadWriter:
@@ -103,9 +108,8 @@ class HeadWriter:
                 for place, storage in zip(places, captured.storages, strict=True)
             ]
             self._placed = captured.tensors, places
-        return Head(
-            step, metrics, tags, policy, captured.warnings, captured.tree, captured.tensors, self._storages, samples
-        )
+        parts = captured.warnings, captured.tree, captured.tensors, self._storages
+        return Head(step, metrics, tags, policy, *parts, samples, captured.layout.number)
 
     def encode(self, head: Head) -> bytes:
         """Return the bytes of a head."""
@@ -126,6 +130,7 @@ class HeadWriter:
                 tensors=cast("list[TensorRow]", tensor_rows),
                 storages=cast("list[StorageRow]", storage_rows),
                 samples=cast("list[SampleRow]", sample_rows),
+                layout=head.layout,
             )
         )
 
@@ -159,6 +164,7 @@ def decode_head(content: bytes | memoryview, *, slot_nbytes: int) -> Head:
         tensors=[_tensor_of(tensor) for tensor in row.tensors],
         storages=row.storages,
         samples=row.samples,
+        layout=row.layout,
     )
 
 

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -67,7 +68,11 @@ class Layout:
     commit only: a state may have ten thousand tensors.
     """
 
+    _numbers = itertools.count(1)
+
     def __init__(self) -> None:
+        self.number = next(self._numbers)
+        """Its name in messages to the saver process; unique in this process."""
         self._results: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], Result]) -> Result:

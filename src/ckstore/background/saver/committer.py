@@ -22,6 +22,7 @@ from typing import Protocol, cast
 from ckstore.background import protocol
 from ckstore.background.protocol import Message
 from ckstore.background.saver.staged_state import Ticket
+from ckstore.background.staged_head import Head
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.commit.commit import Fingerprint
 from ckstore.commit.pipeline import WriteBlocks
@@ -34,6 +35,7 @@ from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
 from ckstore.ops.commit import CommitRequest, commit_checkpoint, room_after, set_tags
 from ckstore.results import Receipt, Stopwatch
+from ckstore.state.capture import Layout
 from ckstore.store.lease import Lease
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from ckstore.store.refs import load_whole, resolve
@@ -82,6 +84,8 @@ class Committer:
         self._bases = BaseCache()
         self._blocks = WriteBlocks(is_reused=True)
         self._fingerprint: Fingerprint | None = None
+        self._layout = 0, Layout()
+        """That of the last commit, and its number in the trainer."""
         self._is_disowned = False
         self._seq_of: dict[int, int | None] = {}
         self._given_up: dict[int, tuple[int | None, int]] = {}
@@ -226,7 +230,7 @@ class Committer:
         self._lease.gate = ticket.wait_whole
         self._follow(parent)
         request = CommitRequest(
-            captured=ticket.captured(),
+            captured=ticket.captured(self._layout_of(head)),
             step=head.step,
             policy=head.policy,
             parent=parent,
@@ -241,6 +245,11 @@ class Committer:
         committed = commit_checkpoint(repository, request, watch)
         self._fingerprint = committed.fingerprint
         return set_tags(repository, committed.receipt, head.tags)
+
+    def _layout_of(self, head: Head) -> Layout:
+        if head.layout != self._layout[0] or not head.layout:
+            self._layout = head.layout, Layout()
+        return self._layout[1]
 
     def _hold_lease(self, ticket: Ticket) -> None:
         assert self._repository is not None
