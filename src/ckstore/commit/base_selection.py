@@ -43,7 +43,6 @@ from ckstore.store.chunk_index import ChunkIndex, LocatedFrame
 
 if TYPE_CHECKING:
     from ckstore.commit.chunk_writer import WriteResult
-    from ckstore.format.tensors import StorageSpec
 
 
 class LossyChunks(Protocol):
@@ -350,8 +349,8 @@ class BaseSelection:
                 bases.keep_sample(chunk_ids[index], sample)
         bases.follow(manifest, paths)
 
-    def modes(self, storages: Sequence[StorageSpec], stored: WriteResult) -> list[int]:
-        """Return the mode that each storage was stored in."""
+    def modes(self, chunks_of: Sequence[tuple[int, ...]], stored: WriteResult) -> list[int]:
+        """Return the mode that each storage was stored in; ``chunks_of`` has the chunks of each."""
         lossy = {loss.storage for loss in stored.losses}
 
         # Ten thousand small storages may share one chunk.
@@ -366,10 +365,7 @@ class BaseSelection:
                 return DELTA
             return FULL if self.sampled else UNSAMPLED
 
-        return [
-            RESIDUAL if index in lossy else mode(tuple([piece.chunk for piece in storage.pieces]))
-            for index, storage in enumerate(storages)
-        ]
+        return [RESIDUAL if index in lossy else mode(chunks) for index, chunks in enumerate(chunks_of)]
 
     def decisions(self, modes: Sequence[int], new_bits: Sequence[float | None] | None = None) -> Decisions | None:
         """Return the manifest's record of the decision, given each storage's mode and stored bits per element."""

@@ -76,16 +76,21 @@ class CommitPlan:
     storages: tuple[StorageSpec, ...]
 
     @cached_property
-    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
-        """The chunks of each storage. Storages with the same chunks have the same tuple object."""
-        known: dict[tuple[int, ...], tuple[int, ...]] = {}
-        found = (tuple([piece.chunk for piece in storage.pieces]) for storage in self.storages)
-        return tuple([known.setdefault(each, each) for each in found])
+    def chunks_of(self) -> list[tuple[int, ...]]:
+        """The chunks of each storage."""
+        return chunks_of(self.storages)
 
     @property
     def nbytes(self) -> int:
         """Plain bytes of the state."""
         return sum(chunk.nbytes for chunk in self.chunks)
+
+
+def chunks_of(storages: Sequence[StorageSpec]) -> list[tuple[int, ...]]:
+    """Return the chunks of each storage. Storages with the same chunks have the same tuple object."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    found = (tuple([piece.chunk for piece in storage.pieces]) for storage in storages)
+    return [known.setdefault(each, each) for each in found]
 
 
 def plan_commit(

@@ -246,7 +246,7 @@ def _manifest_of(repository: Repository, unpublished: Unpublished, request: Comm
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        decisions=selection.decisions(selection.modes(plan.storages, stored), _bits(plan, stored)),
+        decisions=selection.decisions(selection.modes(plan.chunks_of, stored), _bits(plan, stored)),
         losses=stored.losses,
     )
 

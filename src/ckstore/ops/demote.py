@@ -613,6 +613,6 @@ def _replacement(manifest: Manifest, new_form: Unpublished, demote_policy: Demot
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        decisions=selection.decisions(selection.modes(plan.storages, stored)),
+        decisions=selection.decisions(selection.modes(plan.chunks_of, stored)),
         losses=stored.losses,
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ckstore.commit.chunk_writer import ChunkWriter, WriteResult
-from ckstore.commit.chunking import StoragePlan
+from ckstore.commit.chunking import StoragePlan, chunks_of
 from ckstore.commit.unpublished import packs_removed_on_failure
 from ckstore.config import Policy, RepackPolicy
 from ckstore.delta.base_cache import BaseCache
@@ -242,7 +242,7 @@ def _replacement(manifest: Manifest, rewrite: Rewrite, stored: WriteResult) -> M
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        decisions=rewrite.selection.decisions(rewrite.selection.modes(manifest.storages, stored)),
+        decisions=rewrite.selection.decisions(rewrite.selection.modes(chunks_of(manifest.storages), stored)),
     )
 
 
