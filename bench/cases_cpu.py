@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -184,6 +185,8 @@ class _ManyTensors:
         generator = torch.Generator().manual_seed(count)
         names = [f"layers.{number // 8}.experts.{number % 8}.weight" for number in range(count)]
         self.state = _state_of({name: torch.randn(nbytes // 4, generator=generator) for name in names})
+        self.saved = copy.deepcopy(self.state)
+        """What the other tools load. Unlike ``state``, it never changes."""
         self.into = histories.blank_like(self.state)
         self.folder = folder
         # The unit of the result is a microsecond.
@@ -226,12 +229,12 @@ def _save_many(tool: Tool, many: _ManyTensors) -> Sample:
 
 
 def _load_many(tool: Tool, many: _ManyTensors) -> Sample:
-    place = many.folder / "saved"
-    place.mkdir()
-    tool.save(many.state, place)
-    sample = _loading(place, partial(tool.load, place, many.into), many.state, many.into, many.amount)()
-    machine.remove_tree(place)
-    return sample
+    # One save for all rounds: a slow tool needs half a minute for it.
+    place, saved = many.folder / f"saved-{tool.name}", many.saved
+    if not place.exists():
+        place.mkdir()
+        tool.save(saved, place)
+    return _loading(place, partial(tool.load, place, many.into), saved, many.into, many.amount)()
 
 
 def _begin_many(tool: background.AsyncTool, many: _ManyTensors) -> Sample:
