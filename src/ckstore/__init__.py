@@ -6,9 +6,9 @@ Start with ``ckstore.open(path)``, which returns a ``Store``. Its ``commit``, ``
 Names are imported on first use, so that ``ckstore ls`` loads neither numpy nor torch.
 """
 
-import typing as _typing
-
-if _typing.TYPE_CHECKING:
+# ``typing`` is not imported, which takes as long as half of Python's start. Type checkers take this name for true.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
     from ckstore import accelerate as accelerate
     from ckstore import transformers as transformers
     from ckstore.api import Store, open, repair_store
@@ -147,7 +147,7 @@ _DOORS = ("accelerate", "lightning", "transformers")
 """Modules for frameworks, which are imported only when they are used."""
 
 
-if not _typing.TYPE_CHECKING:  # else a type checker would accept every name
+if not TYPE_CHECKING:  # else a type checker would accept every name
 
     def __getattr__(name: str) -> object:
         from importlib import import_module
@@ -164,6 +164,9 @@ if not _typing.TYPE_CHECKING:  # else a type checker would accept every name
         found = getattr(import_module(f"ckstore.{_MODULE_OF[name]}"), name)
         globals()[name] = found
         return found
+
+
+del TYPE_CHECKING
 
 
 def __dir__() -> list[str]:

@@ -6,11 +6,13 @@ Invariants:
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from ckstore.errors import counted
+
+# ``typing`` is not imported, so that `ckstore ls` starts quickly. Type checkers take this name for true.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -53,6 +55,9 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 def changed_fields(record: Any, base: Any = None) -> str:
     """Return the fields of a dataclass that differ from their defaults, or from ``base``: ``a=1, b='x'``."""
+    # Not at module level: `ckstore ls` must start quickly, and does not need it.
+    import dataclasses
+
     shown = []
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -76,6 +81,9 @@ _SUMMARY_LENGTH_MAX = 400
 
 def repr_of_summary(record: Any) -> str:
     """Return the repr of a dataclass of results in one line: sizes with units, and long lists as a number of items."""
+    # Not at module level: `ckstore ls` must start quickly, and does not need it.
+    import dataclasses
+
     shown = []
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)

@@ -5,6 +5,7 @@ Read in this order::
     main.main(arguments)          # runs a command, turns errors into exit codes; a plain `ls` skips the parser
     parser.parse_and_run          # COMMANDS: name of a command -> its module, imported only when it is called
     files.py, gc.py, ...          # the commands; the function is called like the command
+    warnings.py                   # shows what the library logs
     render.py                     # all output: tables and sentences for people, JSON for programs
 
 Commands on one subject share a module: ``files.py`` (restore, export, report, import), ``gc.py`` (gc), ``health.py``

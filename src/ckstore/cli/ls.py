@@ -1,13 +1,11 @@
 """``ckstore ls``: list the checkpoints of a store, newest first, without importing numpy, torch or typer.
 
 `quick` runs the plain forms of the command without the parser, because importing it takes longer than reading a
-thousand checkpoints. All other forms, including --help and mistakes, go to the parser.
+thousand checkpoints. All other forms, including --help and mistakes, go to the parser. For the same reason, a plain
+store is read by ``store.plain_listing``.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 from ckstore.cli import render
 from ckstore.cli.render import (
@@ -25,12 +23,20 @@ from ckstore.cli.render import (
     size,
 )
 from ckstore.errors import BackendError, CorruptError
-from ckstore.store.listing import Entry, RunLog, log_of_store
+from ckstore.store.plain_listing import PlainEntry, PlainLog, plain_logs
+
+# ``typing`` is not imported, so that `ckstore ls` starts quickly. Type checkers take this name for true.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from ckstore.store.listing import Entry, RunLog
 
 ROWS_ON_TERMINAL = 30
 
 
-def _time_or_problem(entry: Entry) -> str:
+def _time_or_problem(entry: Entry | PlainEntry) -> str:
     if entry.info is None:
         return "NO ACCESS" if entry.refused else "DAMAGED"
     return local_time(entry.info.time_ns)
@@ -95,7 +101,7 @@ def print_log(
     """
     if limit is None and not as_json and render.is_terminal():
         limit = ROWS_ON_TERMINAL
-    logs = log_of_store(path, run=run, limit=limit or None, allow_shared_folder=allow_shared_folder)
+    logs = _logs_of(path, run, limit or None, allow_shared_folder=allow_shared_folder)
     if as_json:
         render.print_json({"path": path, "runs": [_json_of(log) for log in logs]})
     elif not logs:
@@ -108,7 +114,21 @@ def print_log(
     _raise_for_unread(path, logs)
 
 
-def _raise_for_unread(path: str, logs: Sequence[RunLog]) -> None:
+def _logs_of(
+    path: str, run: str | None, limit: int | None, *, allow_shared_folder: bool
+) -> Sequence[RunLog | PlainLog]:
+    plain = plain_logs(path, run=run, limit=limit)
+    if plain is not None:
+        return plain
+    # Not at module level: importing these takes longer than listing a plain store.
+    from ckstore.cli.warnings import show_warnings
+    from ckstore.store.listing import log_of_store
+
+    show_warnings()
+    return log_of_store(path, run=run, limit=limit, allow_shared_folder=allow_shared_folder)
+
+
+def _raise_for_unread(path: str, logs: Sequence[RunLog | PlainLog]) -> None:
     damaged = [log.run for log in logs if log.is_damaged]
     if damaged:
         raise CorruptError(
@@ -126,7 +146,7 @@ def _raise_for_unread(path: str, logs: Sequence[RunLog]) -> None:
         )
 
 
-def _json_of(log: RunLog) -> dict[str, Any]:
+def _json_of(log: RunLog | PlainLog) -> dict[str, Any]:
     return {
         **json_of(log, "run", "count"),
         "entries": [_json_of_entry(entry) for entry in log.entries],
@@ -136,12 +156,12 @@ def _json_of(log: RunLog) -> dict[str, Any]:
     }
 
 
-def _json_of_entry(entry: Entry) -> dict[str, Any]:
+def _json_of_entry(entry: Entry | PlainEntry) -> dict[str, Any]:
     facts = json_of(entry, "seq", "step") if entry.info is None else json_of_info(entry.info)
     return {**facts, "damage": entry.damage or None, "refused": entry.refused or None}
 
 
-def _print_total(log: RunLog) -> None:
+def _print_total(log: RunLog | PlainLog) -> None:
     """Print the sums of a run's table, if it has more than one row to add up."""
     infos = [entry.info for entry in log.entries if entry.info is not None]
     if len(infos) < 2:
@@ -152,7 +172,7 @@ def _print_total(log: RunLog) -> None:
     render.say(f"total of {len(infos)}{of_all} checkpoints: state {size(state)}, written {size(written)}{ratios}")
 
 
-def _print(log: RunLog) -> None:
+def _print(log: RunLog | PlainLog) -> None:
     title = f"run {log.run}: {count(log.count, 'checkpoint')}"
     if not log.entries:
         render.say(title)

@@ -6,14 +6,16 @@ Only the module of that command is imported, so that starting takes less time th
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
-import traceback
-from collections.abc import Sequence
 
 from ckstore.cli.render import one_line
 from ckstore.errors import CkstoreError, UsageError
+
+# ``typing`` is not imported, so that `ckstore ls` starts quickly. Type checkers take this name for true.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 EXIT_UNEXPECTED = 1
 EXIT_INTERRUPTED = 130
@@ -44,7 +46,6 @@ def run(arguments: list[str]) -> int:
     if not arguments:
         run(["--help"])
         return UsageError.exit_code
-    _log_to_stderr()
     try:
         code = _dispatch(arguments)
         # Flush here, so that a closed pipe is found inside this try block.
@@ -52,6 +53,8 @@ def run(arguments: list[str]) -> int:
         return code
     except BaseException as error:
         if arguments[0] == "--debug":
+            import traceback
+
             traceback.print_exception(type(error), error, error.__traceback__)
         return _code_of(error)
 
@@ -76,7 +79,9 @@ def _dispatch(arguments: list[str]) -> int:
         if quick(arguments[1:]):
             return 0
     from ckstore.cli.parser import parse_and_run
+    from ckstore.cli.warnings import show_warnings
 
+    show_warnings()
     return parse_and_run(arguments)
 
 
@@ -102,21 +107,3 @@ def _code_of(error: BaseException) -> int:
 
 def _print_error(message: str) -> None:
     print(f"ckstore: {one_line(message)}", file=sys.stderr)
-
-
-class _OneLine(logging.Formatter):
-    """Formats a log message as one printable line, because it may contain file names that control a terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the message as one printable line."""
-        return f"ckstore: {one_line(record.getMessage())}"
-
-
-def _log_to_stderr() -> None:
-    log = logging.getLogger("ckstore")
-    if not log.handlers:
-        stream = logging.StreamHandler()
-        stream.setFormatter(_OneLine())
-        stream.setLevel(logging.WARNING)
-        log.addHandler(stream)
-        log.propagate = False

@@ -3,33 +3,31 @@
 Invariants:
 - Unprintable characters in text from a store are replaced: no colours, no cursor movements, no second line.
 - rich is imported only if stdout is a terminal. Piped output is plain text, one row per line, and complete.
-- numpy, torch and typer are not imported, so `ckstore ls` starts without them.
+- numpy, torch, typer and dataclasses are not imported, so `ckstore ls` starts without them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Literal
 
 from ckstore import display
-from ckstore.clock import SYSTEM_CLOCK
+from ckstore.clock import SYSTEM_CLOCK, local_text
 from ckstore.errors import counted
-from ckstore.store.refs import describe_best
 
+# ``typing`` is not imported, so that `ckstore ls` starts quickly. Type checkers take this name for true.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Any, Literal
+
     from ckstore.ops.inspect.stats import Coding
     from ckstore.results import Info
 
+    Advance = Callable[[int, int], None]
+    """Called with the amount done and the total amount."""
 
-Advance = Callable[[int, int], None]
-"""Called with the amount done and the total amount."""
 
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
 _BASES = {
@@ -63,8 +61,16 @@ def say(text: str) -> None:
 
 
 def json_of(record: Any, *names: str) -> dict[str, Any]:
-    """Return attributes of a record as a JSON object; without names, all fields of a dataclass."""
-    return {name: getattr(record, name) for name in names or [field.name for field in dataclasses.fields(record)]}
+    """Return attributes of a record as a JSON object; without names, all fields of a dataclass or named tuple."""
+    return {name: getattr(record, name) for name in names or _fields_of(record)}
+
+
+def _fields_of(record: Any) -> Sequence[str]:
+    if isinstance(record, tuple):
+        return tuple(record._fields)  # type: ignore[attr-defined]
+    import dataclasses
+
+    return [field.name for field in dataclasses.fields(record)]
 
 
 def print_json(content: Any) -> None:
@@ -72,6 +78,8 @@ def print_json(content: Any) -> None:
 
     Dataclasses become objects, and bytes become hexadecimal text. Numbers that JSON lacks become strings.
     """
+    import json
+
     # Only people need indentation, and it makes json use its slow Python encoder.
     indent = 2 if is_terminal() else None
     sys.stdout.write(json.dumps(_jsonable(content), indent=indent, allow_nan=False) + "\n")
@@ -80,9 +88,10 @@ def print_json(content: Any) -> None:
 def _jsonable(content: Any) -> Any:
     if content is None or isinstance(content, (str, int)):
         return content
-    if isinstance(content, float) and not math.isfinite(content):
+    if isinstance(content, float) and content - content != 0:
+        # It is infinite, or not a number.
         return str(content)
-    if dataclasses.is_dataclass(content):
+    if hasattr(content, "__dataclass_fields__"):
         content = json_of(content)
     if isinstance(content, Mapping):
         return {str(key): _jsonable(value) for key, value in content.items()}
@@ -122,16 +131,10 @@ def compared(nbytes: int, state_nbytes: int) -> str:
     return f"{times} {'smaller' if is_smaller else 'larger'} than the state"
 
 
-def local_time(time_ns: int) -> str:
-    """Return a time in the time zone of this machine."""
-    try:
-        return datetime.fromtimestamp(time_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return f"{time_ns} ns"
-
-
 def zoned_time(time_ns: int) -> str:
     """Return a local time with its zone."""
+    from datetime import datetime
+
     try:
         return datetime.fromtimestamp(time_ns / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
     except (ValueError, OverflowError, OSError):
@@ -140,6 +143,8 @@ def zoned_time(time_ns: int) -> str:
 
 def iso_time(time_ns: int) -> str | None:
     """Return a time in UTC for programs, or None if it is beyond the calendar."""
+    from datetime import datetime, timezone
+
     try:
         return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).isoformat(timespec="milliseconds")
     except (ValueError, OverflowError, OSError):
@@ -172,6 +177,8 @@ def shape(lengths: Sequence[int]) -> str:
     return "x".join(str(length) for length in lengths) or "scalar"
 
 
+local_time = local_text
+"""Returns a time in the time zone of this machine: ``2026-11-29 01:10:02``."""
 count = counted
 """Returns a number of things: ``1 pack``, ``2 packs``."""
 duration = display.duration
@@ -185,11 +192,10 @@ def _writable(text: str) -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
-@dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table.
 
-    Attributes:
+    Args:
         name: Its heading.
         value: Attribute of a record (dots allowed), or function of it. Default: the attribute ``name``.
         show: Turns the value into text. None is shown as NOTHING.
@@ -198,12 +204,22 @@ class Column:
         is_elastic: May be shortened with an ellipsis.
     """
 
-    name: str
-    value: str | Callable[[Any], Any] = ""
-    show: Callable[[Any], str] = text
-    is_number: bool = False
-    worth: int | None = None
-    is_elastic: bool = False
+    def __init__(
+        self,
+        name: str,
+        value: str | Callable[[Any], Any] = "",
+        show: Callable[[Any], str] = text,
+        *,
+        is_number: bool = False,
+        worth: int | None = None,
+        is_elastic: bool = False,
+    ) -> None:
+        self.name = name
+        self.value = value
+        self.show = show
+        self.is_number = is_number
+        self.worth = worth
+        self.is_elastic = is_elastic
 
     def cell(self, record: Any) -> str:
         """Return the cell of a record as one printable line."""
@@ -332,6 +348,9 @@ def json_of_coding(coding: Coding) -> dict[str, Any]:
 
 def name_of(info: Info, ref: str | None = None) -> str:
     """Return the name of a checkpoint, and for `best:` why it is the best: ``step 300 (seq 2), the lowest loss``."""
+    # Not at module level: importing it takes longer than listing a store.
+    from ckstore.store.refs import describe_best
+
     words = "" if ref is None else describe_best(ref)
     return f"step {info.step} (seq {info.seq}){f', {words}' if words else ''}"
 

@@ -7,16 +7,19 @@ Hashing, copying and decoding are C calls that release the GIL.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.byte_codecs import Scratch
 from ckstore.config import KIB, Limits
 from ckstore.errors import ChecksumError, CorruptError, MalformedError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
-from ckstore.format.wire import Checksum, new_xxh3, xxh3_64
+from ckstore.format.wire import new_xxh3, xxh3_64
 from ckstore.hashing import NO_BASE, ChunkId, Hasher, new_hasher
 from ckstore.io.buffers import map_zeros
+
+if TYPE_CHECKING:
+    from ckstore.format.wire import Checksum
 
 Check = Literal["blake3", "xxh3", "none"]
 """What verifies a decoded frame.

@@ -7,15 +7,33 @@ relies on BLAKE3 alone.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Protocol
 
 from xxhash import xxh3_64 as _Xxh3
 from xxhash import xxh3_64_intdigest
 
 from ckstore.errors import ChecksumError, MalformedError
 
+# ``typing`` is not imported, so that `ckstore ls` starts quickly. Type checkers take this name for true.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Protocol
+
     from typing_extensions import Buffer
+
+    class Checksum(Protocol):
+        """A running xxh3-64."""
+
+        def update(self, content: Buffer, /) -> object:
+            """Add bytes. Releases the GIL for long input."""
+            ...
+
+        def intdigest(self) -> int:
+            """Return the checksum of all bytes so far."""
+            ...
+
+        def digest(self) -> bytes:
+            """Return the checksum as eight bytes, big-endian."""
+            ...
 
 
 SEAL_NBYTES = 8
@@ -29,22 +47,6 @@ _ZERO_BLOCK = bytes(64 * 1024)
 def xxh3_64(content: Buffer) -> int:
     """Return the xxh3-64 (seed 0) of the bytes. Releases the GIL for long input."""
     return xxh3_64_intdigest(content)
-
-
-class Checksum(Protocol):
-    """A running xxh3-64."""
-
-    def update(self, content: Buffer, /) -> object:
-        """Add bytes. Releases the GIL for long input."""
-        ...
-
-    def intdigest(self) -> int:
-        """Return the checksum of all bytes so far."""
-        ...
-
-    def digest(self) -> bytes:
-        """Return the checksum as eight bytes, big-endian."""
-        ...
 
 
 def new_xxh3() -> Checksum:

@@ -48,6 +48,33 @@ def test_ls_loads_no_heavy_library(readonly_store):
     assert parsed == {"typer"}
 
 
+SLOW = {
+    "blake3", "ctypes", "dataclasses", "datetime", "inspect", "json", "logging", "msgspec", "numpy", "pathlib", "re",
+    "rich", "safetensors", "socket", "threading", "torch", "traceback", "typer", "typing", "typing_extensions",
+}  # fmt: skip
+"""Modules whose import takes long, compared with starting Python."""
+
+
+def slow_modules_after(program, *arguments):
+    """Run a program in a new process, and return the slow modules that it has loaded."""
+    show = "import sys\nprint('LOADED', *sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{program}\n{show}", *map(str, arguments)],
+        capture_output=True, text=True, env=environment(), stdin=subprocess.DEVNULL, check=True,
+    )  # fmt: skip
+    return SLOW.intersection(done.stderr.partition("LOADED ")[2].split())
+
+
+def test_import_loads_no_slow_module():
+    assert slow_modules_after("import ckstore") <= slow_modules_after("pass")
+
+
+@pytest.mark.parametrize(("option", "loaded"), [([], set()), (["--json"], {"json", "re", "datetime"})])
+def test_ls_of_plain_store_loads_no_slow_module(readonly_store, option, loaded):
+    program = "from ckstore.cli.main import run\nassert run(['ls', *sys.argv[1:]]) == 0"
+    assert slow_modules_after(program, readonly_store, *option) <= slow_modules_after("pass") | loaded
+
+
 def test_help_loads_the_parser_only():
     assert loaded_by(["--help"], ["gc", "--help"], ["show", "--help"]) == [{"typer"}] * 3
 
