@@ -19,6 +19,7 @@ that belong to one waiting thread, and queues that are implemented in C.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -103,6 +104,24 @@ TURN_SECONDS = 0.004
 
 def noop(*_: object) -> None:
     """Do nothing. Replaces a callback that must be called only once."""
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Create very many objects without runs of Python's collector of reference cycles.
+
+    The collector runs after every few thousand new objects and searches all objects of the process. For a manifest with
+    10,000 tensors that takes as long as all other work. Garbage of other threads waits meanwhile, so this is for short
+    work that calls no code of the user. Several threads may pause it; it runs again at the latest when the last of them
+    has finished.
+    """
+    was_enabled = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class ThreadLimit:

@@ -356,7 +356,7 @@ def _tensors(content: memoryview, where: object) -> Iterator[TensorSpec]:
 
 def _storages(content: memoryview, count: int, where: object) -> Iterator[StorageSpec]:
     storage_rows, piece_rows = content[: _STORAGE.size * count], content[_STORAGE.size * count :]
-    pieces = [Piece(*row) for row in _PIECE.iter_unpack(piece_rows)]
+    pieces = list(map(Piece._make, _PIECE.iter_unpack(piece_rows)))
     begin = 0
     for nbytes, piece_count, width, flag in _STORAGE.iter_unpack(storage_rows):
         end = begin + piece_count

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from ckstore.concurrency import collector_paused
 from ckstore.config import Limits
 from ckstore.errors import ChecksumError, MalformedError
 from ckstore.format.header import (
@@ -277,7 +278,13 @@ def decode_manifest(
         MalformedError: It is torn, contradicts itself or its name, or exceeds the limits.
         UnsupportedError: An unknown version or mandatory flag.
     """
-    view = memoryview(content).cast("B")
+    with collector_paused():
+        return _decode(memoryview(content).cast("B"), limits, expect, known, where)
+
+
+def _decode(
+    view: memoryview, limits: Limits, expect: ManifestName | None, known: Manifest | None, where: object
+) -> Manifest:
     preamble = decode_preamble(view, where=where)
     if len(view) != preamble.file_nbytes:
         raise MalformedError(

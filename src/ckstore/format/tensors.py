@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckstore.errors import MalformedError
 
@@ -47,8 +47,7 @@ class TensorSpec:
     requires_grad: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of a storage's bytes: a part of a chunk."""
 
     chunk: int

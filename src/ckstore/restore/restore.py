@@ -19,6 +19,7 @@ import numpy as np
 
 from ckstore.codec import kernels
 from ckstore.codec.frame_decoder import Check, Expected
+from ckstore.concurrency import collector_paused
 from ckstore.config import MIB, Policy
 from ckstore.delta.chain_reader import ChainReader, locate_error
 from ckstore.errors import (
@@ -125,16 +126,17 @@ def restore_manifest(
         require_exact(manifest.header, repository.backend.root)
     if request.only is not None:
         manifest = narrowed(manifest, request.only)
-    needs_torch = "torch" in libraries_needed(manifest.tree, manifest.tensors)
-    targets = prepare_restore(
-        manifest.tree,
-        manifest.tensors,
-        manifest.storages,
-        into=request.into,
-        only=request.only,
-        device=request.device,
-        adapters=_adapters(needs_torch=needs_torch),
-    )
+    adapters = _adapters(needs_torch="torch" in libraries_needed(manifest.tree, manifest.tensors))
+    with collector_paused():
+        targets = prepare_restore(
+            manifest.tree,
+            manifest.tensors,
+            manifest.storages,
+            into=request.into,
+            only=request.only,
+            device=request.device,
+            adapters=adapters,
+        )
     state = restore(repository, manifest, targets, policy, on_progress=request.on_progress)
     for sentence in targets.warnings:
         _log.warning("%s", sentence)
@@ -181,14 +183,15 @@ def restore(
         UnsupportedError: A frame needs a codec of a newer version.
     """
     require_complete(manifest, placement.storages)
-    plan = plan_restore(
-        manifest,
-        placement.storages,
-        # Direct I/O adds a page at both ends.
-        group_nbytes_max=read_buffer_nbytes(repository.limits) - 2 * PAGE_NBYTES,
-        wave_nbytes=None if placement.keeps_all else WAVE_NBYTES,
-        distant=distant_packs(repository, manifest.packs),
-    )
+    with collector_paused():
+        plan = plan_restore(
+            manifest,
+            placement.storages,
+            # Direct I/O adds a page at both ends.
+            group_nbytes_max=read_buffer_nbytes(repository.limits) - 2 * PAGE_NBYTES,
+            wave_nbytes=None if placement.keeps_all else WAVE_NBYTES,
+            distant=distant_packs(repository, manifest.packs),
+        )
     filler = _DestinationFiller(repository, manifest, placement, policy.verify_restored, on_progress)
     for read in plan.reads:
         if read.master is not None:

@@ -26,6 +26,10 @@ _MANY = 4
 """From this number of tensors on, describing them together is faster."""
 
 
+_PART = 256
+"""Tensors that are described in one call. If the call refuses one of them, the walk describes all of them."""
+
+
 class LiveLayout(NamedTuple):
     """A live tensor, described together with others of the same layout.
 
@@ -79,27 +83,30 @@ class LiveLayouts:
                 self._describe([item for item in each if not getattr(item, "__dict__", None)], adapter)
 
     def _describe(self, items: Sequence[object], adapter: LeafAdapter) -> None:
-        try:
-            batch = adapter.describe_many(items)
-        except LeafTypeError:
-            return
-        if batch is None:
-            return
-        self._described.append(items)
         firsts: dict[tuple[object, ...], tuple[TensorLeaf | None, int]] = {}
-        for item, facts, start, keep in zip(items, batch.facts, batch.starts, batch.keeps, strict=True):
-            if facts not in firsts:
-                firsts[facts] = self.describe(item, ()), start
-            layout, first_start = firsts[facts]
-            if layout is not None:
-                self._layouts[id(item)] = LiveLayout(layout, start - first_start, keep)
+        self._described.append(items)
+        # In parts, because the facts of a few tensors are freed before the collector of reference cycles searches them.
+        for begin in range(0, len(items), _PART):
+            part = items[begin : begin + _PART]
+            try:
+                batch = adapter.describe_many(part)
+            except LeafTypeError:
+                continue
+            if batch is None:
+                continue
+            for item, facts, start, keep in zip(part, batch.facts, batch.starts, batch.keeps, strict=True):
+                first = firsts.get(facts)
+                if first is None:
+                    first = firsts[facts] = self.describe(item, ()), start
+                if first[0] is not None:
+                    self._layouts[id(item)] = LiveLayout(first[0], start - first[1], keep)
 
     def fitting(self, node: Node, target: object) -> LiveLayout | None:
         """Return the layout of a live tensor that takes the checkpoint's bytes unchanged; None: it must be checked."""
         found = self._layouts.get(id(target))
-        if found is None or type(node) is not TensorNode:
+        if found is None or not isinstance(node, TensorNode):
             return None
-        spec, layout = self._tensors[node.tensor], found.layout
+        spec, layout = self._tensors[node.tensor], found[0]
         # A model has few distinct layouts, each repeated by many tensors.
         key = (id(layout), spec.shape, spec.strides, spec.dtype, spec.library)
         does_fit = self._fitting.get(key)

@@ -249,9 +249,9 @@ class Matching:
 
     def match(self, node: Node, target: Any, path: Path) -> Step:
         """Match one node with the object at its path."""
-        if self.layouts.fitting(node, target) is not None:
+        if isinstance(node, TensorNode) and (found := self.layouts.fitting(node, target)) is not None:
             self.progress.add(path, is_written=True)
-            return self.match_tensor(node, target, path)
+            return self._overwrite(node, Target(path, target, *found, may_be_replaced=False), None)
         if (
             has_state_dict(target)
             and converter_for(type(target)) is None
@@ -338,9 +338,9 @@ class Matching:
         added: list[Path] = []
         for key, child in items_of(node):
             here = (*path, key)
-            if (type(key), key) in unmatched:
-                live_key, value = unmatched.pop((type(key), key))
-                steps.append((live_key, self.match(child, value, here)))
+            found = unmatched.pop((type(key), key), None)
+            if found is not None:
+                steps.append((found[0], self.match(child, found[1], here)))
             else:
                 steps.append((key, self.create(child, here)))
                 added.extend(_places_of(child, here))

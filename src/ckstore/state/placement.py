@@ -37,7 +37,7 @@ from ckstore.format.tree import (
     tensors_of,
 )
 from ckstore.state.loading import Match, match_state
-from ckstore.state.memory import allocate, writable_view_of
+from ckstore.state.memory import address_of, allocate, writable_view_of
 from ckstore.state.named_types import distinct
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
 from ckstore.state.standard_types import (
@@ -358,7 +358,7 @@ class RestoreTargets:
                 found.append(direct)
             else:
                 self.destination(storage)
-                found.append(self._buffers[storage].__array_interface__["data"][0])
+                found.append(address_of(self._buffers[storage]))
         return found
 
     def complete(self, *storages: int) -> None:

@@ -249,12 +249,11 @@ class TorchAdapter:
             # torch counts offsets in elements, so this view needs a storage with another start.
             is_host = adopted.device.type == "cpu"
             adopted = torch.from_numpy(adopted.numpy()[rest:]) if is_host else adopted[rest:].clone()
-        with torch.no_grad():
-            # torch warns when it creates a complex32 tensor, but not when it views integers as complex32.
-            first = torch.int32 if dtype == torch.complex32 else dtype
-            tensor = torch.empty(0, dtype=first, device=adopted.device)
-            tensor.set_(adopted.untyped_storage(), spec.offset // dtype.itemsize, spec.shape, spec.strides)
-            tensor = tensor if first == dtype else tensor.view(dtype)
+        # torch warns when it creates a complex32 tensor, but not when it views integers as complex32.
+        first = torch.int32 if dtype == torch.complex32 else dtype
+        tensor = torch.empty(0, dtype=first, device=adopted.device)
+        tensor.set_(adopted.untyped_storage(), spec.offset // dtype.itemsize, spec.shape, spec.strides)
+        tensor = tensor if first == dtype else tensor.view(dtype)
         if spec.is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=spec.requires_grad)
         return tensor.requires_grad_(spec.requires_grad) if spec.requires_grad else tensor
