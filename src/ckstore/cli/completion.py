@@ -12,10 +12,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import typer
 
-from ckstore.store.listing import RunLog, log_of_store
+if TYPE_CHECKING:
+    from ckstore.store.listing import RunLog
 
 NEWEST = 200
 """How many of the newest checkpoints are candidates."""
@@ -29,6 +31,9 @@ def _completion_of(candidates_of: Callable[[list[RunLog]], Iterator[str]], *, al
     """Return a function for typer that completes a word with candidates from the store on the command line."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        # Not at module level: every command imports this module, and few need a listing.
+        from ckstore.store.listing import log_of_store
+
         # An option that still lacks its value keeps the parser from naming the arguments.
         path = ctx.params.get("path") or next(iter(ctx.args), None)
         run = ctx.params.get("run") or "main"

@@ -9,7 +9,8 @@ import contextlib
 import os
 import sys
 
-from ckstore.cli.render import one_line
+import ckstore
+from ckstore.cli.render import one_line, say
 from ckstore.errors import CkstoreError, UsageError
 
 # ``typing`` is not imported, so that `ckstore ls` starts quickly. Type checkers take this name for true.
@@ -78,6 +79,9 @@ def _dispatch(arguments: list[str]) -> int:
 
         if quick(arguments[1:]):
             return 0
+    if arguments == ["--version"]:
+        say(f"ckstore {ckstore.__version__}")
+        return 0
     from ckstore.cli.parser import parse_and_run
     from ckstore.cli.warnings import show_warnings
 
