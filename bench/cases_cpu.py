@@ -1,8 +1,12 @@
-"""The cases cpu_*: processor time of saves and loads, of large states and of many small tensors."""
+"""The cases cpu_*: processor time of saves and loads, of large states and of many small tensors; and of commands."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -12,7 +16,7 @@ from typing import Any
 import torch
 
 from bench import background, histories, machine, processor_time
-from bench.measure import Participant, Result, Sample
+from bench.measure import Participant, Result, Sample, interleave
 from bench.memory import copy_into
 from bench.other_tools import Tool
 from bench.processor_time import Meter
@@ -28,6 +32,11 @@ MANY_TENSORS_SMALL = {"300 x 1 KiB": (300, 1024), "600 x 256 B": (600, 256)}
 
 MANY_TOOLS = ("safetensors", "DCP", "torch.save")
 ASYNC_TOOLS = ("DCP", "torch.save")
+
+SMALL_STORE = 5
+"""Checkpoints in the store of ``cpu_start``."""
+SHORT_COMMANDS = (("--version",), ("--help",), ("ls",), ("ls", "--json"), ("show",), ("status",))
+TYPER_PROGRAM = "import typer\napp = typer.Typer(rich_markup_mode=None)\napp.command()(lambda: None)\napp([])"
 
 
 def cpu_commit(bench: Bench) -> Result:
@@ -281,8 +290,51 @@ def _by_ckstore(stack: ExitStack, many: _ManyTensors) -> dict[str, Participant]:
     return {"save: ckstore": commit, "load: ckstore": restore, "return: ckstore": begin}
 
 
+def cpu_start(bench: Bench) -> Result:
+    """Measure the processor time of short commands on a small store, compared with starting the bare interpreter."""
+    result = Result("cpu_start", "ms", is_higher_better=False)
+    result.setting = {"checkpoints": SMALL_STORE, "rounds": bench.rounds}
+    if bench.has_ckstore is not None:
+        result.unusable["ckstore ls"] = bench.has_ckstore
+        return result
+    place = bench.folder / "store"
+    with open_store(place) as store:
+        for step in range(SMALL_STORE):
+            store.commit({"w": torch.full((1000,), float(step))}, step, metrics={"loss": 1 / (step + 1)})
+    # An installed program has cached byte code, so allow the cache even if this shell forbids it.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {**inherited, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+
+    def running(*words: str) -> Participant:
+        def run() -> Sample:
+            meter = Meter()
+            with meter.running():
+                done = subprocess.run([sys.executable, *words], capture_output=True, check=False, env=environment)
+            if done.returncode:
+                raise RuntimeError(done.stderr.decode().strip()[-200:])
+            return meter.sample(1e-3)
+
+        return run
+
+    bare = "python -c pass"
+    participants = {bare: running("-c", "pass"), "import ckstore": running("-c", "import ckstore")}
+    participants["floor: a command without options, with typer"] = running("-c", TYPER_PROGRAM)
+    for words in SHORT_COMMANDS:
+        path = [str(place)] if words[0] in ("ls", "show", "status") else []
+        participants[f"ckstore {' '.join(words)}"] = running("-m", "ckstore", words[0], *path, *words[1:])
+    # Compile every module before the first round.
+    for run in participants.values():
+        with contextlib.suppress(RuntimeError):
+            run()
+    interleave(result, participants, bench.rounds)
+    result.add_ratios([bare], list(participants))
+    machine.remove_tree(place)
+    return result
+
+
 CASES: dict[str, Callable[[Bench], Result]] = {
     "cpu_commit": cpu_commit,
     "cpu_restore": cpu_restore,
     "cpu_many_tensors": cpu_many_tensors,
+    "cpu_start": cpu_start,
 }

@@ -26,7 +26,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "background": ("stall_blocking", "stall_return", "async_wall", "async_pages", "async_memory", "async_thousand"),
     "training": ("stall_guarded", "stall_accumulation", "stall_python_loop", "stages_beside"),
     "gpu": ("stall_gpu_blocking", "stall_gpu_guarded", "telling_devices"),
-    "stores": ("ls_1000", "gc_plan", "gc_beside", "tiers", "coder_loops"),
+    "stores": ("cpu_start", "ls_1000", "gc_plan", "gc_beside", "tiers", "coder_loops"),
 }
 """Section of docs/BENCH.md -> its cases, in order."""
 
@@ -54,6 +54,7 @@ TITLES = {
     "stall_gpu_blocking": "State on a GPU, nothing guarded: time until it may be changed again",
     "stall_gpu_guarded": "Training on a GPU: cost of one commit of 2 GB",
     "telling_devices": "Submitting copies of 401 small tensors (without a GPU: calls only)",
+    "cpu_start": "Processor time of short commands on a store of five checkpoints",
     "ls_1000": "`ckstore ls` of 1,000 checkpoints",
     "gc_plan": "`ckstore gc --dry-run`, 300 tensors a checkpoint",
     "gc_beside": "Commit with and without a garbage collection running",

@@ -137,6 +137,21 @@ def test_many_tensors_without_ckstore_shows_reason(tmp_path, small_bench):
     assert len(result.samples) == 3
 
 
+def test_short_commands_are_measured(tmp_path, small_bench):
+    result = cases_cpu.cpu_start(bench_of(tmp_path))
+    assert not result.unusable
+    assert {"python -c pass", "import ckstore", "ckstore ls", "ckstore ls --json"} < result.samples.keys()
+    assert result.median("python -c pass") < result.median("ckstore ls") < result.median("ckstore show")
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_that_fails_is_reported(tmp_path, small_bench):
+    small_bench.setattr(cases_cpu, "SHORT_COMMANDS", (("no-such-command",),))
+    result = cases_cpu.cpu_start(bench_of(tmp_path))
+    assert "no-such-command" in result.unusable["ckstore no-such-command"]
+    assert "python -c pass" in result.samples
+
+
 def record_of(case, **participants):
     samples = {
         name: {"median": values[0], "samples": [{"value": values[0], **dict(values[1:])}]}
