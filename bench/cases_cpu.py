@@ -89,7 +89,7 @@ def cpu_restore(bench: Bench) -> Result:
         place = folder / f"saved-{tool.name}"
         place.mkdir()
         tool.save(state, place)
-        participants[tool.name] = _loading(place, partial(tool.load, place, into), state, into, gigabytes)
+        participants[tool.name] = _loading(place, _loader(tool, place, into), state, into, gigabytes)
     mine: dict[str, Participant] = {}
     for compression in VARIANTS if bench.has_ckstore is None else ():
         place = folder / f"saved-{compression}"
@@ -124,7 +124,14 @@ def _floors(floors: dict[str, processor_time.Floor], state: Any, into: Any) -> d
     return {name: measuring(floor) for name, floor in floors.items()}
 
 
-def _loading(place: Path, load: Callable[[], Any], state: Any, into: Any, amount: float) -> Participant:
+def _loader(tool: Tool, place: Path, into: Any) -> Callable[[], object]:
+    """Return a function that loads into existing tensors, by a copy if the tool cannot."""
+    if tool.is_in_place:
+        return partial(tool.load, place, into)
+    return lambda: copy_into(into, tool.load(place, into))
+
+
+def _loading(place: Path, load: Callable[[], object], state: Any, into: Any, amount: float) -> Participant:
     """Return a participant that loads into existing tensors with cold caches, and compares afterwards."""
 
     def run() -> Sample:
@@ -132,7 +139,7 @@ def _loading(place: Path, load: Callable[[], Any], state: Any, into: Any, amount
         machine.make_cold(place)
         meter = Meter()
         with meter.running():
-            copy_into(into, load())
+            load()
         _require_same(state, into)
         return meter.sample(amount)
 
@@ -243,7 +250,7 @@ def _load_many(tool: Tool, many: _ManyTensors) -> Sample:
     if not place.exists():
         place.mkdir()
         tool.save(saved, place)
-    return _loading(place, partial(tool.load, place, many.into), saved, many.into, many.amount)()
+    return _loading(place, _loader(tool, place, many.into), saved, many.into, many.amount)()
 
 
 def _begin_many(tool: background.AsyncTool, many: _ManyTensors) -> Sample:
