@@ -27,7 +27,7 @@ from ckstore.commit.chunk_writer import ChunkWriter, WriteResult
 from ckstore.commit.chunking import CommitPlan, Source, plan_commit
 from ckstore.commit.pipeline import WriteBlocks
 from ckstore.commit.unpublished import Unpublished, packs_removed_on_failure
-from ckstore.concurrency import ThreadLimit
+from ckstore.concurrency import ThreadLimit, collector_paused
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import BackendError, ConflictError
@@ -132,7 +132,7 @@ def _commit_with_lease(repository: Repository, request: CommitRequest, watch: St
         request.bases.follow(repository.newest)
     # A collector may delete packs that this commit refers to. Then it is repeated once, without them.
     for _ in range(2):
-        with watch("plan"):
+        with watch("plan"), collector_paused():
             plan, selection = _plan(repository, request)  # 2
         stored = _write_chunks(repository, plan, selection, request, watch)  # 3-7
         name, manifest = _publish(repository, Unpublished(plan, selection, stored), request, watch)  # 8
@@ -219,7 +219,8 @@ def _publish(
         repository.lease.check()
         seq = repository.manifests.claim(repository.seq_next())  # 8a
         repository.note_seq(seq)
-        manifest = _manifest_of(repository, unpublished, request, seq)
+        with collector_paused():
+            manifest = _manifest_of(repository, unpublished, request, seq)
         return repository.manifests.publish(manifest), manifest  # 8b-8d: the commit point
 
 

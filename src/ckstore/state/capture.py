@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ckstore.concurrency import collector_paused
 from ckstore.errors import CkstoreError, UsageError
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import (
@@ -178,8 +179,9 @@ class StateWalker:
     def captured(self, state: object) -> Captured:
         """Capture a state."""
         tree = self.node_of(state, ())
-        tensors, spans = _share(self.leaves)
-        storages = Spans.of(spans)
+        with collector_paused():
+            tensors, spans = _share(self.leaves)
+            storages = Spans.of(spans)
         self.warnings += self.omitted.sentences()
         sparse = _sparse_views(self, tensors, storages)
         return Captured(tree, self.paths, tensors, storages, [*self.warnings, *sparse])

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckstore.concurrency import collector_paused
 from ckstore.format.tree import BUILT_IN, ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 from ckstore.state.capture import (
     FACTORY_NAMES,
@@ -292,8 +293,13 @@ class _CachedWalker:
         Raises:
             _ChangedError: Its structure has changed.
         """
+        tree = self._node(state, self._last.tree)
+        # From here on, no code of the user is called.
+        with collector_paused():
+            return self._captured(tree)
+
+    def _captured(self, tree: Node) -> Captured:
         last = self._last
-        tree = self._node(state, last.tree)
         # Each object must have the same number at all its paths, and no two objects may have the same number.
         numbers: dict[int, int] = {}
         if list(map(numbers.setdefault, map(id, self._found), last.order)) != last.order:
