@@ -212,7 +212,7 @@ def _tags(folder: str) -> dict[int, list[str]]:
 def _manifests(folder: str, claims_folder: str) -> dict[int, tuple[int, str]]:
     """Return step and file of every checkpoint in place, by seq."""
     # In this order: a commit claims its seq first, and a drop sets its mark before it moves the manifest.
-    files = _list(folder)
+    found = _files(folder)
     claims: dict[str, set[int]] = {"": set(), "dropped": set(), "published": set()}
     for claim in _list(claims_folder):
         seq, _, mark = claim.partition(".")
@@ -221,15 +221,22 @@ def _manifests(folder: str, claims_folder: str) -> dict[int, tuple[int, str]]:
         else:
             _require(mark in claims)
             claims[mark].add(_number(seq, 8))
+    if claims[""] - claims["dropped"] - found.keys():
+        # A commit did not finish, or a single directory read has missed both names of a file that was renamed.
+        found |= _files(folder)
+    # If a published checkpoint is not in place, the other listing finds out where it is.
+    _require(claims["published"] <= claims["dropped"] | found.keys())
+    return {seq: name for seq, name in found.items() if seq not in claims["dropped"]}
+
+
+def _files(folder: str) -> dict[int, tuple[int, str]]:
     found: dict[int, tuple[int, str]] = {}
-    for file in files:
+    for file in _list(folder):
         _require(file.endswith(".0.ckm"))
         seq, _, step = file.removesuffix(".0.ckm").partition("-")
         _require(_number(seq, 8) not in found)
         found[int(seq)] = _number(step, 12), file
-    # A claim without a manifest is an unfinished commit, a lost checkpoint, or a file that was renamed meanwhile.
-    _require(claims[""] <= claims["dropped"] | found.keys())
-    return {seq: name for seq, name in found.items() if seq not in claims["dropped"]}
+    return found
 
 
 def _number(digits: str, width: int) -> int:

@@ -234,7 +234,6 @@ CHANGES = {
     "a foreign tag": lambda place: (place / "tags" / "main" / "..x").touch(),
     "an empty tag": lambda place: (place / "tags" / "main" / "x").touch(),
     "a short claim": lambda place: (place / "claims" / "main" / "0000009").touch(),
-    "an unfinished commit": lambda place: (place / "claims" / "main" / "00000009").touch(),
     "a lost manifest": lambda place: manifest_of(place).unlink(),
     "two manifests of one seq": lambda place: shutil.copy(
         manifest_of(place), manifest_of(place).with_name("00000001-000000000009.0.ckm")
@@ -262,9 +261,26 @@ def test_what_is_not_plain_is_left_to_the_other_listing(place, name):
     assert plain.plain_logs(str(place)) is None
 
 
-def test_intent_is_ignored(place):
-    (place / "claims" / "main" / f"00000001.intent-{'0a' * 16}").touch()
+@pytest.mark.parametrize("claim", ["00000009", f"00000001.intent-{'0a' * 16}", "00000009.dropped"])
+def test_claim_without_checkpoint_is_ignored(place, claim):
+    (place / "claims" / "main" / claim).touch()
     quick, full = both(place)
+    assert quick == full
+
+
+def test_manifest_that_one_read_of_the_folder_misses_is_listed(place, monkeypatch):
+    listed, missed = plain._list, manifest_of(place, 3).name
+
+    def list_and_miss(folder):
+        names = listed(folder)
+        if missed in names and not seen:
+            seen.append(names.pop(names.index(missed)))
+        return names
+
+    seen = []
+    monkeypatch.setattr(plain, "_list", list_and_miss)
+    quick, full = both(place)
+    assert seen == [missed]
     assert quick == full
 
 
