@@ -206,7 +206,7 @@ def place_of(path: Path) -> str:
 
 def leaves_of(node: Node, path: Path = ()) -> Iterator[tuple[Path, ValueNode | TensorNode]]:
     """Yield every leaf with its path, in order, without the metadata of an OrderedDict."""
-    if isinstance(node, ValueNode | TensorNode):
+    if isinstance(node, (ValueNode, TensorNode)):
         yield path, node
     elif isinstance(node, ConvertedNode):
         yield from leaves_of(node.child, path)
@@ -242,13 +242,13 @@ def parts_of(node: Node) -> Iterator[Node]:
     """Yield the nodes directly below a node: children, metadata, attributes and keys."""
     if isinstance(node, ConvertedNode):
         yield node.child
-    elif isinstance(node, DictNode | ListNode | TupleNode):
+    elif isinstance(node, (DictNode, ListNode, TupleNode)):
         yield from node.children
     if isinstance(node, DictNode):
-        yield from (key.node for key in node.keys if isinstance(key, OtherKey))
+        yield from [key.node for key in node.keys if isinstance(key, OtherKey)]
         if node.metadata is not None:
             yield node.metadata
-    if isinstance(node, DictNode | TensorNode) and node.attributes is not None:
+    if isinstance(node, (DictNode, TensorNode)) and node.attributes is not None:
         yield node.attributes
 
 
@@ -258,10 +258,8 @@ def libraries_of(node: Node) -> set[str]:
     pending = [node]
     while pending:
         top = pending.pop()
-        library = None
-        if isinstance(top, ValueNode):
-            library = library_of(top.type)
-        elif isinstance(top, ConvertedNode):
+        library = library_of(top.type) if isinstance(top, ValueNode) else None
+        if isinstance(top, ConvertedNode):
             library = library_of_conversion(top.name)
         if library is not None:
             found.add(library)
@@ -369,7 +367,7 @@ def check_tree(node: Node, tensor_count: int, depth: int = 0) -> None:
         raise MalformedError("the state tree refers to a tensor that does not exist", where=f"tensor {node.tensor}")
     if isinstance(node, DictNode):
         _check_dict(node)
-    if isinstance(node, DictNode | TensorNode) and node.attributes is not None:
+    if isinstance(node, (DictNode, TensorNode)) and node.attributes is not None:
         _check_attributes(node.attributes)
     for part in parts_of(node):
         # A call for each of very many tensors would be slow.

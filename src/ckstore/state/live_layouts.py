@@ -114,6 +114,11 @@ class LiveLayouts:
             does_fit = self._fitting[key] = fits(spec, layout)
         return found if does_fit else None
 
+    def layout_of(self, item: object, path: Path) -> TensorLeaf | None:
+        """Return a description that is right except for the addresses; None: not a tensor that can be overwritten."""
+        found = self._layouts.get(id(item))
+        return self.describe(item, path) if found is None else found.layout
+
     def describe(self, item: object, path: Path) -> TensorLeaf | None:
         """Describe a tensor that can be overwritten; None: anything else."""
         try:

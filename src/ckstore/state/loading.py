@@ -38,6 +38,7 @@ from ckstore.format.tree import (
     place_of,
     tensors_of,
 )
+from ckstore.state.live_layouts import LiveLayouts
 from ckstore.state.matching import KeyDifference, Make, Matching, Step, Target, listed
 from ckstore.state.standard_types import COUNT, unpack_numbers
 from ckstore.state.tensors import KnownObject, LeafAdapter
@@ -167,17 +168,23 @@ def _load(matching: Matching, target: Any, values: Any, path: Path, known: Known
     )
 
 
-def _dtypes(matching: Matching, part: object, path: Path) -> Iterator[tuple[Path, str]]:
-    if isinstance(part, Mapping):
-        for key, value in part.items():
-            yield from _dtypes(matching, value, (*path, key))
-    elif isinstance(part, list | tuple):
-        for index, value in enumerate(part):
-            yield from _dtypes(matching, value, (*path, index))
-    else:
-        leaf = matching.layouts.describe(part, path)
+def _dtypes(matching: Matching, values: object, path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the dtypes of all tensors."""
+    # Not those of the matching: an object may give the same tensor another dtype.
+    layouts = LiveLayouts((), matching.adapters)
+    layouts.describe_together(values)
+    for place, item in _items_below(values, path):
+        leaf = layouts.layout_of(item, place)
         if leaf is not None:
-            yield path, leaf.dtype
+            yield place, leaf.dtype
+
+
+def _items_below(part: object, path: Path) -> Iterator[tuple[Path, object]]:
+    if isinstance(part, Mapping | list | tuple):
+        for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
+            yield from _items_below(value, (*path, key))
+    else:
+        yield path, part
 
 
 def _module(
