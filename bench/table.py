@@ -139,7 +139,7 @@ def _many_tensors(records: Records) -> list[str]:
     times = [found.get(f"10,000 x 1 KiB, {what}: ckstore") for what in ("save", "load")]
     if None in times:
         return []
-    return [f"10,000 tensors of 1 KiB: {times[0]:.0f} / {times[1]:.0f} processor us a tensor."]
+    return [f"10,000 tensors of 1 KiB, save / load: {times[0]:.0f} / {times[1]:.0f} processor us a tensor."]
 
 
 def _other_tool(ratio: str) -> str:

@@ -177,7 +177,7 @@ def test_readme_table_shows_processor_time_and_floors():
     assert "| **ckstore**, compression none | 2.50 |  |  |  | 0.50 / 0.40 |" in text
     assert "| DCP | 1.00 |  |  |  | 0.75 /  |" in text
     assert "the least possible: copy and hash 0.21 / 0.31, with the coder of `fast` 0.91 / 0.42." in text
-    assert "10,000 tensors of 1 KiB: 28 / 25 processor us a tensor." in text
+    assert "10,000 tensors of 1 KiB, save / load: 28 / 25 processor us a tensor." in text
     del records["cpu_restore"], records["cpu_many_tensors"]
     assert "least possible" not in table.make_table(records)
     assert "processor us" not in table.make_table(records)
