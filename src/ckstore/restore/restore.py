@@ -234,7 +234,7 @@ class _DestinationFiller:
         self._on_progress = on_progress
         self._nbytes = np.fromiter((spec.nbytes for spec in manifest.storages), np.int64, len(manifest.storages))
         self._missing = self._nbytes.copy()
-        self._total = int(self._nbytes[placement.storages].sum())
+        self._total = sum(self._nbytes[placement.storages].tolist())
         self._done = 0
 
     def keep_until_read(self, storage: int) -> None:
