@@ -11,6 +11,7 @@ import tracemalloc
 from contextlib import contextmanager, suppress
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,15 +19,31 @@ from ckstore.config import Limits
 from ckstore.errors import CorruptError, UnsupportedError
 from ckstore.format.frame import decode_frame_header, encode_frame_header
 from ckstore.format.header import decode_header, header_nbytes_needed
-from ckstore.format.location import decode_location
+from ckstore.format.location import decode_location, decode_pack_table
 from ckstore.format.logical import decode_logical
 from ckstore.format.manifest import decode_manifest, encode_manifest
 from ckstore.format.pack import PackTail, decode_directory, decode_superheader, decode_tail, scan_frames
-from ckstore.format.records import HeaderRecord, TagRecord, TensorRow, decode_inner, decode_record, encode_record
+from ckstore.format.records import (
+    HeaderRecord,
+    TagRecord,
+    TensorRow,
+    decode_inner,
+    decode_record,
+    encode_inner,
+    encode_record,
+)
 from ckstore.format.tree import decode_tree
 from ckstore.format.wire import sealed
 from ckstore.hashing import digest_of
-from support.format_samples import PACK_ID, STORE_ID, sample_frames, sample_manifest, sample_pack, sample_records
+from support.forged_manifests import forged, plain_sections
+from support.format_samples import (
+    PACK_ID,
+    STORE_ID,
+    sample_frames,
+    sample_manifest,
+    sample_pack,
+    sample_records,
+)
 
 REFUSALS = (CorruptError, UnsupportedError)
 MIB = 1 << 20
@@ -140,13 +157,42 @@ def test_counts_of_a_logical_section_allocate_nothing(count, field):
 
 
 @pytest.mark.parametrize("count", LARGE)
-@pytest.mark.parametrize(("version", "field"), [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 3)])
+@pytest.mark.parametrize(
+    ("version", "field"), [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 3), (4, 0), (4, 3)]
+)
 def test_counts_of_a_location_section_allocate_nothing(count, version, field):
     counts = [1, 0, 0, 0][: min(version, 2) + 2]
     counts[field] = count
     section = memoryview(struct.pack(f"<{len(counts)}Q", *counts) + b"\x90" * 100)
     with within(MIB, 2), pytest.raises(CorruptError):
         decode_location(section, version=version, limits=LIMITS)
+
+
+@pytest.mark.parametrize("decode", [decode_manifest, decode_pack_table])
+@pytest.mark.parametrize("nbytes", [64 * MIB, *LARGE[1:]])
+def test_plain_lengths_of_a_manifest_allocate_nothing(nbytes, decode):
+    _, location = plain_sections()
+    bomb = zstandard.compress(bytes(64 * MIB), 1)
+    in_logical = forged(stored={"logical": bomb}, preamble={"logical_plain_nbytes": nbytes})
+    # The length of the decisions is at 24; frames and decisions follow the packs.
+    packs_nbytes = 32 + len(encode_inner(["cold", "local"])) + 2 * 64
+    lengths = location[:24] + nbytes.to_bytes(8, "little")
+    in_location = forged(stored={"location": lengths + location[32:packs_nbytes] + bomb})
+    for encoded in (in_logical, in_location):
+        with within(MIB, 2), pytest.raises(CorruptError, match="exceeds the limit"):
+            decode(encoded, limits=Limits(manifest_nbytes_max=16 * MIB))
+
+
+@pytest.mark.parametrize("content_nbytes", [64 * MIB, 1 << 40])
+def test_frame_of_a_section_allocates_no_more_than_the_section_has(content_nbytes):
+    logical, _ = plain_sections()
+    frame = zstandard.compress(bytes(64 * MIB), 1)
+    # Descriptor with a content size of eight bytes, then the claim.
+    claims = b"\x28\xb5\x2f\xfd\xe0" + content_nbytes.to_bytes(8, "little")
+    for bomb in (frame[:500], claims + b"\x03\0\0a"):
+        encoded = forged(stored={"logical": bomb}, preamble={"logical_plain_nbytes": len(logical)})
+        with within(MIB, 2), pytest.raises(CorruptError):
+            decode_manifest(encoded)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ DOORS = {
     "blake3": {"hashing.py"},
     "xxhash": {"format/wire.py"},
     "msgspec": {"format/records.py"},
-    "zstandard": {"codec/byte_codecs.py"},
+    "zstandard": {"format/zstd.py"},
     "lz4": {"codec/byte_codecs.py"},
     "liburing": {"io/uring_engine.py"},
     "obstore": {"io/remote/client.py"},
@@ -76,6 +76,7 @@ TORCH_MODULES = {
 LAZY = {
     "api.py": "opening and listing a store loads neither numpy nor torch",
     "cli/": "a command loads only what it needs",
+    "format/location.py": "listing a store reads the names of tiers, which are never compressed",
     "ops/commit.py": "an exact commit loads neither quantization nor collection",
     "ops/interop/child.py": "only files of torch load torch",
     "ops/scheduled.py": "a store that is opened without demotion does not load it",

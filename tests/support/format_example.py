@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "v3" / "format" / "sample.ckm"
+GOLDEN = Path(__file__).parents[1] / "golden" / "v4" / "format" / "sample.ckm"
 PREAMBLE = (
     (8, "magic"),
     (2, "format version"),
@@ -21,7 +21,8 @@ PREAMBLE = (
     (8, "length of the location section"),
     (8, "length of the file"),
     (8, "xxh3-64 of the header"),
-    (32, "zero"),
+    (8, "plain length of the logical section"),
+    (24, "zero"),
     (8, "seal"),
 )
 """Length and name of each field."""
@@ -34,7 +35,7 @@ def lines(content: bytes) -> Iterator[str]:
     offset = 0
     for nbytes, name in PREAMBLE:
         field = content[offset : offset + nbytes]
-        is_number = name.startswith(("length", "format"))
+        is_number = name.startswith(("length", "plain length", "format"))
         meaning = f"{name}: {int.from_bytes(field, 'little')}" if is_number else name
         for row in range(0, nbytes, _ROW_NBYTES):
             text = field[row : row + _ROW_NBYTES].hex(" ")

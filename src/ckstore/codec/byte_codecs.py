@@ -1,11 +1,11 @@
 """What every codec provides, the general-purpose codecs (zstd, lz4, constant), and the memory that a thread reuses.
 
-- zstd: one frame with its content size, without dictionary and checksum. Compressors are reused, because creating one
-  costs more than coding a small chunk.
+- zstd: one frame, see ``format/zstd.py``. Compressors are reused, because creating one costs more than coding a small
+  chunk.
 - lz4: one block without a size field.
 - constant: a chunk that repeats one element, for example zeros.
 
-This is the only module that imports ``zstandard`` and ``lz4``.
+This is the only module that imports ``lz4``.
 
 Invariants of every codec:
 - Encoding never changes the plain bytes. It returns None where coding saves nothing. The result may alias the plain
@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import lz4.block
 import numpy as np
-import zstandard
 
 from ckstore.codec import kernels
 from ckstore.codec.kernels import SAMPLE_NBYTES
 from ckstore.config import MIB, Compression
 from ckstore.errors import MalformedError, UnsupportedError
+from ckstore.format.zstd import ZstdContexts
 
 CodecStep = tuple[int, bytes]
 """Codec id and config, as a frame's header stores them."""
@@ -120,70 +120,6 @@ def require_elements(nbytes: int, width: int) -> int:
     if width not in WIDTHS or nbytes == 0 or nbytes % width:
         raise MalformedError(f"{nbytes} bytes are not whole elements of width {width}")
     return nbytes // width
-
-
-Setting = Literal["entropy", "matches", "generic"]
-
-# Byte planes of weights have a skewed distribution but no repetitions. With a hash table this small zstd finds almost
-# no matches and works as a Huffman coder of literals.
-_ENTROPY = zstandard.ZstdCompressionParameters(
-    strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, min_match=7, write_content_size=True
-)
-# A Huffman code needs at least one bit per byte. Planes below that need matches, but only long ones.
-_MATCHES = zstandard.ZstdCompressionParameters(
-    strategy=zstandard.STRATEGY_LAZY2,
-    window_log=20,
-    hash_log=16,
-    chain_log=16,
-    search_log=4,
-    min_match=5,
-    target_length=32,
-    write_content_size=True,
-)
-_GENERIC = zstandard.ZstdCompressionParameters.from_level(6, write_content_size=True)
-_PARAMETERS: dict[Setting, zstandard.ZstdCompressionParameters] = {
-    "entropy": _ENTROPY,
-    "matches": _MATCHES,
-    "generic": _GENERIC,
-}
-
-
-class ZstdContexts:
-    """Compressors and a decompressor of one thread.
-
-    Args:
-        window_nbytes_max: Frames that need a larger window to be decoded are refused.
-    """
-
-    def __init__(self, *, window_nbytes_max: int) -> None:
-        self._compressors: dict[Setting, zstandard.ZstdCompressor] = {}
-        # zstd refuses bounds below 1 KiB.
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=max(window_nbytes_max, 1 << 10))
-
-    def compress(self, plain: memoryview, setting: Setting) -> bytes:
-        """Return one frame that holds ``plain``. Releases the GIL."""
-        compressor = self._compressors.get(setting)
-        if compressor is None:
-            compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS[setting])
-            self._compressors[setting] = compressor
-        return compressor.compress(plain)
-
-    def decompress(self, payload: memoryview, nbytes: int) -> bytes:
-        """Return the content of the one frame that ``payload`` is. Releases the GIL.
-
-        Raises:
-            MalformedError: ``payload`` is not exactly one frame, or its content is not ``nbytes`` long.
-        """
-        try:
-            # zstd allocates what the frame claims to hold, so the claim is checked first.
-            if zstandard.frame_content_size(payload) != nbytes:
-                raise MalformedError(f"a zstd frame does not claim to hold {nbytes} bytes")
-            content = self._decompressor.decompress(payload, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise MalformedError(f"a zstd frame cannot be decoded: {error}") from None
-        if len(content) != nbytes:
-            raise MalformedError(f"a zstd frame holds {len(content)} bytes instead of {nbytes}")
-        return content
 
 
 class ZstdCodec:

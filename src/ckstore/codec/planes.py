@@ -18,9 +18,10 @@ from typing import Protocol
 import numpy as np
 
 from ckstore.codec import kernels
-from ckstore.codec.byte_codecs import Encoded, EncodeParams, Scratch, Setting, require_elements
+from ckstore.codec.byte_codecs import Encoded, EncodeParams, Scratch, require_elements
 from ckstore.codec.kernels.bytes_reference import RUN_COUNT, SAMPLE_NBYTES, run_of
 from ckstore.errors import MalformedError, UnsupportedError
+from ckstore.format.zstd import Setting
 
 NOISE_BITS = 7.8
 """Estimated bits per byte above which a plane counts as noise and is stored raw."""

@@ -10,6 +10,7 @@ Start reading here, from the outside in:
 
 - ``logical``: what the checkpoint id covers, with the losses: ``tree`` (nested state), ``tensors``.
 - ``location``: packs and frames, and how the commit chose bases.
+- ``zstd``: compressed sections of manifests, and the frames of a codec.
 - ``records``: file records (JSON) and inner records (MessagePack), format version. ``wire``: fields, lengths, seals.
 
 Not here: opening files (``io``, ``store``), encoding of chunk payloads (``codec``), and live tensors (``state``).

@@ -1,14 +1,15 @@
 """The head of a manifest: preamble and header. A listing reads these alone, without numpy or torch.
 
 The preamble has 128 bytes. It contains the length of every section and the checksum of the header, which follows it
-directly. The header repeats facts of the sections or is computed from them; ``decode_manifest`` compares both.
+directly. The header repeats facts of the sections or is computed from them; ``decode_manifest`` compares both. Preamble
+and header are never compressed.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckstore.config import STEP_MAX, is_name
@@ -28,12 +29,19 @@ TRAILER_NBYTES = 72
 HEAD_NBYTES_MAX = 64 * 1024
 """Upper bound of the length of preamble and header."""
 
-_PREAMBLE = struct.Struct("<8sHHIQQ16sQQQQQ")
+COMPRESSED_VERSION = 4
+"""The first format version in which sections may be compressed."""
+
+_PREAMBLE = struct.Struct("<8sHHIQQ16sQQQQQQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """The first 128 bytes of a manifest, with the length of every section."""
+    """The first 128 bytes of a manifest, with the stored length of every section.
+
+    Attributes:
+        logical_plain_nbytes: Length of the logical section before it was compressed; never less than the stored one.
+    """
 
     version: int
     mandatory_flags: int
@@ -44,6 +52,7 @@ class Preamble:
     location_nbytes: int
     file_nbytes: int
     header_xxh3: int
+    logical_plain_nbytes: int
 
     @property
     def head_nbytes(self) -> int:
@@ -111,6 +120,7 @@ def encode_preamble(preamble: Preamble) -> bytes:
         preamble.location_nbytes,
         preamble.file_nbytes,
         preamble.header_xxh3,
+        preamble.logical_plain_nbytes,
     )
     return sealed(body, PREAMBLE_NBYTES)
 
@@ -134,8 +144,17 @@ def decode_preamble(head: Buffer, *, where: object = None) -> Preamble:
     check_readable(version, mandatory, where=where)
     check_zero(view[_PREAMBLE.size : -SEAL_NBYTES], "a manifest's preamble", where)
     preamble = Preamble(version, mandatory, optional, *facts)
+    if version < COMPRESSED_VERSION:
+        reserved_too |= preamble.logical_plain_nbytes
+        preamble = replace(preamble, logical_plain_nbytes=preamble.logical_nbytes)
     sections = preamble.head_nbytes + preamble.logical_nbytes + preamble.location_nbytes + TRAILER_NBYTES
-    if reserved or reserved_too or preamble.head_nbytes > HEAD_NBYTES_MAX or preamble.file_nbytes != sections:
+    if (
+        reserved
+        or reserved_too
+        or preamble.head_nbytes > HEAD_NBYTES_MAX
+        or preamble.file_nbytes != sections
+        or preamble.logical_plain_nbytes < preamble.logical_nbytes
+    ):
         raise MalformedError("lengths in a manifest's preamble contradict each other or the limits", where=where)
     return preamble
 

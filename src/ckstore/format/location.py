@@ -4,6 +4,9 @@ A location names a tier, never a path or a URL. A frame's base precedes it in th
 
 ``decode_pack_table`` reads only the tables of packs and frames. A collection uses it on thousands of manifests.
 
+The packs are stored plain: a listing reads their tiers, and a collection searches damaged manifests for their ids.
+Frames and decisions may be compressed.
+
 Decisions are part of the section: the base of the checkpoint, and the estimates for each storage. They describe how
 bytes are stored, so a repack may change them, and the checkpoint id does not cover them. A restore does not need them.
 
@@ -22,7 +25,14 @@ from typing import TYPE_CHECKING
 from ckstore.config import Limits, is_name
 from ckstore.errors import ChecksumError, MalformedError
 from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES
-from ckstore.format.header import TRAILER_NBYTES, ManifestHeader, decode_header_section, decode_preamble
+from ckstore.format.header import (
+    COMPRESSED_VERSION,
+    TRAILER_NBYTES,
+    ManifestHeader,
+    Preamble,
+    decode_header_section,
+    decode_preamble,
+)
 from ckstore.format.pack import DIRECTORY_ENTRY_NBYTES, PACK_ALIGN, SUPERHEADER_NBYTES, TAIL_NBYTES
 from ckstore.format.paths import SEQ_MAX, ManifestName
 from ckstore.format.records import FORMAT_VERSION, DecisionsRecord, decode_stored, encode_inner
@@ -35,7 +45,8 @@ if TYPE_CHECKING:
 
 TIER_COUNT_MAX = 256
 
-_HEADS = {1: struct.Struct("<QQQ"), 2: struct.Struct("<QQQQ"), 3: struct.Struct("<QQQQ")}
+_HEAD = struct.Struct("<QQQQ")
+_HEADS = {1: struct.Struct("<QQQ"), 2: _HEAD, 3: _HEAD, 4: _HEAD}
 _PACK = struct.Struct("<16s32sQHHI")
 _FRAME = struct.Struct("<32sQIIII")
 PACK_ROW_NBYTES, FRAME_ROW_NBYTES = _PACK.size, _FRAME.size
@@ -79,7 +90,7 @@ class FrameRef:
 
 
 def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], decisions: Decisions | None = None) -> bytes:
-    """Return the section in the current format version."""
+    """Return the plain section in the current format version."""
     tiers = sorted({pack.tier for pack in packs})
     tier_table = encode_inner(tiers)
     decisions_table = encode_decisions(decisions)
@@ -107,10 +118,50 @@ def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], decisi
     )
 
 
+def stored_location(section: bytes) -> bytes:
+    """Return a plain section as it is stored: frames and decisions are compressed if that makes them shorter."""
+    from ckstore.format.zstd import stored_section
+
+    head = _HEADS[FORMAT_VERSION]
+    tiers_nbytes, pack_count, *_ = head.unpack_from(section)
+    packs_end = head.size + tiers_nbytes + _PACK.size * pack_count
+    view = memoryview(section)
+    return b"".join((view[:packs_end], stored_section(view[packs_end:])))
+
+
+def plain_location(content: memoryview, preamble: Preamble, limits: Limits, where: object) -> memoryview:
+    """Return the plain location section of a whole manifest. Nothing is decompressed before the limits are checked.
+
+    Raises:
+        MalformedError: The plain manifest would exceed the limits, or frames and decisions are longer than their plain
+            bytes, or shorter and not one zstd frame of this length.
+    """
+    from ckstore.format.zstd import plain_section
+
+    section = content[preamble.head_nbytes + preamble.logical_nbytes : -TRAILER_NBYTES]
+    if preamble.version < COMPRESSED_VERSION:
+        return section
+    reader = Reader(section, "a manifest's location section", where)
+    head = _HEADS[preamble.version]
+    tiers_nbytes, pack_count, frame_count, decisions_nbytes = head.unpack(reader.take(head.size))
+    reader.take(tiers_nbytes)
+    reader.take(_PACK.size * pack_count)
+    rest = reader.take(reader.remaining)
+    rest_nbytes = _FRAME.size * frame_count + decisions_nbytes
+    saved_nbytes = rest_nbytes - len(rest) + preamble.logical_plain_nbytes - preamble.logical_nbytes
+    if preamble.file_nbytes + saved_nbytes > limits.manifest_nbytes_max:
+        raise MalformedError(
+            f"a manifest of {preamble.file_nbytes + saved_nbytes} plain bytes exceeds the limit of this store",
+            where=where,
+        )
+    plain = plain_section(rest, rest_nbytes, where=where)
+    return section if plain is rest else memoryview(b"".join((section[: -len(rest)], plain)))
+
+
 def decode_location(
     section: memoryview, *, version: int, limits: Limits, where: object = None
 ) -> tuple[tuple[PackRef, ...], tuple[FrameRef, ...], Decisions | None]:
-    """Decode the section of a manifest of this format version.
+    """Decode the plain section of a manifest of this format version.
 
     Raises:
         MalformedError: Lengths or indexes contradict each other, or frames overlap, repeat or have impossible offsets.
@@ -133,7 +184,7 @@ def decode_location(
 def split_location(
     section: memoryview, *, version: int, where: object = None
 ) -> tuple[list[str], memoryview, memoryview, memoryview]:
-    """Return the tiers, and the encoded pack rows, frame rows and decisions.
+    """Return the tiers of a plain section, and its encoded pack rows, frame rows and decisions.
 
     Raises:
         MalformedError: Lengths contradict each other.
@@ -303,7 +354,7 @@ def decode_pack_table(
     if digest_of(view[:-DIGEST_NBYTES]) != digest:
         raise ChecksumError("the digest of a manifest differs", where=where)
     header = decode_header_section(view, preamble, expect=expect, where=where)
-    section = view[preamble.head_nbytes + preamble.logical_nbytes : -TRAILER_NBYTES]
+    section = plain_location(view, preamble, limits, where)
     tiers, pack_rows, frame_rows, _ = split_location(section, version=preamble.version, where=where)
     return PackTable(header, tiers, bytes(pack_rows), frame_rows, digest)
 

@@ -2,7 +2,7 @@
 
 A manifest is ``preamble | header | logical section | location section | trailer``. The header has its own checksum, for
 listings. The trailer contains the BLAKE3 of everything before it. ``encode_manifest`` refuses what ``decode_manifest``
-refuses, and is deterministic.
+refuses. It is deterministic, but another version of zstd may compress the sections to other bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from ckstore.format.header import (
     encode_header,
     encode_preamble,
 )
-from ckstore.format.location import Decisions, FrameRef, PackRef, check_location, decode_location, encode_location
+from ckstore.format.location import (
+    Decisions,
+    FrameRef,
+    PackRef,
+    check_location,
+    decode_location,
+    encode_location,
+    plain_location,
+    stored_location,
+)
 from ckstore.format.logical import (
     EXACT_FIDELITY,
     Logical,
@@ -42,6 +51,7 @@ from ckstore.format.records import FORMAT_VERSION, LogicalRecord, encode_inner
 from ckstore.format.tensors import ChunkSpec, StorageSpec, Table, TensorSpec
 from ckstore.format.tree import Node, TensorNode, format_path, leaves_of
 from ckstore.format.wire import xxh3_64
+from ckstore.format.zstd import plain_section, stored_section
 from ckstore.hashing import DIGEST_NBYTES, digest_of
 
 if TYPE_CHECKING:
@@ -244,14 +254,15 @@ def encode_manifest(manifest: Manifest, *, limits: Limits = _DEFAULT_LIMITS) -> 
     header = encode_header(manifest.header)
     logical = encode_logical(logical_record(manifest.header), manifest.logical)
     location = encode_location(manifest.packs, manifest.frames, manifest.decisions)
-    lengths = (len(header), len(logical), len(location))
-    file_nbytes = PREAMBLE_NBYTES + sum(lengths) + TRAILER_NBYTES
-    preamble = Preamble(FORMAT_VERSION, 0, 0, manifest.store_id, *lengths, file_nbytes, xxh3_64(header))
+    _check_size(PREAMBLE_NBYTES + len(header) + len(logical) + len(location) + TRAILER_NBYTES, limits, None)
     check_logical(manifest.logical, limits, None)
     check_location(manifest.packs, manifest.frames, limits, None)
     _check_header(manifest, logical, None)
-    _check_size(file_nbytes, limits, None)
-    body = b"".join((encode_preamble(preamble), header, logical, location))
+    stored = stored_section(memoryview(logical)), stored_location(location)
+    lengths = (len(header), len(stored[0]), len(stored[1]))
+    file_nbytes = PREAMBLE_NBYTES + sum(lengths) + TRAILER_NBYTES
+    preamble = Preamble(FORMAT_VERSION, 0, 0, manifest.store_id, *lengths, file_nbytes, xxh3_64(header), len(logical))
+    body = b"".join((encode_preamble(preamble), header, *stored))
     body += _TRAILER.pack(TRAILER_MAGIC, *lengths, file_nbytes, bytes(DIGEST_NBYTES))[:-DIGEST_NBYTES]
     return body + digest_of(body)
 
@@ -294,13 +305,12 @@ def _decode(
     _check_size(len(view), limits, where)
     _check_trailer(view, preamble, where)
     header = decode_header_section(view, preamble, expect=expect, where=where)
-    logical_end = preamble.head_nbytes + preamble.logical_nbytes
-    section = view[preamble.head_nbytes : logical_end]
+    location = plain_location(view, preamble, limits, where)
+    stored = view[preamble.head_nbytes : preamble.head_nbytes + preamble.logical_nbytes]
+    section = plain_section(stored, preamble.logical_plain_nbytes, where=where)
     written = None if known is None else known.logical
     record, logical = decode_logical(section, limits=limits, version=preamble.version, known=written, where=where)
-    packs, frames, decisions = decode_location(
-        view[logical_end:-TRAILER_NBYTES], version=preamble.version, limits=limits, where=where
-    )
+    packs, frames, decisions = decode_location(location, version=preamble.version, limits=limits, where=where)
     parts = logical.tree, logical.tensors, logical.storages, logical.chunks
     manifest = Manifest(header, *parts, packs, frames, decisions, logical.losses)
     if record != logical_record(header):

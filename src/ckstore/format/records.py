@@ -20,17 +20,17 @@ from ckstore.config import is_name
 from ckstore.errors import ChecksumError, MalformedError, UnsupportedError, UsageError
 from ckstore.format.wire import BLOCK_NBYTES, xxh3_64
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """The version that is written. Version 2 added bases: delta and rounded frames, and decisions in manifests. Version 3
-added lossy frames, and losses in manifests."""
+added lossy frames, and losses in manifests. Version 4 added compressed sections of manifests."""
 
-READABLE_VERSIONS = (1, 2, 3)
+READABLE_VERSIONS = (1, 2, 3, 4)
 
 MANDATORY_FEATURES: dict[str, int] = {}
-"""Names in ``store.json``, and bits in packs and manifests. Version 3 defines no features."""
+"""Names in ``store.json``, and bits in packs and manifests. Version 4 defines no features."""
 
 OPTIONAL_FEATURES: dict[str, int] = {}
-"""Features that a reader may ignore. Version 3 defines no features."""
+"""Features that a reader may ignore. Version 4 defines no features."""
 
 _TODO = "upgrade ckstore; do not change the store with this version"
 _KNOWN_BITS = sum(MANDATORY_FEATURES.values())

@@ -6,6 +6,7 @@ byte changed, and every length.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import tracemalloc
 from collections.abc import Callable
@@ -265,6 +266,18 @@ def test_zstd_frame_with_large_claim_takes_no_memory(claim: int, scratch: chain.
                 memoryview(payload), (step,), width=1, destination=memoryview(bytearray(2048)), scratch=scratch
             )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 * 1024
+
+
+@pytest.mark.parametrize(("window_log", "is_refused"), [(10, False), (20, False), (24, True), (31, True)])
+def test_zstd_frame_with_a_wide_window_is_refused(window_log: int, is_refused: bool, scratch: chain.Scratch) -> None:
+    """By hand (RFC 8878): a window, a content size of four bytes, and a block that repeats one byte."""
+    block = (2048 << 3 | 1 << 1 | 1 if window_log > 10 else 1024 << 3 | 1 << 1 | 1).to_bytes(3, "little")
+    claim = 2048 if window_log > 10 else 1024
+    payload = b"\x28\xb5\x2f\xfd\x80" + bytes([(window_log - 10) << 3]) + claim.to_bytes(4, "little") + block + b"a"
+    destination = bytearray(claim)
+    with pytest.raises(MalformedError, match="window") if is_refused else contextlib.nullcontext():
+        chain.decode(memoryview(payload), ((3, b""),), width=1, destination=memoryview(destination), scratch=scratch)
+    assert destination == (bytes(claim) if is_refused else b"a" * claim)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,22 @@ def test_bytes_written_are_the_bytes_of_new_packs(disk_store, folder):
         assert receipt.bytes_written == after - before
 
 
+def test_manifest_of_many_small_tensors_is_small(disk_store, folder):
+    count, source = 2000, np.random.default_rng(1)
+    state = {
+        f"layers.{number // 8}.experts.{number % 8}.weight": source.standard_normal(256).astype(np.float32)
+        for number in range(count)
+    }
+    for step in range(3):
+        for tensor in state.values():
+            tensor += np.float32(0.001)
+        disk_store.commit({"model": state}, step)
+    sizes = [path.stat().st_size for path in folder.glob("manifests/*/*.ckm")]
+    assert len(sizes) == 3
+    assert max(sizes) <= 25 * count
+    assert difference(disk_store.restore(2), {"model": state}) is None
+
+
 # Stored once
 
 

@@ -11,22 +11,16 @@ import pytest
 from ckstore.errors import ChecksumError, CorruptError, MalformedError, UnsupportedError
 from ckstore.format.header import (
     PREAMBLE_NBYTES,
-    TRAILER_NBYTES,
-    Preamble,
     decode_header,
     decode_preamble,
-    encode_preamble,
     header_nbytes_needed,
 )
-from ckstore.format.location import encode_location
-from ckstore.format.logical import encode_logical
-from ckstore.format.manifest import TRAILER_MAGIC, Manifest, decode_manifest, encode_manifest, republished
+from ckstore.format.manifest import Manifest, decode_manifest, encode_manifest, republished
 from ckstore.format.paths import ManifestName
-from ckstore.format.records import FORMAT_VERSION, HeaderRecord, LogicalRecord, encode_inner
 from ckstore.format.tensors import Piece
 from ckstore.format.tree import ListNode
-from ckstore.format.wire import sealed, xxh3_64
-from ckstore.hashing import digest_of
+from ckstore.format.wire import sealed
+from support.forged_manifests import forged
 from support.format_samples import STORE_ID, sample_manifest
 
 SAMPLE = sample_manifest()
@@ -38,33 +32,6 @@ HEAD_NBYTES = header_nbytes_needed(ENCODED)
 def same(left: Manifest, right: Manifest) -> bool:
     """Compare two manifests although a metric may be NaN."""
     return encode_manifest(left) == encode_manifest(right)
-
-
-def forged(
-    manifest: Manifest = SAMPLE,
-    *,
-    logical: bytes | None = None,
-    location: bytes | None = None,
-    record: dict | None = None,
-    header: dict | None = None,
-    preamble: dict | None = None,
-    trailer: dict | None = None,
-) -> bytes:
-    """Return a manifest with correct checksums and digests around any content."""
-    facts = {name: getattr(manifest.header, name) for name in HeaderRecord.__struct_fields__}
-    scalars = {name: facts[name] for name in LogicalRecord.__struct_fields__}
-    if logical is None:
-        logical = encode_logical(encode_inner(scalars | (record or {})), manifest.logical)
-    if location is None:
-        location = encode_location(manifest.packs, manifest.frames, manifest.decisions)
-    head = encode_inner(facts | {"checkpoint_id": digest_of(logical)} | (header or {}))
-    lengths = {"header_nbytes": len(head), "logical_nbytes": len(logical), "location_nbytes": len(location)}
-    lengths["file_nbytes"] = PREAMBLE_NBYTES + sum(lengths.values()) + TRAILER_NBYTES
-    first = {"version": FORMAT_VERSION, "store_id": STORE_ID, "header_xxh3": xxh3_64(head)}
-    first |= {"mandatory_flags": 0, "optional_flags": 0}
-    body = encode_preamble(Preamble(**(first | lengths | (preamble or {})))) + head + logical + location
-    body += TRAILER_MAGIC + b"".join(value.to_bytes(8, "little") for value in (lengths | (trailer or {})).values())
-    return body + digest_of(body)
 
 
 def test_forged_manifest_equals_the_encoded_one():

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from ckstore.config import Limits
 from ckstore.errors import CkstoreError, CorruptError, MalformedError, UnsupportedError, UsageError
-from ckstore.format.header import PREAMBLE_NBYTES, TRAILER_NBYTES, Preamble, decode_header, encode_preamble
+from ckstore.format.header import PREAMBLE_NBYTES, TRAILER_NBYTES, decode_header
 from ckstore.format.location import encode_location
 from ckstore.format.logical import encode_logical, encode_losses
 from ckstore.format.manifest import (
-    TRAILER_MAGIC,
     FrameRef,
     Manifest,
     PackRef,
@@ -22,45 +21,19 @@ from ckstore.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from ckstore.format.records import FORMAT_VERSION, HeaderRecord, LogicalRecord, decode_stored, encode_inner
+from ckstore.format.records import LogicalRecord, decode_stored, encode_inner
 from ckstore.format.tensors import ChunkSpec, Piece, StorageSpec, TensorSpec
 from ckstore.format.tree import DictNode, ListNode, TensorNode, ValueNode
-from ckstore.format.wire import sealed, xxh3_64
+from ckstore.format.wire import sealed
 from ckstore.hashing import NO_BASE, digest_of
-from support.format_samples import OTHER_PACK_ID, PACK_ID, STORE_ID, sample_chunk_id, sample_manifest
+from support.forged_manifests import forged, plain_sections
+from support.format_samples import OTHER_PACK_ID, PACK_ID, sample_chunk_id, sample_manifest
 
 SAMPLE = sample_manifest()
 LOSSES = encode_losses(SAMPLE.losses)
 
 
 ENCODED = encode_manifest(SAMPLE)
-
-
-def forged(
-    manifest: Manifest = SAMPLE,
-    *,
-    logical: bytes | None = None,
-    location: bytes | None = None,
-    record: dict | None = None,
-    header: dict | None = None,
-    preamble: dict | None = None,
-    trailer: dict | None = None,
-) -> bytes:
-    """Return a manifest with correct checksums and digests around any content."""
-    facts = {name: getattr(manifest.header, name) for name in HeaderRecord.__struct_fields__}
-    scalars = {name: facts[name] for name in LogicalRecord.__struct_fields__}
-    if logical is None:
-        logical = encode_logical(encode_inner(scalars | (record or {})), manifest.logical)
-    if location is None:
-        location = encode_location(manifest.packs, manifest.frames, manifest.decisions)
-    head = encode_inner(facts | {"checkpoint_id": digest_of(logical)} | (header or {}))
-    lengths = {"header_nbytes": len(head), "logical_nbytes": len(logical), "location_nbytes": len(location)}
-    lengths["file_nbytes"] = PREAMBLE_NBYTES + sum(lengths.values()) + TRAILER_NBYTES
-    first = {"version": FORMAT_VERSION, "store_id": STORE_ID, "header_xxh3": xxh3_64(head)}
-    first |= {"mandatory_flags": 0, "optional_flags": 0}
-    body = encode_preamble(Preamble(**(first | lengths | (preamble or {})))) + head + logical + location
-    body += TRAILER_MAGIC + b"".join(value.to_bytes(8, "little") for value in (lengths | (trailer or {})).values())
-    return body + digest_of(body)
 
 
 TENSOR = SAMPLE.tensors[0]
@@ -318,10 +291,7 @@ def test_record_not_in_shortest_form_is_refused():
 @given(st.data())
 def test_any_changed_section_raises_only_our_errors(data):
     """Even with correct digests, the result is a refusal or a consistent manifest."""
-    logical = encode_logical(
-        encode_inner({name: getattr(SAMPLE.header, name) for name in LogicalRecord.__struct_fields__}), SAMPLE.logical
-    )
-    location = encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.decisions)
+    logical, location = plain_sections()
     sections = {"logical": bytearray(logical), "location": bytearray(location)}
     for _ in range(data.draw(st.integers(1, 4))):
         section = sections[data.draw(st.sampled_from(("logical", "location")))]
