@@ -95,7 +95,7 @@ def lossy_state(step: int) -> dict[str, object]:
 def lossy_policies() -> list[ckstore.Residual]:
     """Return a lossy policy for each form of frame, independent of the current named policies.
 
-    The store of version 3 has a sixth checkpoint, of codebooks, which ckstore no longer writes, also not in version 4.
+    The store of version 3 has a sixth checkpoint, of codebooks, which ckstore no longer writes.
     """
     grid = TensorSettings(WeightSettings(), FirstMomentSettings(), SecondMomentSettings("log"))
     ternary = TensorSettings(WeightSettings(step=2.0), FirstMomentSettings("ternary"), SecondMomentSettings("rank1"))

@@ -10,6 +10,7 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, MissingChunkError, UnreachableError, UsageError
+from ckstore.format import manifest, zstd
 from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
 from support.push_states import free_local_packs
@@ -316,6 +317,31 @@ def test_folder_can_be_a_tier(folder, tmp_path):
     assert LocalBackend(tmp_path / "attic").list_names("tmp") == []
     with ckstore.open(tmp_path / "attic") as there:
         assert_restores(there, 1, 2)
+
+
+def test_push_continues_with_another_zstd_library(folder, tmp_path, monkeypatch):
+    """The manifest in the tier has other bytes than this process would write, and the same content."""
+
+    def is_interrupted(manifests, entry):
+        raise KeyboardInterrupt
+
+    tier = tmp_path / "tier"
+    with filled(folder, 1) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(repository_of(store).manifests), "publish", is_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.push(str(tier), keep_local=0)
+        (there,) = tier.glob("manifests/main/*.ckm")
+        content = there.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(zstd, "stored_section", lambda plain: plain)
+            patch.setattr(manifest, "stored_section", lambda plain: plain)
+            assert store.push(keep_local=0).packs_copied == 0
+        assert there.read_bytes() == content
+        sizes = [path.stat().st_size for path in folder.glob("manifests/main/*.1.ckm")]
+        assert sizes > [len(content)], "this library compresses nothing"
+        assert tiers_of(store, 1) == set(store.tiers())
+        assert_restores(store, 1)
 
 
 def test_checkpoint_dropped_during_push_stays_dropped(folder, address, monkeypatch):
