@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-VERSIONS = (1, 2, 3)
+VERSIONS = (1, 2, 3, 4)
+COMPRESSED_VERSION = 4
 MAGIC = b"CKMANI\x00\x01"
-PREAMBLE = struct.Struct("<8sHHIQQ16sQQQQQ")
+PREAMBLE = struct.Struct("<8sHHIQQ16sQQQQQQ")
 PREAMBLE_NBYTES = 128
 SEAL_NBYTES = 8
 TRAILER_NBYTES = 72
@@ -250,11 +251,14 @@ def _header(path: str, store_id: bytes) -> dict[str, Any]:
     """Return the header of a manifest that was never replaced."""
     head = _read(path, NBYTES_FIRST)
     _require(len(head) >= PREAMBLE_NBYTES)
-    magic, version, reserved, reserved_too, mandatory, _, its_store, *sizes, checksum = PREAMBLE.unpack_from(head)
+    magic, version, reserved, reserved_too, mandatory, _, its_store, *sizes, checksum, plain_nbytes = (
+        PREAMBLE.unpack_from(head)
+    )
     body_nbytes = PREAMBLE_NBYTES - SEAL_NBYTES
     _require(int.from_bytes(head[body_nbytes:PREAMBLE_NBYTES], "little") == xxh3_64(head[:body_nbytes]))
     _require(magic == MAGIC and version in VERSIONS and its_store == store_id)
     _require(not (reserved or reserved_too or mandatory or any(head[PREAMBLE.size : body_nbytes])))
+    _require(plain_nbytes >= sizes[1] if version >= COMPRESSED_VERSION else plain_nbytes == 0)
     head_nbytes = PREAMBLE_NBYTES + sizes[0]
     _require(head_nbytes <= HEAD_NBYTES_MAX and PREAMBLE_NBYTES + sum(sizes[:3]) + TRAILER_NBYTES == sizes[3])
     if head_nbytes > len(head):

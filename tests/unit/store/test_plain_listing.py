@@ -96,6 +96,7 @@ def test_constants_are_those_of_the_format():
     assert records.StoreRecord.__struct_fields__ == plain.STORE_FIELDS
     assert records.TagRecord.__struct_fields__ == plain.TAG_FIELDS
     assert plain.VERSIONS == records.READABLE_VERSIONS
+    assert plain.COMPRESSED_VERSION == heads.COMPRESSED_VERSION
     assert (plain.MAGIC, plain.PREAMBLE.format) == (heads.MANIFEST_MAGIC, heads._PREAMBLE.format)
     sizes = plain.PREAMBLE_NBYTES, plain.TRAILER_NBYTES, plain.HEAD_NBYTES_MAX, plain.SEAL_NBYTES
     assert sizes == (heads.PREAMBLE_NBYTES, heads.TRAILER_NBYTES, heads.HEAD_NBYTES_MAX, wire.SEAL_NBYTES)
@@ -146,6 +147,31 @@ def rewrite_header(path, change):
     changed = dataclasses.replace(preamble, header_xxh3=wire.xxh3_64(section), **sizes)
     path.chmod(0o600)
     path.write_bytes(heads.encode_preamble(changed) + section + content[preamble.head_nbytes :])
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_plain"),
+    [
+        ({}, True),
+        ({"logical_plain_nbytes": 1 << 40}, True),
+        ({"logical_plain_nbytes": 1}, False),
+        ({"version": 3}, False),
+        ({"version": 3, "logical_plain_nbytes": 0}, True),
+    ],
+    ids=str,
+)
+def test_plain_length_is_that_of_the_version(place, changes, is_plain):
+    path = manifest_of(place)
+    content = path.read_bytes()
+    path.chmod(0o600)
+    changed = dataclasses.replace(heads.decode_preamble(content), **changes)
+    path.write_bytes(heads.encode_preamble(changed) + content[heads.PREAMBLE_NBYTES :])
+    if is_plain:
+        quick, full = both(place)
+        assert quick == full
+    else:
+        assert plain.plain_logs(str(place)) is None
+        assert any(entry.damage for log in log_of_store(place) for entry in log.entries)
 
 
 def setting(**fields):
@@ -220,7 +246,7 @@ def replaced(place):
 
 CHANGES = {
     "a folder that others may write": lambda place: place.chmod(0o777),
-    "another version": lambda place: edit_store(place, b'"format_version": 3', b'"format_version": 9'),
+    "another version": lambda place: edit_store(place, b'"format_version": 4', b'"format_version": 9'),
     "an unknown feature": lambda place: edit_store(place, b'"mandatory_features": []', b'"mandatory_features": ["x"]'),
     "another hash": lambda place: edit_store(place, b'"blake3"', b'"sha256"'),
     "another id": lambda place: edit_store(place, b'"store_id": "', b'"store_id": "0'),
