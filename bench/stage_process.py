@@ -59,7 +59,7 @@ class Chunks:
     def stages(self) -> dict[str, Stage]:
         """Return the stages by name."""
         return {
-            "hash": lambda number: identity_and_checksum(self._plain[number]),
+            "hash": lambda number: identity_and_checksum(self._plain[number], None),
             "code": self.code,
             "code less a base": self.code_less_a_base,
             "copy into blocks": self.copy,

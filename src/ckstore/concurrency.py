@@ -115,13 +115,30 @@ def collector_paused() -> Iterator[None]:
     work that calls no code of the user. Several threads may pause it; it runs again at the latest when the last of them
     has finished.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, pause = gc.isenabled(), object()
     try:
+        if was_enabled:
+            _pauses.add(pause)
         gc.disable()
         yield
     finally:
         if was_enabled:
             gc.enable()
+            _pauses.discard(pause)
+
+
+_pauses: set[object] = set()
+"""Pauses of the collector that will end it again."""
+
+
+def _end_pauses() -> None:
+    """In a forked child: the threads that would end the pauses do not exist."""
+    if _pauses:
+        _pauses.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_end_pauses)
 
 
 class ThreadLimit:

@@ -247,6 +247,28 @@ def test_hashed_base_is_verified_by_checksum(store, monkeypatch):
     assert np.array_equal(store.restore()["w"], state["w"])
 
 
+def test_change_that_is_undone_during_hashing_corrupts_no_chunk(store, monkeypatch):
+    """Hash and checksum are computed from one copy: another thread may change the source between them, and back."""
+    values = np.zeros(1 << 20, np.uint8)
+
+    class Changing:
+        def __init__(self):
+            self._hasher = new_hasher()
+
+        def update(self, piece):
+            values[5] = 7
+            self._hasher.update(piece)
+            values[5] = 0
+
+        def digest(self):
+            return self._hasher.digest()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "new_hasher", Changing)
+        store.commit({"w": values}, 1)
+    assert not store.restore()["w"].any()
+
+
 def test_change_during_hashing_reaches_neither_id_nor_checksum(monkeypatch):
     """Chunk id and checksum belong to the same bytes, whenever the chunk changes."""
     plain, before = np.zeros(1 << 20, np.uint8), bytes(1 << 20)

@@ -1,6 +1,7 @@
 """Protects Python's collector of reference cycles: it runs again after a pause, however the pause ends."""
 
 import gc
+import os
 import signal
 import threading
 
@@ -55,6 +56,16 @@ def test_collector_runs_after_pauses_of_two_threads(is_first_last):
     may_end.set()
     thread.join()
     assert gc.isenabled()
+
+
+def test_child_that_is_forked_within_a_pause_collects():
+    with collector_paused():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 3)
+        _, status = os.waitpid(child, 0)
+        assert not gc.isenabled()
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_restore_pauses_the_collector_only_where_it_calls_no_code_of_the_user(store, monkeypatch):

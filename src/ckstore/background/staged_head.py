@@ -55,14 +55,14 @@ class _HeadRow(NamedTuple):
     tensors: list[TensorRow]
     storages: list[StorageRow]
     samples: list[SampleRow]
-    layout: Count
+    structure: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
     """A staged state without the bytes of its storages. Places are offsets in the slot.
 
-    Heads with the same ``layout`` number differ in values, places and samples only.
+    Heads with the same ``structure`` number differ in values, places and samples only.
     """
 
     step: int
@@ -74,7 +74,7 @@ class Head:
     tensors: Sequence[TensorSpec]
     storages: Sequence[StorageRow]
     samples: Sequence[SampleRow] = ()
-    layout: int = 0
+    structure: int = 0
 
 
 class HeadWriter:
@@ -109,7 +109,7 @@ class HeadWriter:
             ]
             self._placed = captured.tensors, places
         parts = captured.warnings, captured.tree, captured.tensors, self._storages
-        return Head(step, metrics, tags, policy, *parts, samples, captured.layout.number)
+        return Head(step, metrics, tags, policy, *parts, samples, captured.structure.number)
 
     def encode(self, head: Head) -> bytes:
         """Return the bytes of a head."""
@@ -130,7 +130,7 @@ class HeadWriter:
                 tensors=cast("list[TensorRow]", tensor_rows),
                 storages=cast("list[StorageRow]", storage_rows),
                 samples=cast("list[SampleRow]", sample_rows),
-                layout=head.layout,
+                structure=head.structure,
             )
         )
 
@@ -164,7 +164,7 @@ def decode_head(content: bytes | memoryview, *, slot_nbytes: int) -> Head:
         tensors=[_tensor_of(tensor) for tensor in row.tensors],
         storages=row.storages,
         samples=row.samples,
-        layout=row.layout,
+        structure=row.structure,
     )
 
 

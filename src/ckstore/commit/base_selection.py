@@ -449,7 +449,7 @@ def select_bases(
 
 def paths_of_storages(captured: Captured) -> dict[int, Path]:
     """Return the path of the first tensor that views each storage."""
-    return captured.layout.once(
+    return captured.structure.once(
         "paths", lambda: first_paths(captured.tree, [tensor.storage for tensor in captured.tensors])
     )
 

@@ -162,7 +162,7 @@ def _plan(repository: Repository, request: CommitRequest) -> tuple[CommitPlan, B
     candidates = None if request.lossy is None else request.lossy.candidates(captured)
     unshared = frozenset[int]() if candidates is None else candidates.unshared
     limits = repository.limits
-    plan = captured.layout.once(
+    plan = captured.structure.once(
         ("plan", limits, unshared), lambda: plan_commit(captured.storages, limits, unshared=unshared)
     )
     return plan, select_bases(
@@ -240,7 +240,7 @@ def _manifest_of(repository: Repository, unpublished: Unpublished, request: Comm
         fidelity=fidelity_of(request.policy.residual, stored.losses),
         metrics=request.metrics,
         tree=request.captured.tree,
-        tensors=request.captured.layout.once("tensors", lambda: Table(request.captured.tensors)),
+        tensors=request.captured.structure.once("tensors", lambda: Table(request.captured.tensors)),
         storages=plan.storages,
         chunks=unpublished.chunk_specs(),
         packs=packs,
@@ -325,7 +325,10 @@ class Side:
         return cls(tuple(tensors), tuple(chunks), tuple(rest))
 
     def digest(self, captured: Captured, stored: WriteResult) -> bytes:
-        """Return the digest of all tensors. Only ranges of shared chunks are hashed again."""
+        """Return the digest of all tensors, whatever the numbers of their chunks are.
+
+        Only ranges of chunks that contain something else are hashed again.
+        """
         hasher = new_hasher()
         hasher.update(b"".join(stored.frames[chunk].frame.chunk_id for chunk in self.chunks))
         for source in self.rest:
@@ -335,19 +338,19 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The float tensors of the model and all tensors of its optimizers in one commit, with a digest of each side."""
+    """Paths and digest of the float tensors of the model, and of all tensors of its optimizers, in one commit."""
 
-    model: tuple[Side, bytes]
-    optimizer: tuple[Side, bytes]
+    model: tuple[tuple[Path, ...], bytes]
+    optimizer: tuple[tuple[Path, ...], bytes]
 
     @classmethod
     def of(cls, captured: Captured, plan: CommitPlan, stored: WriteResult) -> Fingerprint:
         """Return the fingerprint of a commit."""
-        # The layout keeps the plan, so its id stays unique.
-        model, optimizer = captured.layout.once(("sides", id(plan)), lambda: _sides(captured, plan))
+        # The structure keeps the plan, so its id stays unique.
+        model, optimizer = captured.structure.once(("sides", id(plan)), lambda: _sides(captured, plan))
         return cls(
-            (model, model.digest(captured, stored)),
-            (optimizer, optimizer.digest(captured, stored)),
+            (model.paths, model.digest(captured, stored)),
+            (optimizer.paths, optimizer.digest(captured, stored)),
         )
 
 
@@ -363,13 +366,13 @@ def _sides(captured: Captured, plan: CommitPlan) -> tuple[Side, Side]:
 
 def stale_warnings(before: Fingerprint | None, now: Fingerprint) -> list[str]:
     """Return a warning if the optimizer has changed since the handle's previous commit and the model has not."""
-    if before is None or not now.model[0].paths or not now.optimizer[0].paths:
+    if before is None or not now.model[0] or not now.optimizer[0]:
         return []
     if now.model != before.model or now.optimizer[1] == before.optimizer[1]:
         return []
     if now.optimizer[0] != before.optimizer[0]:
         return []
-    paths = now.model[0].paths
+    paths, _ = now.model
     return [
         f"all {len(paths)} model tensors ({format_path(paths[0])}, ...) are equal to the previous commit's although "
         "the optimizer's state has changed: check that you do not save a stale copy of the model"

@@ -173,8 +173,8 @@ class ChunkWorker:
 
 def gathered(chunk: ChunkPlan, storages: Sequence[ByteSource], destination: memoryview) -> memoryview:
     """Copy the sources of a chunk one after another. Return them in ``destination``."""
-    if isinstance(storages, Spans) and storages.are_host:
-        # All in one call, because there may be ten thousand.
+    if len(chunk.sources) > 1 and isinstance(storages, Spans) and storages.are_host:
+        # All in one call, because there may be ten thousand. It would copy a large source past the cache.
         storage, offset, nbytes, position = chunk.columns
         begin = np.uint64(np.frombuffer(destination, np.uint8).ctypes.data)
         table = np.stack((storages.starts[storage] + offset, begin + position, nbytes), axis=1)
@@ -188,7 +188,7 @@ def gathered(chunk: ChunkPlan, storages: Sequence[ByteSource], destination: memo
     return destination[: chunk.nbytes]
 
 
-def identity_and_checksum(plain: memoryview, private: memoryview | None = None) -> tuple[ChunkId, int]:
+def identity_and_checksum(plain: memoryview, private: memoryview | None) -> tuple[ChunkId, int]:
     """Return the BLAKE3-256 and the xxh3-64 of a chunk, reading its memory once. Releases the GIL.
 
     Both belong to the same bytes, also if the chunk changes meanwhile. So a copy or a decoded frame with this checksum

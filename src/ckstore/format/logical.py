@@ -27,7 +27,7 @@ from ckstore.format.frame import ELEMENT_WIDTHS
 from ckstore.format.records import FORMAT_VERSION, LossRow, TensorRow, decode_stored, encode_inner
 from ckstore.format.tensors import ChunkSpec, Piece, Row, StorageSpec, Table, TensorSpec, check_layout
 from ckstore.format.tree import Node, decode_tree, encode_tree
-from ckstore.format.wire import Reader
+from ckstore.format.wire import Reader, xxh3_64
 from ckstore.hashing import NO_BASE
 
 EXACT_FIDELITY = "exact"
@@ -290,7 +290,7 @@ def decode_logical(
     *,
     limits: Limits,
     version: int = FORMAT_VERSION,
-    known: Logical | None = None,
+    written: Logical | None = None,
     where: object = None,
 ) -> tuple[memoryview, Logical]:
     """Decode the section of a manifest; return its encoded record and the rest.
@@ -299,8 +299,8 @@ def decode_logical(
         section: The section.
         limits: Bounds on chunks.
         version: Format version of the manifest.
-        known: What the writer has encoded. Those of its tables that were decoded before, from the same bytes, are not
-            decoded again.
+        written: What was encoded, if this is a check that readers accept it. Those of its tables that were decoded
+            before, from the same bytes, are not decoded again.
         where: The manifest, for errors.
 
     Raises:
@@ -317,11 +317,11 @@ def decode_logical(
     chunk_rows = reader.take(_CHUNK.size * chunk_count)
     losses = reader.take(reader.remaining) if version >= LOSSY_VERSION else memoryview(b"")
     reader.done()
-    tensors = _known(None if known is None else known.tensors, tensor_rows, partial(_tensors, where=where))
+    tensors = _decoded(tensor_rows, partial(_tensors, where=where), None if written is None else written.tensors)
     tree = decode_tree(tree_bytes, tensor_count=len(tensors), where=where)
     split = partial(_storages, count=storage_count, where=where)
     try:
-        storages = _known(None if known is None else known.storages, storage_rows, split)
+        storages = _decoded(storage_rows, split, None if written is None else written.storages)
         chunks = tuple(
             [
                 ChunkSpec(chunk_id, nbytes, width, _IS_FLOAT[flag])
@@ -335,16 +335,26 @@ def decode_logical(
     return record, logical
 
 
-def _known(
-    table: tuple[Row, ...] | None, content: memoryview, decode: Callable[[memoryview], Iterable[Row]]
+def _decoded(
+    content: memoryview, decode: Callable[[memoryview], Iterable[Row]], written: tuple[Row, ...] | None
 ) -> tuple[Row, ...]:
-    """Return the rows of a table: the writer's if they were decoded before, from the same bytes."""
-    if not isinstance(table, Table) or table.encoded is None or content != memoryview(table.encoded):
+    """Return the rows of a table; those that were written, if a reader has decoded them from the same bytes before.
+
+    Raises:
+        MalformedError: They are not those that were written.
+    """
+    if not isinstance(written, Table):
         return tuple(decode(content))
-    if not table.is_readable:
-        tuple(decode(content))
-        table.is_readable = True
-    return table
+    checksum = xxh3_64(content)
+    if checksum != written.decoded_xxh3:
+        if tuple(decode(content)) != written:
+            # The next commit encodes them again.
+            written.encoded = None
+            raise MalformedError(
+                "a table of a manifest does not decode to the rows that were encoded", todo="test this machine's memory"
+            )
+        written.decoded_xxh3 = checksum
+    return written
 
 
 def _tensors(content: memoryview, where: object) -> Iterator[TensorSpec]:

@@ -272,7 +272,7 @@ def decode_manifest(
     *,
     limits: Limits = _DEFAULT_LIMITS,
     expect: ManifestName | None = None,
-    known: Manifest | None = None,
+    written: Manifest | None = None,
     where: object = None,
 ) -> Manifest:
     """Decode a whole manifest.
@@ -281,7 +281,7 @@ def decode_manifest(
         content: The file.
         limits: Bounds of the store.
         expect: The parsed name of the file.
-        known: The manifest that was encoded, if this is a check that readers accept it; see ``decode_logical``.
+        written: The manifest that was encoded, if this is a check that readers accept it; see ``decode_logical``.
         where: The file, for errors.
 
     Raises:
@@ -290,11 +290,11 @@ def decode_manifest(
         UnsupportedError: An unknown version or mandatory flag.
     """
     with collector_paused():
-        return _decode(memoryview(content).cast("B"), limits, expect, known, where)
+        return _decode(memoryview(content).cast("B"), limits, expect, written, where)
 
 
 def _decode(
-    view: memoryview, limits: Limits, expect: ManifestName | None, known: Manifest | None, where: object
+    view: memoryview, limits: Limits, expect: ManifestName | None, written: Manifest | None, where: object
 ) -> Manifest:
     preamble = decode_preamble(view, where=where)
     if len(view) != preamble.file_nbytes:
@@ -308,8 +308,8 @@ def _decode(
     location = plain_location(view, preamble, limits, where)
     stored = view[preamble.head_nbytes : preamble.head_nbytes + preamble.logical_nbytes]
     section = plain_section(stored, preamble.logical_plain_nbytes, where=where)
-    written = None if known is None else known.logical
-    record, logical = decode_logical(section, limits=limits, version=preamble.version, known=written, where=where)
+    encoded = None if written is None else written.logical
+    record, logical = decode_logical(section, limits=limits, version=preamble.version, written=encoded, where=where)
     packs, frames, decisions = decode_location(location, version=preamble.version, limits=limits, where=where)
     parts = logical.tree, logical.tensors, logical.storages, logical.chunks
     manifest = Manifest(header, *parts, packs, frames, decisions, logical.losses)

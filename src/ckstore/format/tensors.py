@@ -76,17 +76,17 @@ class ChunkSpec:
 
 
 class Table(tuple[Row, ...]):
-    """Rows that many manifests repeat.
+    """Rows that many manifests repeat, and what is known about them. The rows never change.
 
     Attributes:
         encoded: Their encoded form; None until it is needed.
         fits: What they were last checked against and fit.
-        is_readable: A reader has decoded ``encoded``.
+        decoded_xxh3: Checksum of an encoded form that a reader has decoded to these rows.
     """
 
     encoded: bytes | None = None
     fits: object = None
-    is_readable: bool = False
+    decoded_xxh3: int | None = None
 
 
 def count_of(shape: tuple[int, ...]) -> int:

@@ -62,11 +62,11 @@ OPTIMIZER_KEYS = {"state", "param_groups"}
 FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 
 
-class Layout:
-    """What follows from the structure and the shapes of a state, whatever its values and addresses are.
+class Structure:
+    """The structure and the shapes of a state, as the owner of everything that is derived from them alone.
 
-    Captures of one structure share it; see ``CaptureCache``. So what is derived from it is computed for the first
-    commit only: a state may have ten thousand tensors.
+    Captures of one structure share it; see ``CaptureCache``. So such results are computed for the first commit only: a
+    state may have ten thousand tensors. It keeps neither tensors nor values alive.
     """
 
     _numbers = itertools.count(1)
@@ -96,8 +96,7 @@ class Captured:
             same list object differ in their addresses only.
         storages: The storages that ``tensors`` index.
         warnings: Warnings for the user, in whole sentences.
-        layout: What follows from paths, tensors and shapes. Captures that differ in values and addresses only may share
-            it.
+        structure: Its structure. Captures that differ in values and addresses only may share it.
     """
 
     tree: Node
@@ -105,7 +104,7 @@ class Captured:
     tensors: list[TensorSpec]
     storages: Sequence[HostStorage]
     warnings: list[str]
-    layout: Layout = field(default_factory=Layout, compare=False, repr=False)
+    structure: Structure = field(default_factory=Structure, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:

@@ -51,9 +51,6 @@ from ckstore.state.values import (
     registered_converters,
 )
 
-_MOVED_MAX = 64
-"""If more tensors have moved, a complete capture costs no more than checking each."""
-
 _Group = tuple[LeafAdapter, Sequence[int]]
 
 _TYPES: Mapping[str, type] = {name: kind for kind, name in KINDS.items()}
@@ -150,7 +147,7 @@ class _CachedCapture:
         self.starts = np.array(batch.starts, np.uint64)
         assert isinstance(captured.storages, Spans)
         self.shapes, self.span_starts = captured.storages.shapes, captured.storages.starts
-        self.layout = captured.layout
+        self.structure = captured.structure
         self.members = _members_of(captured, walk.leaves)
         # Usually each tensor has its own storage.
         self.is_simple = all(each == _StorageMembers((number,), number) for number, each in enumerate(self.members))
@@ -200,20 +197,18 @@ class _CachedCapture:
         Raises:
             _ChangedError: A tensor moved that shares memory with another one, before or after the move.
         """
-        moved = np.flatnonzero(starts != self.starts)
-        if not moved.size:
+        is_moved = starts != self.starts
+        if not is_moved.any():
             return
-        if moved.size > _MOVED_MAX or not self.is_alone[moved].all():
+        if not self.is_alone[is_moved].all():
             raise _ChangedError
         shifted = self.span_starts.copy()
-        shifted[self.storage_of[moved]] += starts[moved] - self.starts[moved]
+        shifted[self.storage_of[is_moved]] += starts[is_moved] - self.starts[is_moved]
         shifted.setflags(write=False)
         self.span_starts = shifted
-        self.starts, ends = starts, starts + self.lengths
-        for number in moved.tolist():
-            start, end = starts[number], ends[number]
-            if start < end and _overlap_count(self.spaces == self.spaces[number], starts, ends, start, end) != 1:
-                raise _ChangedError
+        self.starts = starts
+        if (_overlapping(self.spaces, starts, starts + self.lengths) & is_moved).any():
+            raise _ChangedError
 
     def spans_of(self, batch: LeafBatch) -> Spans:
         """Return the storages for the tensors of this walk."""
@@ -223,16 +218,16 @@ class _CachedCapture:
         return Spans(self.shapes, self.span_starts, keeps, [batch.readers[each.reader] for each in self.members])
 
 
-def _overlap_count(
-    is_same_space: NDArray[np.bool_],
-    begins: NDArray[np.uint64],
-    ends: NDArray[np.uint64],
-    start: np.uint64,
-    end: np.uint64,
-) -> int:
-    """Return how many ranges of the same address space overlap the range ``start`` to ``end``."""
-    overlapping = is_same_space & (begins < ends) & (begins < end) & (ends > start)
-    return int(np.count_nonzero(overlapping))
+def _overlapping(spaces: NDArray[np.int64], begins: NDArray[np.uint64], ends: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Say for each range whether it overlaps another one in the same address space. Empty ranges overlap nothing."""
+    found = np.zeros(len(begins), np.bool_)
+    for space in np.unique(spaces):
+        inside = np.flatnonzero((spaces == space) & (begins < ends))
+        order = inside[np.argsort(begins[inside], kind="stable")]
+        # A range begins before the end of an earlier one, or ends after the beginning of the next one.
+        found[order[1:]] |= begins[order[1:]] < np.maximum.accumulate(ends[order])[:-1]
+        found[order[:-1]] |= ends[order[:-1]] > begins[order[1:]]
+    return found
 
 
 def _members_of(captured: Captured, leaves: Sequence[TensorLeaf]) -> list[_StorageMembers]:
@@ -313,7 +308,7 @@ class _CachedWalker:
             raise _ChangedError
         last.move(np.array(batch.starts, np.uint64))
         last.tree = tree
-        return Captured(tree, last.paths, last.tensors, last.spans_of(batch), list(last.warnings), last.layout)
+        return Captured(tree, last.paths, last.tensors, last.spans_of(batch), list(last.warnings), last.structure)
 
     def _node(self, item: Any, node: Node) -> Node:
         """Return the node of a part of the state: the previous node if it is unchanged."""

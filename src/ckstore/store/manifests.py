@@ -238,7 +238,7 @@ class Manifests:
         name = ManifestName(self.run, header.seq, header.step, header.generation)
         encoded = encode_manifest(manifest, limits=self.limits)
         # Check that readers accept the manifest before it is published.
-        decode_manifest(encoded, limits=self.limits, expect=name, known=manifest)
+        decode_manifest(encoded, limits=self.limits, expect=name, written=manifest)
         draft = paths.draft_name(new_token())
         target = self.path_of(name)
         require_same_store(self.backend, self.store_id)

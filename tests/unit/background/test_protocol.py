@@ -256,7 +256,7 @@ def test_head_holds_all_options_of_a_commit():
     ]
     assert (back.step, back.metrics, back.tags, back.policy) == (5, {"loss": 0.5}, ["best"], head.policy)
     assert back.samples == [SampleRow(0, 0, 8, 0, 100, 8)]
-    assert back.layout == captured.layout.number > 0
+    assert back.structure == captured.structure.number > 0
 
 
 def test_head_beyond_its_slot_is_refused():

@@ -41,6 +41,13 @@ def test_warning_repeats_while_the_model_is_unchanged(store, size):
     assert store.commit(training_state(2, 4, size), 4).warnings == ()
 
 
+def test_other_tensors_may_come_and_go(store, size):
+    for step in range(3):
+        seen = [np.arange(size) + index for index in range(step)]
+        warnings = store.commit({"seen": seen, **training_state(1, step, size)}, step).warnings
+        assert len(warnings) == (step > 0)
+
+
 def test_changing_model_does_not_warn(store, size):
     for step in range(4):
         assert store.commit(training_state(step, step, size), step).warnings == ()

@@ -35,7 +35,7 @@ from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
 from ckstore.ops.commit import CommitRequest, commit_checkpoint, room_after, set_tags
 from ckstore.results import Receipt, Stopwatch
-from ckstore.state.capture import Layout
+from ckstore.state.capture import Structure
 from ckstore.store.lease import Lease
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from ckstore.store.refs import load_whole, resolve
@@ -84,7 +84,7 @@ class Committer:
         self._bases = BaseCache()
         self._blocks = WriteBlocks(is_reused=True)
         self._fingerprint: Fingerprint | None = None
-        self._layout = 0, Layout()
+        self._structure = 0, Structure()
         """That of the last commit, and its number in the trainer."""
         self._is_disowned = False
         self._seq_of: dict[int, int | None] = {}
@@ -230,7 +230,7 @@ class Committer:
         self._lease.gate = ticket.wait_whole
         self._follow(parent)
         request = CommitRequest(
-            captured=ticket.captured(self._layout_of(head)),
+            captured=ticket.captured(self._structure_of(head)),
             step=head.step,
             policy=head.policy,
             parent=parent,
@@ -246,10 +246,10 @@ class Committer:
         self._fingerprint = committed.fingerprint
         return set_tags(repository, committed.receipt, head.tags)
 
-    def _layout_of(self, head: Head) -> Layout:
-        if head.layout != self._layout[0] or not head.layout:
-            self._layout = head.layout, Layout()
-        return self._layout[1]
+    def _structure_of(self, head: Head) -> Structure:
+        if head.structure != self._structure[0] or not head.structure:
+            self._structure = head.structure, Structure()
+        return self._structure[1]
 
     def _hold_lease(self, ticket: Ticket) -> None:
         assert self._repository is not None

@@ -16,7 +16,7 @@ from ckstore.background import protocol
 from ckstore.background.arena import STAGED, Slot
 from ckstore.background.staged_head import Head, SampleRow, StorageRow
 from ckstore.errors import SaverError
-from ckstore.state.capture import Captured, Layout
+from ckstore.state.capture import Captured, Structure
 
 LOOK_SECONDS = 0.05
 """How often a waiting reader checks the marks, in case the bell did not ring."""
@@ -146,10 +146,10 @@ class Ticket:
         """Release the slot's memory. Views that were returned before stay valid."""
         self._bytes = memoryview(b"")
 
-    def captured(self, layout: Layout) -> Captured:
-        """Return the state as input of a commit; ``layout`` is the one with the number in the head."""
+    def captured(self, structure: Structure) -> Captured:
+        """Return the state as input of a commit; ``structure`` is the one with the number in the head."""
         head = self.head
-        return Captured(head.tree, [], list(head.tensors), list(self.storages), list(head.warnings), layout)
+        return Captured(head.tree, [], list(head.tensors), list(self.storages), list(head.warnings), structure)
 
     def check(self) -> None:
         """Raise if the ticket is given up.
