@@ -247,6 +247,22 @@ def test_hashed_base_is_verified_by_checksum(store, monkeypatch):
     assert np.array_equal(store.restore()["w"], state["w"])
 
 
+def test_unchanged_chunks_are_only_hashed(store, monkeypatch):
+    state = {"w": np.random.default_rng(9).integers(0, 256, 9 << 20, np.uint8)}
+    store.commit(state, 1)
+    # One byte of the last chunk, behind the bytes that are compared first.
+    changed = {"w": state["w"].copy()}
+    changed["w"][-1] ^= 1
+    with monkeypatch.context() as patched:
+        patched.setattr(chunk_writer, "identity_and_checksum", lambda *_: pytest.fail("it is copied and summed up"))
+        assert store.commit(state, 2).chunks_new == 0
+        with pytest.raises(pytest.fail.Exception):
+            store.commit(changed, 3)
+    assert store.commit(changed, 3).chunks_new == 1
+    assert np.array_equal(store.restore()["w"], changed["w"])
+    assert store.verify("decode").is_clean
+
+
 def test_change_that_is_undone_during_hashing_corrupts_no_chunk(store, monkeypatch):
     """Hash and checksum are computed from one copy: another thread may change the source between them, and back."""
     values = np.zeros(1 << 20, np.uint8)

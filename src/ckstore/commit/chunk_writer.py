@@ -30,7 +30,7 @@ from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader
 from ckstore.format.manifest import FrameRef, Loss, PackRef
 from ckstore.format.wire import xxh3_64
-from ckstore.hashing import NO_BASE, ChunkId, PackId
+from ckstore.hashing import NO_BASE, ChunkId, PackId, chunk_id_of
 from ckstore.io.buffers import BufferPool
 from ckstore.store.chunk_index import LocatedFrame
 from ckstore.store.memory_budget import ENCODE, ENCODE_DELTA, MemoryBudget
@@ -148,6 +148,9 @@ def located(frame: PendingFrame, refs: dict[PackId, PackRef], done: dict[ChunkId
     found = done[frame.chunk_id] = LocatedFrame(ref, refs[frame.slot.pack.pack_id], base)
     return found
 
+
+OPENING_NBYTES = 64 << 10
+"""A chunk that begins with as many bytes of an earlier one is probably that one."""
 
 ROUNDING_NBYTES = 1
 """Payload bytes of a rounding. No other payload of a large chunk is as short."""
@@ -298,6 +301,11 @@ class ChunkWriter:
         private = self._private(chunk, choice, worker)
         plain = worker.gather(chunk, self.storages, private=private)
         is_steady = self.source_is_immutable or private is not None or len(chunk.sources) > 1
+        known = None if is_steady or choice.master is not None else self._known_frame(plain)
+        if known is not None:
+            with turn:
+                self._results[index] = known
+            return
         chunk_id, checksum = identity_and_checksum(plain, None if is_steady else worker.piece)
         self.bases.keep_checksum(chunk_id, checksum)
         self._hold(chunk, choice, chunk_id, plain, checksum)
@@ -317,6 +325,13 @@ class ChunkWriter:
             frame, is_first = self._reserve_frame(index, chunk_id, coded)
         if is_first:
             self._fill(frame, coded, worker, chunk)
+
+    def _known_frame(self, plain: memoryview) -> LocatedFrame | PendingFrame | None:
+        """Return the frame of a chunk that begins like a stored one and is stored. Hashing it is then all it costs."""
+        if not self.bases.is_familiar(xxh3_64(plain[:OPENING_NBYTES])):
+            return None
+        chunk_id = chunk_id_of(plain)
+        return self._pending.get(chunk_id) or self.repository.chunk_index.find(chunk_id)
 
     def _hold(self, chunk: ChunkPlan, choice: StoragePlan, chunk_id: ChunkId, plain: memoryview, checksum: int) -> None:
         """Hold a chunk's bytes for the next commit if they will be needed: in the arena if possible, else as a copy."""

@@ -72,6 +72,8 @@ class BaseCache:
         self._samples: dict[ChunkId, bytes] = {}
         self._roots: dict[ChunkId, ChunkId] = {}
         self._checksums: dict[ChunkId, int] = {}
+        self._openings: set[int] = set()
+        self._openings_before: set[int] = set()
         self._held: dict[ChunkId, _Held] = {}
         self._drafts: dict[ChunkId, _Held] = {}
         self._lock = threading.Lock()
@@ -119,6 +121,7 @@ class BaseCache:
             paths: Its ``first_paths``, if they are known.
         """
         self.seq, self.decisions = manifest.header.seq, manifest.decisions
+        self._openings_before, self._openings = self._openings, set()
         if paths is None:
             paths = first_paths(manifest.tree, [tensor.storage for tensor in manifest.tensors])
         self._previous = dict(_chunks_at(manifest, paths))
@@ -187,6 +190,16 @@ class BaseCache:
     def forget_checksum(self, chunk_id: ChunkId) -> None:
         """Drop a checksum that the stored bytes do not match, so that BLAKE3 decides next time."""
         self._checksums.pop(chunk_id, None)
+
+    def is_familiar(self, opening: int) -> bool:
+        """Say whether a chunk of this or the previous commit began with these bytes; note them for the next one.
+
+        Args:
+            opening: The xxh3 of the first bytes of a chunk.
+        """
+        is_known = opening in self._openings or opening in self._openings_before
+        self._openings.add(opening)
+        return is_known
 
     def keep_checksum(self, chunk_id: ChunkId, xxh3: int) -> None:
         """Keep the xxh3 of a chunk, computed together with its id. It checks a base in less time than BLAKE3."""
