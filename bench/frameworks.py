@@ -3,8 +3,9 @@
 ``waits``: how long a save keeps the training loop, for the framework's own save, and for ckstore in the background and
 in the foreground. Each figure is the call of the save plus what the next step takes longer than a median step. Every
 side trains the same model (57 M parameters, 650 MiB of state with AdamW) in a process of its own, and sides take turns.
-Training computes on half of the cores, and the saver has the others: on all cores, its low priority makes a commit take
-half a minute, and a save meanwhile waits for it. The frameworks' own saves are not synced to the disk; ckstore's are.
+Training computes on half of the cores, unless ``--threads`` says otherwise, and the saver has the others: on all cores,
+its low priority delays it until the next save, which waits for it. The frameworks' own saves are not synced to the
+disk; ckstore's are.
 
 ``bytes``: the size of ten checkpoints of a small GPT that learns, as the Trainer of transformers saves them, and as
 ckstore stores them.
@@ -190,10 +191,21 @@ def nbytes_of(folder: str) -> int:
     return sum(by_inode.values())
 
 
-def measured(*arguments: str) -> Any:
+def measured(*arguments: str, threads: int = 0) -> Any:
     """Run this module in a process of its own with a fresh folder; return what it prints."""
     with tempfile.TemporaryDirectory(prefix="ckstore-bench-") as folder:
-        command = [sys.executable, "-W", "ignore", "-m", "bench.frameworks", "--one", *arguments, folder]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "bench.frameworks",
+            "--one",
+            "--threads",
+            str(threads),
+            *arguments,
+            folder,
+        ]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -201,7 +213,7 @@ def measured(*arguments: str) -> Any:
         return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure_one(what: str, side: str, folder: str) -> None:
+def measure_one(what: str, side: str, folder: str, *, threads: int) -> None:
     """Measure one side in this process, and print the result as JSON."""
     if what == "bytes":
         run_bytes(folder, side)
@@ -209,7 +221,7 @@ def measure_one(what: str, side: str, folder: str) -> None:
         return
     import torch
 
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // 2))
     watch = Watch()
     {"transformers": run_transformers, "accelerate": run_accelerate, "lightning": run_lightning}[what](
         folder, side, watch
@@ -217,13 +229,13 @@ def measure_one(what: str, side: str, folder: str) -> None:
     print(json.dumps(watch.waits()))
 
 
-def print_waits(rounds: int) -> None:
+def print_waits(rounds: int, threads: int) -> None:
     """Print a table of what a save keeps the training loop waiting."""
     waits: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
         for framework in FRAMEWORKS:
             for side in SIDES:
-                waits.setdefault((framework, side), []).extend(measured(framework, side))
+                waits.setdefault((framework, side), []).extend(measured(framework, side, threads=threads))
     print(
         "| training waits for a save, s: median (least to most) | its own save | ckstore | ckstore, in the foreground |"
     )
@@ -251,14 +263,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what saving costs inside training frameworks.")
     parser.add_argument("what", nargs="*", help="waits, bytes [default: both]")
     parser.add_argument("--rounds", type=int, default=2, help="processes for each side of waits [default: 2]")
+    parser.add_argument("--threads", type=int, default=0, help="threads of training in waits [default: half the cores]")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        measure_one(*given.what)
+        measure_one(*given.what, threads=given.threads)
         return
     what = given.what or ["waits", "bytes"]
     if "waits" in what:
-        print_waits(given.rounds)
+        print_waits(given.rounds, given.threads)
     if "bytes" in what:
         print_bytes()
 

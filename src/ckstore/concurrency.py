@@ -110,10 +110,9 @@ def noop(*_: object) -> None:
 def collector_paused() -> Iterator[None]:
     """Create very many objects without runs of Python's collector of reference cycles.
 
-    The collector runs after every few thousand new objects and searches all objects of the process. For a manifest with
-    10,000 tensors that takes as long as all other work. Garbage of other threads waits meanwhile, so this is for short
-    work that calls no code of the user. Several threads may pause it; it runs again at the latest when the last of them
-    has finished.
+    The collector runs after every few thousand new objects and searches all objects of the process. Garbage of other
+    threads waits meanwhile, so this is for short work that calls no code of the user. Several threads may pause it; it
+    runs again at the latest when the last of them has finished.
     """
     was_enabled, pause = gc.isenabled(), object()
     try:

@@ -9,15 +9,13 @@ import torch
 
 import ckstore
 from ckstore.integrations.pointers import read_pointer
-from support.s3_server import s3_server
+from support.s3_server import s3_server_in_environment
 from support.small_trainers import losses_of, make_trainer
 
 
 @pytest.fixture(scope="module")
 def server():
-    with s3_server() as running, pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in running.environment.items():
-            monkeypatch.setenv(name, value)
+    with s3_server_in_environment() as running:
         yield running
 
 

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from ckstore.hashing import new_token
 
 BUCKET = "ckstore-test"
@@ -43,6 +45,15 @@ class S3Server:
             return f"s3://{self.bucket}/test-{token}"
         make_bucket(self.endpoint, f"{BUCKET}-{token}")
         return f"s3://{BUCKET}-{token}/test"
+
+
+@contextmanager
+def s3_server_in_environment() -> Iterator[S3Server]:
+    """Run a server until the block ends, with its variables in the environment."""
+    with s3_server() as running, pytest.MonkeyPatch.context() as monkeypatch:
+        for name, value in running.environment.items():
+            monkeypatch.setenv(name, value)
+        yield running
 
 
 @contextmanager

@@ -460,7 +460,7 @@ class ChunkWriter:
                     return
                 plain = [worker.decode_payload(payload, encoded, chunk, coded.base_plain)]
                 plain_xxh3 = xxh3_64(plain[0])
-            # Where the checksum was computed with the chunk id, it proves as much, in a tenth of the time.
+            # Where the checksum was computed with the chunk id, it proves as much, in less time.
             if plain_xxh3 != coded.plain_checksum:
                 require_identity(plain, frame.chunk_id)
 

@@ -192,7 +192,7 @@ def identity_and_checksum(plain: memoryview, private: memoryview | None) -> tupl
     """Return the BLAKE3-256 and the xxh3-64 of a chunk, reading its memory once. Releases the GIL.
 
     Both belong to the same bytes, also if the chunk changes meanwhile. So a copy or a decoded frame with this checksum
-    has this chunk id, and is proved in a tenth of the time that BLAKE3 takes.
+    has this chunk id, and is proved in less time than BLAKE3 takes.
 
     Args:
         plain: The chunk.

@@ -54,8 +54,8 @@ class _Held:
 class BaseCache:
     """What one handle keeps from one commit for the next: chunks, samples, checksums and plain bytes.
 
-    Holding and reading plain bytes is thread-safe, for the threads of one commit. Everything else is called by one
-    thread, before or after these.
+    Holding and reading plain bytes, ``is_familiar``, and the methods for checksums are thread-safe, for the threads of
+    one commit. Everything else is called by one thread, before or after these.
 
     Attributes:
         seq: The checkpoint that the bases belong to; None if there is none.

@@ -10,15 +10,13 @@ from ckstore.io.remote.client import RemoteOptions
 from support.fault_proxy import fault_proxy
 from support.memory_folders import tmp_path as tmp_path
 from support.push_states import state_of
-from support.s3_server import s3_server
+from support.s3_server import s3_server_in_environment
 
 
 @pytest.fixture(scope="session")
 def server():
     """A running server, with its variables in the environment."""
-    with s3_server() as running, pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in running.environment.items():
-            monkeypatch.setenv(name, value)
+    with s3_server_in_environment() as running:
         yield running
 
 
