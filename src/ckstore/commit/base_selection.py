@@ -191,7 +191,8 @@ class UnitSampler:
         path = self._paths.get(source.storage)
         if path is None:
             return None
-        return self._bases.previous_at((path, source.offset), chunk.nbytes, chunk.element_width, chunk.is_float)
+        position = path, self._plan.position_of(source)
+        return self._bases.previous_at(position, chunk.nbytes, chunk.element_width, chunk.is_float)
 
     def _take(self, chunk: ChunkPlan) -> bytes:
         width = chunk.element_width
@@ -335,6 +336,7 @@ class BaseSelection:
         manifest: Manifest,
         chunk_ids: Sequence[ChunkId],
         paths: Mapping[int, Path] | None = None,
+        starts: Sequence[int] = (),
     ) -> None:
         """Make the published manifest the base of the next commit.
 
@@ -343,11 +345,12 @@ class BaseSelection:
             manifest: The manifest.
             chunk_ids: The ids of the plan's chunks.
             paths: The path of the first tensor of each storage, if they are known.
+            starts: Where each storage begins in the storage of the checkpoint; empty: at 0.
         """
         for sampled in self.sampled:
             for index, sample in sampled.samples.items():
                 bases.keep_sample(chunk_ids[index], sample)
-        bases.follow(manifest, paths)
+        bases.follow(manifest, paths, starts)
 
     def modes(self, chunks_of: Sequence[tuple[int, ...]], stored: WriteResult) -> list[int]:
         """Return the mode that each storage was stored in; ``chunks_of`` has the chunks of each."""

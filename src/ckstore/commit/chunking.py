@@ -70,10 +70,22 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class CommitPlan:
-    """The chunks in the order in which they are written, and the pieces of them that make up each storage."""
+    """The chunks in the order in which they are written, and the pieces of them that make up each storage.
+
+    Args:
+        chunks: The chunks.
+        storages: The storages.
+        starts: Where each storage begins in the storage of the checkpoint: not 0 for a shard of a tensor that many
+            ranks store. Empty: at 0.
+    """
 
     chunks: tuple[ChunkPlan, ...]
     storages: tuple[StorageSpec, ...]
+    starts: tuple[int, ...] = ()
+
+    def position_of(self, source: Source) -> int:
+        """Return where a range of a storage begins in the storage of the checkpoint."""
+        return source.offset + (self.starts[source.storage] if self.starts else 0)
 
     @cached_property
     def chunks_of(self) -> list[tuple[int, ...]]:
@@ -94,7 +106,11 @@ def chunks_of(storages: Sequence[StorageSpec]) -> list[tuple[int, ...]]:
 
 
 def plan_commit(
-    storages: Sequence[StorageShape], limits: Limits, *, unshared: frozenset[int] = frozenset()
+    storages: Sequence[StorageShape],
+    limits: Limits,
+    *,
+    unshared: frozenset[int] = frozenset(),
+    starts: Sequence[int] = (),
 ) -> CommitPlan:
     """Cut storages into chunks at element boundaries. Small ones of one kind share chunks, in their given order.
 
@@ -102,10 +118,12 @@ def plan_commit(
         storages: The storages of the state, in the order of its tree.
         limits: Bounds of the store.
         unshared: Indices of storages that get chunks of their own even if they are small.
+        starts: Where each storage begins in the storage of the checkpoint; empty: at 0. Chunks end at multiples of
+            their length there, so that most of them stay the same when the ranks hold other shards.
     """
     planner = _Planner(limits.chunk_nbytes_max)
     for index, storage in enumerate(storages):
-        planner.add(index, storage, is_unshared=index in unshared)
+        planner.add(index, storage, start=starts[index] if starts else 0, is_unshared=index in unshared)
     chunks = tuple(chunk.frozen() for chunk in planner.chunks)
     specs = Table(
         StorageSpec(
@@ -116,7 +134,7 @@ def plan_commit(
         )
         for index, storage in enumerate(storages)
     )
-    return CommitPlan(chunks, specs)
+    return CommitPlan(chunks, specs, tuple(starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +175,19 @@ class _Planner:
         self.pieces: dict[int, list[Piece]] = {}
         self._open: dict[tuple[int, bool], int] = {}
 
-    def add(self, index: int, storage: StorageShape, *, is_unshared: bool) -> None:
+    def add(self, index: int, storage: StorageShape, *, start: int, is_unshared: bool) -> None:
         self.pieces[index] = []
         if not is_unshared and 0 < storage.nbytes < _limit_for(storage, min(SHARED_NBYTES_MAX, self._chunk_nbytes_max)):
             self._add_shared(index, storage)
             return
-        step = _limit_for(storage, self._chunk_nbytes_max)
-        step -= step % storage.element_width
-        for offset in range(0, storage.nbytes, step):
-            nbytes = min(step, storage.nbytes - offset)
+        step = grid_nbytes(storage, self._chunk_nbytes_max)
+        offset = 0
+        while offset < storage.nbytes:
+            nbytes = min(step - (start + offset) % step, storage.nbytes - offset)
             draft = _ChunkDraft(storage.element_width, storage.is_float, nbytes, [Source(index, offset, nbytes)])
             self.pieces[index].append(Piece(len(self.chunks), 0, nbytes))
             self.chunks.append(draft)
+            offset += nbytes
 
     def _add_shared(self, index: int, storage: StorageShape) -> None:
         kind = (storage.element_width, storage.is_float)
@@ -180,6 +199,12 @@ class _Planner:
         self.pieces[index].append(Piece(at, draft.nbytes, storage.nbytes))
         draft.sources.append(Source(index, 0, storage.nbytes))
         draft.nbytes += storage.nbytes
+
+
+def grid_nbytes(storage: StorageShape, chunk_nbytes_max: int) -> int:
+    """Return the distance of the places at which a storage is cut: the length of most of its chunks."""
+    step = _limit_for(storage, chunk_nbytes_max)
+    return step - step % storage.element_width
 
 
 def _limit_for(storage: StorageShape, nbytes: int) -> int:

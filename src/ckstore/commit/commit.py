@@ -126,16 +126,32 @@ def commit(repository: Repository, request: CommitRequest, watch: Stopwatch) -> 
         request.bases.discard_drafts()
 
 
-def _commit_with_lease(repository: Repository, request: CommitRequest, watch: Stopwatch) -> Committed:
+def write_unpublished(repository: Repository, request: CommitRequest, watch: Stopwatch) -> Unpublished:
+    """Write the chunks of a state that the store does not have; they are durable when this returns.
+
+    Raises:
+        CapacityError: The disk is full.
+        BackendError: The storage failed twice.
+    """
+    with watch("plan"), collector_paused():
+        plan, selection = _plan(repository, request)  # 2
+    return Unpublished(plan, selection, _write_chunks(repository, plan, selection, request, watch))  # 3-7
+
+
+def refresh_bases(repository: Repository, bases: BaseCache) -> None:
+    """Before the chunks are planned: forget packs that are gone, and after a restart follow the newest checkpoint."""
     repository.chunk_index.forget_packs(repository.packs_gone(repository.chunk_index.packs()))
-    if request.bases.seq is None and repository.newest is not None:
-        request.bases.follow(repository.newest)
+    if bases.seq is None and repository.newest is not None:
+        bases.follow(repository.newest)
+
+
+def _commit_with_lease(repository: Repository, request: CommitRequest, watch: Stopwatch) -> Committed:
+    refresh_bases(repository, request.bases)
     # A collector may delete packs that this commit refers to. Then it is repeated once, without them.
     for _ in range(2):
-        with watch("plan"), collector_paused():
-            plan, selection = _plan(repository, request)  # 2
-        stored = _write_chunks(repository, plan, selection, request, watch)  # 3-7
-        name, manifest = _publish(repository, Unpublished(plan, selection, stored), request, watch)  # 8
+        unpublished = write_unpublished(repository, request, watch)
+        plan, selection, stored = unpublished.plan, unpublished.selection, unpublished.stored
+        name, manifest = _publish(repository, unpublished, request, watch)  # 8
         with watch("verify"):
             packs_gone = repository.rescue_local_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
         if not packs_gone:
@@ -163,7 +179,8 @@ def _plan(repository: Repository, request: CommitRequest) -> tuple[CommitPlan, B
     unshared = frozenset[int]() if candidates is None else candidates.unshared
     limits = repository.limits
     plan = captured.structure.once(
-        ("plan", limits, unshared), lambda: plan_commit(captured.storages, limits, unshared=unshared)
+        ("plan", limits, unshared),
+        lambda: plan_commit(captured.storages, limits, unshared=unshared, starts=captured.starts),
     )
     return plan, select_bases(
         captured, plan, repository.chunk_index, request.bases, policy, repository.limits, candidates

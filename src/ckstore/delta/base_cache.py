@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckstore.delta.cost_model import BaseKind
@@ -113,18 +113,19 @@ class BaseCache:
         """Bytes of samples held in memory."""
         return sum(len(sample) for sample in self._samples.values())
 
-    def follow(self, manifest: Manifest, paths: Mapping[int, Path] | None = None) -> None:
+    def follow(self, manifest: Manifest, paths: Mapping[int, Path] | None = None, starts: Sequence[int] = ()) -> None:
         """Make an acknowledged checkpoint the source of bases, and drop what its chunks do not need.
 
         Args:
-            manifest: The checkpoint.
+            manifest: The checkpoint, or the part of it that this rank wrote.
             paths: Its ``first_paths``, if they are known.
+            starts: Where each storage of the part begins in the storage of the checkpoint; empty: at 0.
         """
         self.seq, self.decisions = manifest.header.seq, manifest.decisions
         self._openings_before, self._openings = self._openings, set()
         if paths is None:
             paths = first_paths(manifest.tree, [tensor.storage for tensor in manifest.tensors])
-        self._previous = dict(_chunks_at(manifest, paths))
+        self._previous = dict(_chunks_at(manifest, paths, starts))
         storages = manifest.decisions.storages if manifest.decisions is not None else ()
         self._decision_at = {paths[index]: choice for index, choice in enumerate(storages) if index in paths}
         self._lossy_depth_at = {paths[loss.storage]: loss.hops for loss in manifest.losses if loss.storage in paths}
@@ -327,14 +328,16 @@ def first_paths(tree: Node, storage_of: list[int]) -> dict[int, Path]:
     return found
 
 
-def _chunks_at(manifest: Manifest, paths: Mapping[int, Path]) -> Iterator[tuple[ChunkPosition, BaseChunk]]:
+def _chunks_at(
+    manifest: Manifest, paths: Mapping[int, Path], starts: Sequence[int]
+) -> Iterator[tuple[ChunkPosition, BaseChunk]]:
     """Yield each position of the state at which a chunk begins, with the chunk."""
     # Quantized moments are left out: they are not coded as differences, and their exact differences are noise.
     moments = {loss.storage for loss in manifest.losses if loss.role in ("first", "second")}
     for index, storage in enumerate(manifest.storages):
         if index in moments:
             continue
-        position = 0
+        position = starts[index] if starts else 0
         for piece in storage.pieces:
             spec = manifest.chunks[piece.chunk]
             # The position of a shared chunk is that of its first storage.

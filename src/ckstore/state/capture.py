@@ -97,6 +97,7 @@ class Captured:
         storages: The storages that ``tensors`` index.
         warnings: Warnings for the user, in whole sentences.
         structure: Its structure. Captures that differ in values and addresses only may share it.
+        starts: Where each storage begins in the storage of the checkpoint, for the shards of one rank; empty: at 0.
     """
 
     tree: Node
@@ -105,6 +106,7 @@ class Captured:
     storages: Sequence[HostStorage]
     warnings: list[str]
     structure: Structure = field(default_factory=Structure, compare=False, repr=False)
+    starts: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -239,6 +239,10 @@ class Manifests:
         encoded = encode_manifest(manifest, limits=self.limits)
         # Check that readers accept the manifest before it is published.
         decode_manifest(encoded, limits=self.limits, expect=name, written=manifest)
+        return self.publish_encoded(name, encoded)
+
+    def publish_encoded(self, name: ManifestName, encoded: bytes) -> ManifestName:
+        """Make a checkpoint visible, durably, whose manifest has been encoded and checked. Raises as ``publish``."""
         draft = paths.draft_name(new_token())
         target = self.path_of(name)
         require_same_store(self.backend, self.store_id)
