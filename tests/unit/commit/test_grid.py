@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,7 +38,7 @@ def test_most_chunks_survive_another_number_of_ranks() -> None:
     def cut(ranks: int) -> set[tuple[int, int]]:
         rows = 2048
         bounds = [rows * rank // ranks * (SHAPE.nbytes // rows) for rank in range(ranks + 1)]
-        return set().union(*(edges(lo, hi - lo) for lo, hi in zip(bounds, bounds[1:], strict=False)))
+        return set().union(*(edges(lo, hi - lo) for lo, hi in pairwise(bounds)))
 
     eight, six = cut(8), cut(6)
     assert sum(hi - lo for lo, hi in eight & six) > 0.9 * SHAPE.nbytes

@@ -184,8 +184,11 @@ class _Search:
             yield self._group(folder)
             return
         inner = [found for each in folder.folders if (found := self._checkpoint_in(each)) is not None]
-        own_step = step_of_name(folder.path.name)
         files = [file for file in folder.files if kind_of_file(file) is not None]
+        own_step = step_of_name(folder.path.name)
+        if len({step_of_name(file.stem) for file in files} - {None}) > 1:
+            # Files of several steps are several checkpoints, whatever the folder is called.
+            own_step = None
         is_one = _is_one_checkpoint(folder, files)
         if (is_one or (own_step is not None and files)) and all(each.step in (None, own_step) for each in inner):
             yield self._group(folder)

@@ -167,6 +167,15 @@ def test_safetensors_are_read_without_torch(store, tmp_path):
     assert np.array_equal(store.restore(6)["a"], array)
 
 
+def test_files_of_several_steps_are_several_checkpoints_whatever_their_folder_is_called(store, tmp_path):
+    for folder, steps in (("run-1it1s", (5, 6)), ("step_70", (8, 9))):
+        (tmp_path / folder).mkdir()
+        for step in steps:
+            save_numpy({"a": np.full(4, step)}, tmp_path / folder / f"step_{step}.safetensors")
+        store.import_from(tmp_path / folder)
+    assert [store.restore(step)["a"][0] for step in (5, 6, 8, 9)] == [5, 6, 8, 9]
+
+
 def test_exported_safetensors_keep_tied_tensors(store, tmp_path):
     from ckstore.ops.interop.export import export_safetensors
 
