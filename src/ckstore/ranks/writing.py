@@ -5,7 +5,7 @@ and its spans of those that others hold, too. Of all other ranges that it holds 
 compares them with what the owners wrote.
 
 Both sides cut a range into the same pieces: a range below ``SHARED_NBYTES_MAX`` is one piece, a larger one is cut on
-the grid of its unit. Owners cut their spans there, too. So the digest of a piece is usually the beginning of a chunk id.
+the grid of its unit. Owners cut their spans there, too. So the digest of a piece is usually the start of a chunk id.
 """
 
 from __future__ import annotations
