@@ -14,6 +14,7 @@ CkstoreError                        base class; never a ValueError
 │   └── UnreachableError            a store or tier cannot be reached
 ├── BoundError                      quantization would exceed the policy's bound    exit 16
 ├── SaverError                      the saver process died or was stopped           exit 17
+├── RankError                       another rank failed, was lost or never came     exit 18
 └── UsageError (ValueError)         the call was wrong                              exit 2
     └── LeafTypeError               the state has a leaf of an unsupported type
 
@@ -235,6 +236,13 @@ class SaverError(CkstoreError):
 
     code = "saver"
     exit_code = 17
+
+
+class RankError(CkstoreError):
+    """Another rank of the job was lost, never joined, or failed. Start the job again; checkpoints are intact."""
+
+    code = "rank"
+    exit_code = 18
 
 
 class UsageError(CkstoreError, ValueError):

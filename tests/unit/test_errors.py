@@ -27,6 +27,7 @@ TREE = {
     "UnreachableError": ("BackendError", "unreachable", 15),
     "BoundError": ("CkstoreError", "bound", 16),
     "SaverError": ("CkstoreError", "saver", 17),
+    "RankError": ("CkstoreError", "rank", 18),
     "UsageError": ("CkstoreError", "usage", 2),
     "LeafTypeError": ("UsageError", "leaf-type", 2),
 }

@@ -39,6 +39,7 @@ NAMES = [
     "NotFoundError",
     "Pending",
     "Policy",
+    "RankError",
     "Receipt",
     "RepackPolicy",
     "Residual",

@@ -13,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import errno
 import json
@@ -27,10 +26,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckstore import errors
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import EngineName
-from ckstore.errors import CkstoreError, MalformedError, SaverError
+from ckstore.errors import MalformedError, SaverError
+from ckstore.format.error_records import ErrorRecord, Fact, cut_text, record_of, restored_error
 from ckstore.format.records import Count, ShortText, decode_inner, encode_inner
 from ckstore.processes import is_running, process_started
 from ckstore.results import Receipt
@@ -38,13 +37,7 @@ from ckstore.results import Receipt
 _log = logging.getLogger("ckstore")
 
 MESSAGE_NBYTES_MAX = 128 << 10
-TEXT_NBYTES_MAX = 8 << 10
-"""Limit for one part of an error or of a log record. Longer text is cut."""
-
 _WARNINGS_MAX = 12
-
-Scalar = None | bool | int | float | str
-Fact = Scalar | list[str]
 
 
 class Hello(NamedTuple):
@@ -251,7 +244,7 @@ def decode_message(packet: bytes, kinds: Sequence[type[Message]]) -> Message:
 
 def done_of(ticket: int, receipt: Receipt) -> Done:
     """Return the message for a receipt. Excess warnings are dropped and long ones are cut."""
-    warnings = [_cut(text) for text in receipt.warnings[:_WARNINGS_MAX]]
+    warnings = [cut_text(text) for text in receipt.warnings[:_WARNINGS_MAX]]
     if len(receipt.warnings) > _WARNINGS_MAX:
         warnings.append(f"{len(receipt.warnings) - _WARNINGS_MAX} more warnings were dropped")
     return Done(ticket, replace(receipt, warnings=tuple(warnings)))
@@ -285,71 +278,19 @@ def receive(channel: socket.socket, kinds: Sequence[type[Message]]) -> Message |
 
 def failed_of(ticket: int, error: BaseException) -> Failed:
     """Return the message for an error."""
-    kind = type(error).__name__
-    if not isinstance(error, CkstoreError):
-        number, text = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
-        if isinstance(error, MemoryError):
-            # Python's own MemoryError has no text.
-            text = text or "the saver has no memory for this commit"
-        return Failed(ticket, kind, _cut(text), None, None, _plain_facts({"errno": number}))
-    todo, where = error.todo, error.where
-    return Failed(
-        ticket,
-        kind,
-        _cut(error.what),
-        None if where is None else _cut(where),
-        None if todo is None else _cut(todo),
-        _plain_facts(error.facts),
-    )
+    # Python's own MemoryError has no text.
+    return Failed(ticket, *record_of(error, memory_text="the saver has no memory for this commit"))
 
 
 def error_of(failed: Failed) -> Exception:
     """Return the error of a message, with its own class if that is a class of ckstore or an OSError."""
-    kind = getattr(errors, failed.kind, None)
-    if isinstance(kind, type) and issubclass(kind, CkstoreError):
-        return kind(failed.what, where=failed.where, todo=failed.todo, **failed.facts)
-    if failed.kind == "MemoryError":
-        return MemoryError(failed.what)
-    builtin = getattr(builtins, failed.kind, None)
-    number = failed.facts.get("errno")
-    if isinstance(builtin, type) and issubclass(builtin, OSError) and isinstance(number, int):
-        return OSError(number, failed.what)
-    return SaverError(
-        f"the saver failed with {failed.kind}: {failed.what}", todo="see the log, and report this", kind=failed.kind
-    )
-
-
-_FACTS_MAX, _FACT_NBYTES_MAX = 16, 1024
-_ITEMS_MAX, _ITEM_NBYTES_MAX = 16, 128
-_RESERVED = {"what", "where", "todo"}
-
-
-def _plain_facts(facts: Mapping[str, object]) -> dict[str, Fact]:
-    present = [(name, value) for name, value in facts.items() if value is not None and name not in _RESERVED]
-    return {_cut(name, _ITEM_NBYTES_MAX): _plain_fact(value) for name, value in present[:_FACTS_MAX]}
-
-
-def _plain_fact(value: object) -> Fact:
-    if isinstance(value, (bool, float)):
-        return value
-    if isinstance(value, int):
-        return value if -(1 << 63) <= value < 1 << 63 else f"{value:#x}"[:_FACT_NBYTES_MAX]
-    if isinstance(value, (list, tuple)):
-        return [_cut(str(item), _ITEM_NBYTES_MAX) for item in value[:_ITEMS_MAX]]
-    return _cut(str(value), _FACT_NBYTES_MAX)
-
-
-def _cut(text: str, nbytes_max: int = TEXT_NBYTES_MAX) -> str:
-    # Text from the operating system may contain surrogates, which UTF-8 cannot encode.
-    content = text.encode("utf-8", "replace")
-    if len(content) <= nbytes_max:
-        return content.decode()
-    return content[: nbytes_max - 3].decode("utf-8", "ignore") + "..."
+    _, *fields = failed
+    return restored_error(ErrorRecord(*fields), source="the saver", other=SaverError)
 
 
 def log_of(level: int, text: str) -> Log:
     """Return the message for a log record."""
-    return Log(max(0, level), _cut(text))
+    return Log(max(0, level), cut_text(text))
 
 
 POLL_SECONDS = 0.5

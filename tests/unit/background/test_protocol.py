@@ -13,7 +13,6 @@ from ckstore import errors
 from ckstore.background import protocol
 from ckstore.background.protocol import (
     MESSAGE_NBYTES_MAX,
-    TEXT_NBYTES_MAX,
     TO_SAVER,
     TO_TRAINER,
     decode_message,
@@ -24,6 +23,7 @@ from ckstore.background.protocol import (
 from ckstore.background.staged_head import HeadWriter, SampleRow, StorageRow, decode_head
 from ckstore.config import Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedError, NotFoundError, SaverError
+from ckstore.format.error_records import TEXT_NBYTES_MAX
 from ckstore.format.records import encode_inner
 from ckstore.results import Receipt
 from ckstore.state.capture import capture
