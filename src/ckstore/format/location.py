@@ -50,8 +50,10 @@ _HEADS = {1: struct.Struct("<QQQ"), 2: _HEAD, 3: _HEAD, 4: _HEAD}
 _PACK = struct.Struct("<16s32sQHHI")
 _FRAME = struct.Struct("<32sQIIII")
 PACK_ROW_NBYTES, FRAME_ROW_NBYTES = _PACK.size, _FRAME.size
-_NO_BASE_INDEX = 0xFFFFFFFF
-_PACK_NBYTES_MIN = SUPERHEADER_NBYTES + PACK_ALIGN + TAIL_NBYTES
+NO_BASE_INDEX = 0xFFFFFFFF
+"""Stands for a frame without a base, in the rows of frames."""
+
+PACK_NBYTES_MIN = SUPERHEADER_NBYTES + PACK_ALIGN + TAIL_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +94,39 @@ class FrameRef:
 def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], decisions: Decisions | None = None) -> bytes:
     """Return the plain section in the current format version."""
     tiers = sorted({pack.tier for pack in packs})
-    tier_table = encode_inner(tiers)
-    decisions_table = encode_decisions(decisions)
+    return join_location(tiers, pack_rows(packs, tiers), frame_rows(frames), encode_decisions(decisions))
+
+
+def pack_rows(packs: Sequence[PackRef], tiers: Sequence[str]) -> bytes:
+    """Return the encoded rows of packs; ``tiers`` are the names that the rows refer to."""
     return b"".join(
-        (
-            _HEADS[FORMAT_VERSION].pack(len(tier_table), len(packs), len(frames), len(decisions_table)),
-            tier_table,
-            *(
-                _PACK.pack(pack.pack_id, pack.directory_digest, pack.nbytes, tiers.index(pack.tier), 0, 0)
-                for pack in packs
-            ),
-            *(
-                _FRAME.pack(
-                    frame.chunk_id,
-                    frame.offset,
-                    frame.stored_nbytes,
-                    frame.pack,
-                    _NO_BASE_INDEX if frame.base < 0 else frame.base,
-                    frame.depth,
-                )
-                for frame in frames
-            ),
-            decisions_table,
-        )
+        [_PACK.pack(pack.pack_id, pack.directory_digest, pack.nbytes, tiers.index(pack.tier), 0, 0) for pack in packs]
     )
+
+
+def frame_rows(frames: Sequence[FrameRef]) -> bytes:
+    """Return the encoded rows of frames."""
+    return b"".join(
+        [
+            _FRAME.pack(
+                frame.chunk_id,
+                frame.offset,
+                frame.stored_nbytes,
+                frame.pack,
+                NO_BASE_INDEX if frame.base < 0 else frame.base,
+                frame.depth,
+            )
+            for frame in frames
+        ]
+    )
+
+
+def join_location(tiers: list[str], packs: bytes, frames: bytes, decisions: bytes) -> bytes:
+    """Return the plain section with these encoded tables, in the current format version."""
+    tier_table = encode_inner(tiers)
+    counts = (len(packs) // PACK_ROW_NBYTES, len(frames) // FRAME_ROW_NBYTES)
+    head = _HEADS[FORMAT_VERSION].pack(len(tier_table), *counts, len(decisions))
+    return b"".join((head, tier_table, packs, frames, decisions))
 
 
 def stored_location(section: bytes) -> bytes:
@@ -173,7 +184,7 @@ def decode_location(
         raise MalformedError("a manifest lists a tier twice, or a tier without packs", where=where)
     frames = tuple(
         [
-            FrameRef(chunk_id, pack, offset, stored, -1 if base == _NO_BASE_INDEX else base, depth)
+            FrameRef(chunk_id, pack, offset, stored, -1 if base == NO_BASE_INDEX else base, depth)
             for chunk_id, offset, stored, pack, base, depth in _FRAME.iter_unpack(frame_rows)
         ]
     )
@@ -239,7 +250,7 @@ def check_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], limits:
     for pack in packs:
         if len(pack.pack_id) != PACK_ID_NBYTES or len(pack.directory_digest) != DIGEST_NBYTES or not is_name(pack.tier):
             raise MalformedError("a pack of a manifest has a malformed id, digest or tier", where=where)
-        if pack.nbytes % PACK_ALIGN or not _PACK_NBYTES_MIN <= pack.nbytes <= limits.pack_nbytes_max:
+        if pack.nbytes % PACK_ALIGN or not PACK_NBYTES_MIN <= pack.nbytes <= limits.pack_nbytes_max:
             raise MalformedError(
                 f"a manifest gives a pack the impossible size of {pack.nbytes} bytes", where=where, pack_id=pack.pack_id
             )
@@ -301,6 +312,14 @@ def _check_overlaps(frames: Sequence[FrameRef], where: object) -> None:
         end = frame.offset + frame.frame_nbytes
 
 
+PACK_ROW = (
+    ("pack_id", "V16"),
+    ("directory_digest", "V32"),
+    ("nbytes", "<u8"),
+    ("tier", "<u2"),
+    ("zero", "<u2"),
+    ("zero_too", "<u4"),
+)
 FRAME_ROW = (
     ("chunk_id", "V32"),
     ("offset", "<u8"),
@@ -309,7 +328,7 @@ FRAME_ROW = (
     ("base", "<u4"),
     ("depth", "<u4"),
 )
-"""The fields of a frame row, as a numpy dtype."""
+"""The fields of the rows of packs and frames, as numpy dtypes."""
 
 _DEFAULT_LIMITS = Limits()
 
@@ -372,7 +391,18 @@ AGE_MAX = 0xFFFF
 
 _DECISIONS = struct.Struct("<I")
 _DECISION = struct.Struct("<BBHHHH")
-_NO_BITS = 0xFFFF
+NO_BITS = 0xFFFF
+"""Stands for a missing estimate, in the rows of decisions."""
+
+DECISION_ROW = (
+    ("mode", "u1"),
+    ("view", "u1"),
+    ("full", "<u2"),
+    ("previous", "<u2"),
+    ("keyframe", "<u2"),
+    ("age", "<u2"),
+)
+"""The fields of the decision for one storage, as a numpy dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +453,7 @@ class Decisions:
 
 def stored_bits(bits: float | None) -> float | None:
     """Return an estimate rounded to its stored resolution."""
-    return None if bits is None else min(round(bits / BITS_STEP), _NO_BITS - 1) * BITS_STEP
+    return None if bits is None else min(round(bits / BITS_STEP), NO_BITS - 1) * BITS_STEP
 
 
 def encode_decisions(decisions: Decisions | None) -> bytes:
@@ -434,19 +464,34 @@ def encode_decisions(decisions: Decisions | None) -> bytes:
     """
     if decisions is None:
         return b""
-    _check_decisions(decisions, None)
-    head = encode_inner(
-        DecisionsRecord(
-            base=decisions.base,
-            base_seq=decisions.base_seq,
-            keyframe_seq=decisions.keyframe_seq,
-            reason=decisions.reason,
-        )
+    if any(storage.view not in VIEWS for storage in decisions.storages):
+        raise MalformedError("the decision for a storage has fields out of range")
+    return join_decisions(decisions_record(decisions), b"".join(decision_rows(decisions.storages)))
+
+
+def decisions_record(decisions: Decisions) -> DecisionsRecord:
+    """Return the record of the decisions for the whole checkpoint."""
+    return DecisionsRecord(
+        base=decisions.base,
+        base_seq=decisions.base_seq,
+        keyframe_seq=decisions.keyframe_seq,
+        reason=decisions.reason,
     )
-    return _DECISIONS.pack(len(head)) + head + b"".join(_decision_rows(decisions.storages))
 
 
-def _decision_rows(storages: Sequence[StorageDecision]) -> Iterator[bytes]:
+def join_decisions(record: DecisionsRecord, rows: bytes) -> bytes:
+    """Return the table with these encoded rows.
+
+    Raises:
+        MalformedError: A reader would refuse the record.
+    """
+    check_decisions(record, None)
+    head = encode_inner(record)
+    return _DECISIONS.pack(len(head)) + head + rows
+
+
+def decision_rows(storages: Sequence[StorageDecision]) -> Iterator[bytes]:
+    """Yield the encoded decision for each storage."""
     # Many small storages have the same decision.
     rows: dict[int, bytes] = {}
     for storage in storages:
@@ -454,7 +499,7 @@ def _decision_rows(storages: Sequence[StorageDecision]) -> Iterator[bytes]:
         if row is None:
             bits = (storage.full_bits, storage.previous_bits, storage.keyframe_bits)
             view = VIEWS.index(storage.view)
-            steps = (_NO_BITS if value is None else round(value / BITS_STEP) for value in bits)
+            steps = (NO_BITS if value is None else round(value / BITS_STEP) for value in bits)
             row = rows[id(storage)] = _DECISION.pack(storage.mode, view, *steps, min(storage.age, AGE_MAX))
         yield row
 
@@ -479,25 +524,28 @@ def decode_decisions(table: memoryview, *, where: object = None) -> Decisions | 
             mode, view, *steps, age = row
             if view >= len(VIEWS) or mode >= len(MODE_NAMES):
                 raise MalformedError("the decision for a storage has fields out of range", where=where)
-            full, previous, keyframe = (None if value == _NO_BITS else value * BITS_STEP for value in steps)
+            full, previous, keyframe = (None if value == NO_BITS else value * BITS_STEP for value in steps)
             known[row] = StorageDecision(mode, full, previous, keyframe, VIEWS[view], age)
         storages.append(known[row])
-    decisions = Decisions(
+    check_decisions(record, where)
+    return Decisions(
         base=record.base,
         base_seq=record.base_seq,
         keyframe_seq=record.keyframe_seq,
         reason=record.reason,
         storages=tuple(storages),
     )
-    _check_decisions(decisions, where)
-    return decisions
 
 
-def _check_decisions(decisions: Decisions, where: object) -> None:
+def check_decisions(decisions: DecisionsRecord, where: object) -> None:
+    """Check the decisions for the whole checkpoint, before writing and after reading.
+
+    Raises:
+        MalformedError: They contradict each other.
+    """
     is_keyframe = decisions.base == "none"
     if (
         decisions.base not in BASES
-        or any(storage.view not in VIEWS for storage in decisions.storages)
         or is_keyframe != (decisions.base_seq is None)
         or is_keyframe != (decisions.keyframe_seq is None)
         or not all(0 <= (seq or 0) <= SEQ_MAX for seq in (decisions.base_seq, decisions.keyframe_seq))

@@ -20,6 +20,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ckstore.config import Limits, Residual
 from ckstore.errors import MalformedError
@@ -29,6 +30,9 @@ from ckstore.format.tensors import ChunkSpec, Piece, Row, StorageSpec, Table, Te
 from ckstore.format.tree import Node, decode_tree, encode_tree
 from ckstore.format.wire import Reader, xxh3_64
 from ckstore.hashing import NO_BASE
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 EXACT_FIDELITY = "exact"
 
@@ -191,6 +195,12 @@ _HEAD = struct.Struct("<QQQQQQ")
 _STORAGE = struct.Struct("<QIB3s")
 _PIECE = struct.Struct("<III")
 _CHUNK = struct.Struct("<32sIB3s")
+_ELEMENTS = (("element_width", "u1"), ("is_float", "u1"), ("zero", "<u2"))
+STORAGE_ROW = (("nbytes", "<u8"), ("pieces", "<u4"), *_ELEMENTS)
+PIECE_ROW = (("chunk", "<u4"), ("offset", "<u4"), ("nbytes", "<u4"))
+CHUNK_ROW = (("chunk_id", "V32"), ("nbytes", "<u4"), *_ELEMENTS)
+"""The fields of the rows of storages, pieces and chunks, as numpy dtypes."""
+
 _IS_FLOAT = {b"\0\0\0": False, b"\1\0\0": True}
 """Valid values of the last three bytes of a storage or chunk; all others are reserved."""
 
@@ -228,22 +238,39 @@ class Logical:
 
 def encode_logical(record: bytes, logical: Logical) -> bytes:
     """Return the section; ``record`` is the encoded LogicalRecord."""
-    tree = encode_tree(logical.tree)
-    tensors = _encoded(logical.tensors, _encode_tensors)
     storages = _encoded(logical.storages, _encode_storages)
     piece_count = (len(storages) - _STORAGE.size * len(logical.storages)) // _PIECE.size
     counts = (len(logical.storages), piece_count, len(logical.chunks))
-    return b"".join(
-        (
-            _HEAD.pack(len(record), len(tree), len(tensors), *counts),
-            record,
-            tree,
-            tensors,
-            storages,
-            *(_CHUNK.pack(chunk.chunk_id, chunk.nbytes, chunk.element_width, _flag(chunk)) for chunk in logical.chunks),
-            encode_losses(logical.losses),
-        )
-    )
+    chunks = [_CHUNK.pack(chunk.chunk_id, chunk.nbytes, chunk.element_width, _flag(chunk)) for chunk in logical.chunks]
+    tree, tensors = encode_tree(logical.tree), encoded_tensors(logical.tensors)
+    return join_logical(record, tree, tensors, counts, (storages, *chunks), logical.losses)
+
+
+def join_logical(
+    record: bytes,
+    tree: bytes,
+    tensors: bytes,
+    counts: tuple[int, int, int],
+    tables: Iterable[Buffer],
+    losses: Sequence[Loss],
+) -> bytes:
+    """Return the section with these encoded parts.
+
+    Args:
+        record: The encoded LogicalRecord.
+        tree: The encoded tree.
+        tensors: The encoded tensors.
+        counts: Numbers of storages, pieces and chunks.
+        tables: The rows of storages, pieces and chunks, in this order.
+        losses: The losses.
+    """
+    head = _HEAD.pack(len(record), len(tree), len(tensors), *counts)
+    return b"".join((head, record, tree, tensors, *tables, encode_losses(losses)))
+
+
+def encoded_tensors(tensors: tuple[TensorSpec, ...]) -> bytes:
+    """Return the encoded table of tensors."""
+    return _encoded(tensors, _encode_tensors)
 
 
 def _encoded(rows: tuple[Row, ...], encode: Callable[[tuple[Row, ...]], bytes]) -> bytes:
@@ -394,18 +421,27 @@ def _check_tensors(logical: Logical, where: object) -> None:
     table = logical.tensors if isinstance(logical.tensors, Table) else None
     if table is not None and table.fits is logical.storages:
         return
+    check_tensors(logical.tensors, [storage.nbytes for storage in logical.storages], where)
+    if table is not None:
+        table.fits = logical.storages
+
+
+def check_tensors(tensors: Iterable[TensorSpec], storages: Sequence[int], where: object) -> None:
+    """Check that every tensor is within its storage; ``storages`` are the lengths of all storages.
+
+    Raises:
+        MalformedError: It is not, or its storage does not exist.
+    """
     # A model has few distinct layouts, each repeated by many tensors.
     checked: set[tuple[object, ...]] = set()
-    for tensor in logical.tensors:
-        if not 0 <= tensor.storage < len(logical.storages):
+    for tensor in tensors:
+        if not 0 <= tensor.storage < len(storages):
             raise MalformedError("a tensor refers to a storage that does not exist", where=where)
-        nbytes = logical.storages[tensor.storage].nbytes
+        nbytes = storages[tensor.storage]
         layout = (tensor.library, tensor.dtype, tensor.shape, tensor.strides, tensor.offset, nbytes)
         if layout not in checked:
             check_layout(tensor, itemsize_of(tensor.library, tensor.dtype) or 0, nbytes)
             checked.add(layout)
-    if table is not None:
-        table.fits = logical.storages
 
 
 def _check_chunks(chunks: Sequence[ChunkSpec], limits: Limits, where: object) -> None:

@@ -154,18 +154,24 @@ def build_manifest(
         fidelity=fidelity,
         metrics={str(name): float(value) for name, value in (metrics or {}).items()},
     )
-    header = ManifestHeader(
+    header = header_of(
+        facts,
+        digest_of(encode_logical(encode_inner(facts), logical)),
         store_id=store_id,
         generation=generation,
-        checkpoint_id=digest_of(encode_logical(encode_inner(facts), logical)),
         bytes_written=bytes_written,
         chunks_new=chunks_new,
         chunks_reused=len(chunks) - chunks_new,
-        **{name: getattr(facts, name) for name in LogicalRecord.__struct_fields__},
         **_computed(logical, frames),
     )
     places = tuple(packs), tuple(frames)
     return Manifest(header, tree, logical.tensors, renumbered, distinct, *places, decisions, logical.losses)
+
+
+def header_of(facts: LogicalRecord, checkpoint_id: bytes, **others: Any) -> ManifestHeader:
+    """Return the header of a manifest: the facts that the checkpoint id covers, the id, and the other fields."""
+    repeated = {name: getattr(facts, name) for name in LogicalRecord.__struct_fields__}
+    return ManifestHeader(checkpoint_id=checkpoint_id, **repeated, **others)
 
 
 def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -> Manifest:
@@ -254,14 +260,28 @@ def encode_manifest(manifest: Manifest, *, limits: Limits = _DEFAULT_LIMITS) -> 
     header = encode_header(manifest.header)
     logical = encode_logical(logical_record(manifest.header), manifest.logical)
     location = encode_location(manifest.packs, manifest.frames, manifest.decisions)
-    _check_size(PREAMBLE_NBYTES + len(header) + len(logical) + len(location) + TRAILER_NBYTES, limits, None)
+    check_plain_size(header, logical, location, limits)
     check_logical(manifest.logical, limits, None)
     check_location(manifest.packs, manifest.frames, limits, None)
     _check_header(manifest, logical, None)
+    return join_manifest(manifest.store_id, header, logical, location)
+
+
+def check_plain_size(header: bytes, logical: bytes, location: bytes, limits: Limits) -> None:
+    """Check the length of a manifest with these plain sections.
+
+    Raises:
+        MalformedError: It exceeds the limit of the store.
+    """
+    _check_size(PREAMBLE_NBYTES + len(header) + len(logical) + len(location) + TRAILER_NBYTES, limits, None)
+
+
+def join_manifest(store_id: bytes, header: bytes, logical: bytes, location: bytes) -> bytes:
+    """Return the bytes of a manifest with these plain sections, which the caller has checked."""
     stored = stored_section(memoryview(logical)), stored_location(location)
     lengths = (len(header), len(stored[0]), len(stored[1]))
     file_nbytes = PREAMBLE_NBYTES + sum(lengths) + TRAILER_NBYTES
-    preamble = Preamble(FORMAT_VERSION, 0, 0, manifest.store_id, *lengths, file_nbytes, xxh3_64(header), len(logical))
+    preamble = Preamble(FORMAT_VERSION, 0, 0, store_id, *lengths, file_nbytes, xxh3_64(header), len(logical))
     body = b"".join((encode_preamble(preamble), header, *stored))
     body += _TRAILER.pack(TRAILER_MAGIC, *lengths, file_nbytes, bytes(DIGEST_NBYTES))[:-DIGEST_NBYTES]
     return body + digest_of(body)
