@@ -31,6 +31,7 @@ from ckstore.concurrency import ThreadLimit, collector_paused
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import BackendError, ConflictError
+from ckstore.format.location import Decisions
 from ckstore.format.logical import fidelity_of
 from ckstore.format.manifest import Manifest, build_manifest
 from ckstore.format.paths import ManifestName
@@ -242,7 +243,7 @@ def _publish(
 
 
 def _manifest_of(repository: Repository, unpublished: Unpublished, request: CommitRequest, seq: int) -> Manifest:
-    plan, selection, stored = unpublished.plan, unpublished.selection, unpublished.stored
+    plan, stored = unpublished.plan, unpublished.stored
     packs, frames = locate(stored.frames)
     now_ns = repository.clock.now_ns()
     return build_manifest(
@@ -264,9 +265,15 @@ def _manifest_of(repository: Repository, unpublished: Unpublished, request: Comm
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        decisions=selection.decisions(selection.modes(plan.chunks_of, stored), _bits(plan, stored)),
+        decisions=decisions_of(unpublished),
         losses=stored.losses,
     )
+
+
+def decisions_of(unpublished: Unpublished) -> Decisions | None:
+    """Return the manifest's record of how bases were chosen."""
+    plan, selection, stored = unpublished.plan, unpublished.selection, unpublished.stored
+    return selection.decisions(selection.modes(plan.chunks_of, stored), _bits(plan, stored))
 
 
 def _bits(plan: CommitPlan, stored: WriteResult) -> list[float | None]:

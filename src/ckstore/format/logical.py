@@ -282,7 +282,7 @@ def _encoded(rows: tuple[Row, ...], encode: Callable[[tuple[Row, ...]], bytes]) 
 
 
 def _encode_tensors(tensors: tuple[TensorSpec, ...]) -> bytes:
-    return encode_inner([_row_of(tensor) for tensor in tensors])
+    return encode_inner([row_of(tensor) for tensor in tensors])
 
 
 def _encode_storages(storages: tuple[StorageSpec, ...]) -> bytes:
@@ -299,7 +299,8 @@ def _flag(spec: StorageSpec | ChunkSpec) -> bytes:
     return b"\1\0\0" if spec.is_float else b"\0\0\0"
 
 
-def _row_of(tensor: TensorSpec) -> TensorRow:
+def row_of(tensor: TensorSpec) -> TensorRow:
+    """Return a tensor as a row of the table."""
     return TensorRow(
         library=tensor.library,
         dtype=tensor.dtype,
@@ -385,10 +386,14 @@ def _decoded(
 
 
 def _tensors(content: memoryview, where: object) -> Iterator[TensorSpec]:
-    for row in decode_stored(content, list[TensorRow], where=where):
-        yield TensorSpec(
-            row.library, row.dtype, row.shape, row.strides, row.storage, row.offset, row.is_parameter, row.requires_grad
-        )
+    return map(tensor_of, decode_stored(content, list[TensorRow], where=where))
+
+
+def tensor_of(row: TensorRow) -> TensorSpec:
+    """Return the tensor of a row of the table."""
+    return TensorSpec(
+        row.library, row.dtype, row.shape, row.strides, row.storage, row.offset, row.is_parameter, row.requires_grad
+    )
 
 
 def _storages(content: memoryview, count: int, where: object) -> Iterator[StorageSpec]:

@@ -1,7 +1,7 @@
 """Records and the format version: typed, bounded decoding of small structures. Only this module imports msgspec.
 
 A *file record* is a separate JSON file that users may read, with a kind, a checksum and a body: store.json,
-config.json, tags, leases, intents. An *inner record* is MessagePack inside a manifest. Unknown fields, wrong types,
+config.json, tags, leases, intents. An *inner record* is MessagePack inside a manifest, or in what ranks send to each other. Unknown fields, wrong types,
 trailing bytes and numbers out of range are refused. Exceptions are leases, intents and deletion lists, whose unknown
 fields are ignored: a process that could not read those of a newer ckstore would take a live writer for dead.
 
@@ -294,6 +294,54 @@ class LossRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     hops: Count
     spike: float | None
     numbers: dict[ShortText, float]
+
+
+PathKeys = list[str | int | bytes]
+"""A path: its keys; a key that is neither text nor an integer is an encoded node."""
+
+
+class UnitRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A unit of many ranks; see ranks/arrays.py. ``shape`` is None for a local storage."""
+
+    path: PathKeys
+    nbytes: Count
+    element_width: Count
+    is_float: bool
+    shape: tuple[Count, ...] | None
+    cuts: tuple[tuple[Count, ...], ...]
+    layout: Count
+
+
+class LayoutRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """How an array lies on a device mesh; see ranks/arrays.py."""
+
+    mesh_names: tuple[ShortText, ...]
+    mesh_shape: tuple[Count, ...]
+    mesh_ranks: tuple[Count, ...]
+    placements: ShortText
+
+
+class SkeletonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What a skeleton has besides its tree; see ranks/part.py."""
+
+    tensors: list[TensorRow]
+    units: list[UnitRow]
+    layouts: list[LayoutRow]
+    per_rank: list[PathKeys]
+    replicated: list[tuple[PathKeys, float]]
+
+
+class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The scalars of a part record; see ranks/part.py."""
+
+    attempt: bytes
+    skeleton: bytes
+    host: ShortText
+    bytes_written: Count
+    chunks_new: Count
+    chunks_planned: Count
+    warnings: list[str]
+    decisions: DecisionsRecord | None
 
 
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
