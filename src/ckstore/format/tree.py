@@ -51,6 +51,9 @@ from ckstore.format.records import decode_stored, encode_inner, encoded
 BUILT_IN = "ckstore:"
 """Prefix of the names of built-in conversions; registered converters cannot have it."""
 
+RANKS, PER_RANK, TILES = f"{BUILT_IN}ranks", f"{BUILT_IN}per_rank", f"{BUILT_IN}torch.tiles"
+"""Names that only checkpoints by many ranks have; see many_ranks.py."""
+
 Value = bool | int | str | bytes | None
 
 DEPTH_MAX = 100
@@ -209,10 +212,20 @@ def leaves_of(node: Node, path: Path = ()) -> Iterator[tuple[Path, ValueNode | T
     if isinstance(node, (ValueNode, TensorNode)):
         yield path, node
     elif isinstance(node, ConvertedNode):
-        yield from leaves_of(node.child, path)
+        yield from leaves_of(_content_of(node), path)
     else:
         for key, child in items_of(node):
             yield from leaves_of(child, (*path, key))
+
+
+def _content_of(node: ConvertedNode) -> Node:
+    """Return the node whose leaves are those of a converted one: not what describes ranks, or how a tensor lies."""
+    child = node.child
+    if node.name == RANKS and isinstance(child, DictNode) and "state" in child.keys:
+        return child.children[child.keys.index("state")]
+    if node.name == TILES and isinstance(child, TupleNode) and child.children:
+        return child.children[0]
+    return child
 
 
 def items_of(node: DictNode | ListNode | TupleNode) -> Iterator[tuple[Key, Node]]:
@@ -337,7 +350,7 @@ class Selection:
         if isinstance(node, ConvertedNode):
             if node.name.startswith((*PACKED_NUMBERS, PACKED_PLAIN)):
                 return node if self._may_match_below(node, path) else None
-            return node if self.prune(node.child, path) is not None else None
+            return node if self.prune(_content_of(node), path) is not None else None
         if isinstance(node, ListNode | TupleNode):
             chosen_any = any(self.prune(child, (*path, key)) is not None for key, child in items_of(node))
             return node if chosen_any else None
@@ -348,7 +361,7 @@ def _paths_of(node: Node, path: Path) -> Iterator[Path]:
     """Yield the path of every container and leaf."""
     yield path
     if isinstance(node, ConvertedNode):
-        yield from _paths_of(node.child, path)
+        yield from _paths_of(_content_of(node), path)
     elif isinstance(node, DictNode | ListNode | TupleNode):
         for key, child in items_of(node):
             yield from _paths_of(child, (*path, key))

@@ -37,6 +37,7 @@ from ckstore.format.tree import (
     encode_tree,
     place_of,
 )
+from ckstore.state.markers import DECLARED
 from ckstore.state.memory import MemorySpan, Spans
 from ckstore.state.named_types import has_class
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
@@ -220,7 +221,12 @@ class StateWalker:
         if conversion is None:
             raise leaf_type_error(item, path)
         name, state = conversion
-        if not has_class(name, item):
+        if name.startswith(DECLARED):
+            if self._is_plain:
+                raise leaf_type_error(item, path, "it marks a part of a tensor's attributes or of a key")
+            # Count a tensor, so that containers around it are not stored as bytes.
+            self._tensor_node_count += 1
+        elif not has_class(name, item):
             self.omitted.note_class(type(item), path)
         return self._descend(item, path, lambda _, here: ConvertedNode(name, self.node_of(state, here)))
 
@@ -276,9 +282,10 @@ class StateWalker:
 
     def _with_attributes(self, node: TensorNode, item: object, path: Path) -> TensorNode:
         attributes = getattr(item, "__dict__", None)
-        if not attributes:
-            return node
-        return TensorNode(node.tensor, self._attributes(attributes, "tensors", path))
+        if attributes:
+            # torch sets this attribute on parameters that are shards.
+            attributes = {name: value for name, value in attributes.items() if name != "_is_param"}
+        return TensorNode(node.tensor, self._attributes(attributes, "tensors", path)) if attributes else node
 
     def _attributes(self, attributes: Mapping[str, object], owner: str, path: Path) -> DictNode | None:
         """Return the node of an object's Python attributes; omit attributes that are not plain, with a warning."""

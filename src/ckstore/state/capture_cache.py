@@ -38,6 +38,7 @@ from ckstore.state.capture import (
     loaded_adapters,
     state_dict_of,
 )
+from ckstore.state.markers import DECLARED
 from ckstore.state.memory import Spans
 from ckstore.state.named_types import has_class
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
@@ -87,15 +88,19 @@ class CaptureCache:
         self._last = _CachedCapture.of(captured, walk)
         return captured
 
-    def capture_for_commit(self, state: object) -> Captured:
-        """Capture a state with every loaded tensor library, and wait for device work that still computes it.
+    def capture_for_commit(self, state: object, adapters: Sequence[LeafAdapter] | None = None) -> Captured:
+        """Capture a state, and wait for device work that still computes it.
 
         The wait makes the values visible to all threads of the commit, whatever stream they use.
+
+        Args:
+            state: The state.
+            adapters: Adapters of tensor libraries other than numpy; None: of every loaded one.
 
         Raises:
             LeafTypeError: A leaf cannot be stored.
         """
-        captured = self.capture(state, loaded_adapters())
+        captured = self.capture(state, loaded_adapters() if adapters is None else adapters)
         if not (isinstance(captured.storages, Spans) and captured.storages.are_host):
             from ckstore.state.torch_adapter import wait_for_devices
 
@@ -436,7 +441,7 @@ class _CachedWalker:
             taken = convert_leaf(item, (), self._libraries)
         else:
             taken = None
-        if taken is None or taken[0] != name or not has_class(name, item):
+        if taken is None or taken[0] != name or not (name.startswith(DECLARED) or has_class(name, item)):
             raise _ChangedError
         return taken[1]
 

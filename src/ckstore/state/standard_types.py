@@ -39,6 +39,7 @@ import numpy as np
 
 from ckstore.errors import MalformedError, UnsupportedError
 from ckstore.format.tree import BUILT_IN, DEPTH_MAX, KEY_INT_MAX, KEY_INT_MIN, PACKED_NUMBERS, PACKED_PLAIN
+from ckstore.state.markers import PerRankValues
 from ckstore.state.named_types import KINDS, StandIn, build_named, convert_named, distinct, update_dataclass
 
 NUMBERS_MIN = 1024
@@ -321,6 +322,18 @@ def _slice_of(state: Any) -> slice:
     return slice(start, stop, step)
 
 
+def _values_by_rank(state: Any) -> PerRankValues:
+    if not all(type(rank) is int and rank >= 0 for rank in _checked(state, dict)):
+        raise ValueError("a value of no rank")
+    return PerRankValues(state)
+
+
+def _update_values(target: PerRankValues, made: PerRankValues) -> bool:
+    target.clear()
+    target.update(made)
+    return True
+
+
 _PATHS: tuple[type[PurePath], ...] = (PosixPath, PurePosixPath, PureWindowsPath)
 _TABLE = (
     _StandardType("set", set, _in_order, _set_of(set), _update_set),
@@ -354,6 +367,9 @@ _TABLE = (
     ),
     _StandardType("timezone", datetime.timezone, lambda zone: zone.__getinitargs__(), _offset_of),
     _StandardType("zone", zoneinfo.ZoneInfo, _zone_key, _zone_of),
+    _StandardType(
+        "per_rank", PerRankValues, lambda values: dict(sorted(values.items())), _values_by_rank, _update_values
+    ),
 )
 _ROW_OF: Mapping[type, _StandardType] = {row.kind: row for row in _TABLE}
 _ROW_NAMED: Mapping[str, _StandardType] = {row.word: row for row in _TABLE}

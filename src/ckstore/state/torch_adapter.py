@@ -276,7 +276,7 @@ class TorchAdapter:
         assert isinstance(target, torch.Tensor)
         assert isinstance(source, torch.Tensor)
         with torch.inference_mode() if target.is_inference() else torch.no_grad():
-            destination, words = _as_words(target.detach()), _as_words(source.detach())
+            destination, words = as_words(target.detach()), as_words(source.detach())
             for dim, step in enumerate(destination.stride()):
                 if step == 0 and destination.shape[dim] > 1:
                     # An expanded dimension repeats one element, and torch refuses to write it more than once.
@@ -312,7 +312,8 @@ _COUNTS_MANY = _counts_many()
 
 def _why_not_storable(leaf: torch.Tensor) -> str | None:
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
-        return "a subclass of torch.Tensor"
+        is_shard = is_dtensor(leaf) or is_sharded_tensor(leaf)
+        return "a shard of a tensor of many ranks" if is_shard else "a subclass of torch.Tensor"
     if leaf.is_nested or leaf.layout != torch.strided:
         return f"its layout is {'nested' if leaf.is_nested else leaf.layout}"
     if leaf.is_quantized or leaf.dtype not in _FACTS:
@@ -322,10 +323,23 @@ def _why_not_storable(leaf: torch.Tensor) -> str | None:
     return None
 
 
+OPEN_WITH_RANKS = "open the store with ckstore.open(..., ranks=ckstore.Ranks.of_torch())"
+
+
+def is_dtensor(item: object) -> bool:
+    """Whether an object is a DTensor, without importing torch.distributed."""
+    return hasattr(type(item), "_op_dispatcher") and hasattr(item, "_local_tensor") and hasattr(item, "_spec")
+
+
+def is_sharded_tensor(item: object) -> bool:
+    """Whether an object is a ShardedTensor, without importing torch.distributed."""
+    return callable(getattr(item, "local_shards", None)) and callable(getattr(item, "metadata", None))
+
+
 def _advice_for(leaf: torch.Tensor) -> str | None:
-    """Return what to do with a plain tensor that cannot be stored; None: it can have a converter."""
+    """Return what to do with a tensor that cannot be stored; None: it can have a converter."""
     if type(leaf) not in PLAIN_KINDS:
-        return None
+        return OPEN_WITH_RANKS if is_dtensor(leaf) or is_sharded_tensor(leaf) else None
     if leaf.is_meta:
         return "give it memory first, for example with to_empty(device=...), or leave it out"
     if leaf.is_quantized:
@@ -349,6 +363,11 @@ def _memory_of(plain: torch.Tensor) -> tuple[Memory, int]:
         return Memory("cpu", start, storage.nbytes(), origin, nbytes, (plain, storage)), origin
     read = DeviceBytes(storage, start, device)
     return Memory(str(device), start, storage.nbytes(), origin, nbytes, (plain, storage), read), origin
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided: neither sparse nor nested."""
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def are_strided(tensors: Sequence[torch.Tensor]) -> bool:
@@ -422,7 +441,7 @@ def _dtype_named(name: str) -> torch.dtype:
         ) from None
 
 
-def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory as integers, which torch copies without conversion."""
     words = _COPY_AS.get(tensor.dtype.itemsize)
     return tensor if words is None else tensor.view(words)

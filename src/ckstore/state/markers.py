@@ -1,0 +1,79 @@
+"""Marks that a user puts on parts of a state of many ranks, and what a restore gives for values that differ by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypeVar
+
+from ckstore.errors import UsageError
+from ckstore.format.tree import BUILT_IN
+
+DECLARED = f"{BUILT_IN}declared:"
+"""Prefix of the names of marks in the tree of a capture. They are never stored."""
+
+Value = TypeVar("Value")
+
+ChooseRank = Callable[[int, int, int], int]
+"""Returns the saved rank whose value a rank gets: called with rank, world and saved world."""
+
+OnNewWorld = Literal["own", "nearest"] | ChooseRank
+"""What a rank gets that was not among the saved ranks. ``"own"``: an error. ``"nearest"``: the value of rank modulo
+the saved world."""
+
+
+def check_on_new_world(policy: object) -> None:
+    """Refuse what is not a policy.
+
+    Raises:
+        UsageError: It is not one.
+    """
+    if not (policy in ("own", "nearest") or callable(policy)):
+        raise UsageError(
+            "not a policy for values of each rank",
+            where=repr(policy),
+            todo="use 'own', 'nearest', or a function of rank, world and saved world that returns a saved rank",
+        )
+
+
+class PerRank(Generic[Value]):
+    """Marks a part of a state that belongs to its rank, such as the state of a data loader.
+
+    Args:
+        value: The part: any state that can be committed.
+        on_new_world: Which rank's value is restored when this rank was not among the saved ranks; None: as
+            ``ckstore.Ranks`` says.
+    """
+
+    def __init__(self, value: Value, on_new_world: OnNewWorld | None = None) -> None:
+        if on_new_world is not None:
+            check_on_new_world(on_new_world)
+        self.value = value
+        self.on_new_world = on_new_world
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+class Replicated(Generic[Value]):
+    """Marks a part of a state that is equal on all ranks that have it. Only a sample of it is compared.
+
+    Args:
+        value: The part: any state that can be committed.
+        check: The share of the bytes that is compared at each commit, from 0 to 1.
+    """
+
+    def __init__(self, value: Value, check: float = 1 / 64) -> None:
+        if not 0 <= check <= 1:
+            raise UsageError("not a share", where=repr(check), todo="use a number from 0 to 1")
+        self.value = value
+        self.check = float(check)
+
+    def __repr__(self) -> str:
+        return f"Replicated({self.value!r})"
+
+
+class PerRankValues(dict[int, Any]):
+    """The values of all ranks, by rank: what a restore without ``into`` gives for a value that differs between ranks.
+
+    Committing it stores these values again.
+    """
