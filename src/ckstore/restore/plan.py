@@ -374,7 +374,7 @@ def narrowed(manifest: Manifest, only: str | Sequence[str]) -> Manifest:
             for index, (begin, _) in extents.items():
                 if lo <= begin < hi:
                     tensors[index] = replace(tensors[index], storage=len(storages), offset=tensors[index].offset - lo)
-            storages.append(replace(whole, nbytes=hi - lo, pieces=tuple(_cut(whole.pieces, lo, hi))))
+            storages.append(replace(whole, nbytes=hi - lo, pieces=tuple(pieces_between(whole.pieces, lo, hi))))
     return replace(manifest, tensors=tuple(tensors), storages=tuple(storages))
 
 
@@ -401,7 +401,7 @@ def _windows(extents: Iterable[Window]) -> Iterator[Window]:
         yield begin, end
 
 
-def _cut(pieces: Sequence[Piece], lo: int, hi: int) -> Iterator[Piece]:
+def pieces_between(pieces: Sequence[Piece], lo: int, hi: int) -> Iterator[Piece]:
     """Yield the pieces of bytes ``lo`` to ``hi``."""
     at = 0
     for piece in pieces:

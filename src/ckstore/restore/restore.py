@@ -10,10 +10,10 @@ import importlib
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from ckstore.restore.plan import BufferedRead, FrameRead, Target, base_id_of, ch
 from ckstore.restore.reader import DecodeTools, decode_all
 from ckstore.results import require_exact
 from ckstore.state.capture import loaded_adapters
-from ckstore.state.placement import RestoreTargets, libraries_needed, prepare_restore
+from ckstore.state.placement import libraries_needed, prepare_restore
 from ckstore.state.tensors import LeafAdapter
 from ckstore.store.damage import require_complete
 from ckstore.store.memory_budget import read_buffer_nbytes
@@ -163,6 +163,36 @@ def _adapters(*, needs_torch: bool) -> list[LeafAdapter]:
     return loaded_adapters()
 
 
+class Placement(Protocol):
+    """Destinations for storages. ``RestoreTargets`` is one; ``ranks`` has others, for boxes of tensors."""
+
+    @property
+    def storages(self) -> list[int]:
+        """Indices of the storages to read, in the order in which their memory is allocated."""
+        ...
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every destination is the final place of its bytes."""
+        ...
+
+    def destination(self, storage: int) -> memoryview:
+        """Return writable memory for the whole storage; later calls return the same memory."""
+        ...
+
+    def addresses(self, storages: Iterable[int]) -> list[int]:
+        """Return the address of each destination; it is valid until ``complete``."""
+        ...
+
+    def complete(self, *storages: int) -> None:
+        """Record that the destinations are filled."""
+        ...
+
+    def finish(self) -> Any:
+        """Return the state; every storage is complete."""
+        ...
+
+
 WAVE_NBYTES = 256 * MIB
 """Size of a wave, in bytes. It bounds the host buffers of storages that are copied on to a device or a live tensor."""
 
@@ -170,7 +200,7 @@ WAVE_NBYTES = 256 * MIB
 def restore(
     repository: Repository,
     manifest: Manifest,
-    placement: RestoreTargets,
+    placement: Placement,
     policy: Policy,
     *,
     on_progress: Callable[[int, int], None] | None = None,
@@ -222,7 +252,7 @@ class _DestinationFiller:
         self,
         repository: Repository,
         manifest: Manifest,
-        placement: RestoreTargets,
+        placement: Placement,
         check: Check,
         on_progress: Callable[[int, int], None] | None,
     ) -> None:

@@ -1,0 +1,199 @@
+"""Save and load with torch.distributed.checkpoint (DCP): any number of ranks, one checkpoint of a store.
+
+``save``, ``load`` and ``async_save`` are DCP's own functions with a store in place of a folder. ``Writer`` and
+``Reader`` are for callers that use DCP themselves:
+
+    dcp.save(state, storage_writer=ckstore.dcp.Writer("runs/a", step), planner=ckstore.dcp.SavePlanner())
+    dcp.load(state, storage_reader=ckstore.dcp.Reader("runs/a"), planner=ckstore.dcp.LoadPlanner())
+
+With torch's default planners values that are not tensors are pickled by DCP, and ckstore stores these bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckstore.config import Policy
+from ckstore.errors import CkstoreError
+from ckstore.ranks.dcp_planner import LoadPlanner, SavePlanner
+from ckstore.ranks.dcp_reader import Reader
+from ckstore.ranks.dcp_writer import Writer
+from ckstore.results import Info, Receipt
+from ckstore.store.refs import Reference
+
+__all__ = ["LoadPlanner", "Reader", "SavePlanner", "Writer", "async_save", "load", "save"]
+
+StorePath = str | os.PathLike[str]
+
+
+def save(
+    state: dict[str, Any],
+    store: StorePath,
+    step: int | None = None,
+    *,
+    run: str = "main",
+    policy: Policy | None = None,
+    metrics: Mapping[str, float] | None = None,
+    planner: torch_dcp.SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> Receipt:
+    """Save a state on all ranks as one checkpoint. Every rank calls this, and gets the same receipt or an error.
+
+    Args:
+        state: A dict of tensors, DTensors, plain values, objects with ``state_dict``, and dicts and lists of these.
+        store: The folder or URL of the store; made if it does not exist.
+        step: The trainer's step; None: one more than that of the newest checkpoint.
+        run: The run to save to.
+        policy: How to store the state.
+        metrics: Numbers to find this checkpoint by, as in ``best:loss``.
+        planner: None: ``SavePlanner``, which stores values without pickle.
+        process_group: The ranks that save; None: all.
+        no_dist: This process saves alone.
+
+    Raises:
+        CkstoreError: Nothing was saved. If several ranks failed, it is the error of the first.
+    """
+    writer = Writer(store, step, run=run, policy=policy, metrics=metrics)
+    with _errors_of_ranks(), _alone():
+        metadata = torch_dcp.save(
+            state,
+            storage_writer=writer,
+            planner=planner or SavePlanner(),
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+    receipt: Receipt = metadata.storage_data
+    return receipt
+
+
+def async_save(
+    state: dict[str, Any],
+    store: StorePath,
+    step: int | None = None,
+    *,
+    run: str = "main",
+    policy: Policy | None = None,
+    metrics: Mapping[str, float] | None = None,
+    planner: torch_dcp.SavePlanner | None = None,
+    **options: Any,
+) -> Any:
+    """Copy a state on all ranks, and save it in the background as ``save`` does.
+
+    DCP does the copy and the background work: until the result is there, the checkpoint is lost if this process dies.
+    ``Store.commit_async`` survives that.
+
+    Args:
+        state: As for ``save``.
+        store: The folder or URL of the store; made if it does not exist.
+        step: The trainer's step; None: one more than that of the newest checkpoint.
+        run: The run to save to.
+        policy: How to store the state.
+        metrics: Numbers to find this checkpoint by.
+        planner: None: ``SavePlanner``.
+        options: Further arguments of torch's ``async_save``: ``process_group``, ``async_checkpointer_type``,
+            ``async_stager``.
+
+    Returns:
+        What torch's ``async_save`` returns. The result of its future is DCP's metadata, with the receipt as
+        ``storage_data``.
+    """
+    writer = Writer(store, step, run=run, policy=policy, metrics=metrics)
+    with _alone():
+        return torch_dcp.async_save(state, storage_writer=writer, planner=planner or SavePlanner(), **options)
+
+
+def load(
+    state: dict[str, Any],
+    store: StorePath,
+    ref: Reference | None = None,
+    *,
+    run: str = "main",
+    policy: Policy | None = None,
+    planner: torch_dcp.LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> Info:
+    """Load a checkpoint into a state on all ranks, in any layout. Every rank calls this.
+
+    Each rank reads only the byte ranges that it needs.
+
+    Args:
+        state: The state to overwrite, as for ``save``. Its tensors may be sharded in another way.
+        store: The folder or URL of the store.
+        ref: Which checkpoint: a step, a tag, ``latest``, ``best:metric``, ``seq:N``; None: the newest whole one, as
+            rank 0 finds it.
+        run: The run to load from.
+        policy: Threads, memory and checks.
+        planner: None: ``LoadPlanner``, which checks names, dtypes and coverage before anything is overwritten.
+        process_group: The ranks that load; None: all.
+        no_dist: This process loads alone.
+
+    Returns:
+        Facts about the checkpoint.
+
+    Raises:
+        CkstoreError: There is no such checkpoint, it does not fit the state, or it is damaged.
+    """
+    is_alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    reader = Reader(store, ref, run=run, policy=policy)
+    if is_alone:
+        reader.find()
+    else:
+        reader = _agreed(reader, store, run, policy, process_group)
+    with _errors_of_ranks(), _alone():
+        torch_dcp.load(
+            state,
+            storage_reader=reader,
+            planner=planner or LoadPlanner(),
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+    assert reader.info is not None
+    return reader.info
+
+
+def _agreed(
+    reader: Reader, store: StorePath, run: str, policy: Policy | None, group: dist.ProcessGroup | None
+) -> Reader:
+    """Return a reader of the checkpoint that the first rank of a group finds, so that all ranks load the same one."""
+    found: list[Any] = [None]
+    is_first = dist.get_rank(group) == 0
+    if is_first:
+        try:
+            found = [reader.find()]
+        except CkstoreError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
+    if isinstance(found[0], CkstoreError):
+        raise found[0]
+    return reader if is_first else Reader(store, found[0], run=run, policy=policy)
+
+
+@contextmanager
+def _errors_of_ranks() -> Iterator[None]:
+    """Raise ckstore's own error instead of DCP's, which is no Exception and has it inside."""
+    try:
+        yield
+    except CheckpointException as error:
+        for rank, (failure, _) in sorted(error.failures.items()):
+            if isinstance(failure, CkstoreError):
+                what = failure.what if len(error.failures) == 1 and rank == 0 else f"rank {rank}: {failure.what}"
+                raise type(failure)(what, where=failure.where, todo=failure.todo, **failure.facts) from error
+        raise
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Leave out DCP's warning that a process without ranks saves alone: it does what was asked."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,182 @@
+"""Planners of torch.distributed.checkpoint that store plain values without pickle, and check before they load.
+
+With any other storage than ckstore's they do what torch's default planners do.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.tensor import DTensor
+
+from ckstore.errors import NotFoundError, UnsupportedError, UsageError, counted
+
+_NAMED_MAX = 5
+
+
+class StoreMeta(StorageMeta):
+    """Tells a planner that ckstore is the storage."""
+
+
+class PlainValue(io.BytesIO):
+    """A value that is not serialized, because the storage stores it as a typed node."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Torch's default planner, except that values which are not tensors are stored typed, without pickle.
+
+    Args:
+        cache_key: Names the cached plans, with ``enable_plan_caching``. Saves of different states need different keys.
+        options: As for torch's DefaultSavePlanner.
+    """
+
+    def __init__(self, *, cache_key: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._is_typed = False
+        if cache_key is not None:
+            self._cached_plans_key = f"{type(self).__qualname__}:{cache_key}"
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Note the state, and whether the storage is ckstore's."""
+        self._is_typed = isinstance(storage_meta, StoreMeta)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Return a tensor, or a value as the storage wants it."""
+        if self._is_typed and write_item.type == WriteItemType.BYTE_IO:
+            return PlainValue(object)
+        return super().transform_object(write_item, object)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Torch's default planner, except that it checks first and runs no code of a pickle.
+
+    Before anything of the state is overwritten it refuses missing names, other dtypes, and tensors of which the
+    checkpoint has only parts.
+
+    Args:
+        allow_cast: Convert tensors whose dtypes differ.
+        options: As for torch's DefaultLoadPlanner, for example ``allow_partial_load=True``.
+    """
+
+    def __init__(self, *, allow_cast: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self._allow_cast = allow_cast
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the plan of this rank.
+
+        Raises:
+            NotFoundError: The checkpoint does not have a part of the state.
+            UsageError: A dtype or a kind of value differs.
+            UnsupportedError: The checkpoint has only parts of a tensor.
+        """
+        assert self.metadata is not None
+        if not self.allow_partial_load:
+            self._require_names(self.metadata)
+        plan = super().create_local_plan()
+        self._check_kinds(self.metadata)
+        _check_coverage(self.state_dict, self.metadata, plan)
+        return plan
+
+    def _require_names(self, metadata: Metadata) -> None:
+        missing = [name for name in self.state_dict if name not in metadata.state_dict_metadata]
+        if missing and not self._is_of_version_2_3(metadata):
+            raise NotFoundError(
+                f"{counted(len(missing), 'part')} of the state {'is' if len(missing) == 1 else 'are'} not in the "
+                "checkpoint",
+                where=", ".join(missing[:_NAMED_MAX]) + (", ..." if len(missing) > _NAMED_MAX else ""),
+                todo="load with LoadPlanner(allow_partial_load=True) to leave them as they are",
+                missing=missing,
+            )
+
+    def _is_of_version_2_3(self, metadata: Metadata) -> bool:
+        """Say whether names may follow the rules of torch 2.3, which the default planner tries."""
+        return bool(metadata.state_dict_metadata.keys() - self.state_dict.keys()) and not isinstance(
+            metadata.storage_meta, StoreMeta
+        )
+
+    def _check_kinds(self, metadata: Metadata) -> None:
+        for name, target in self.state_dict.items():
+            stored = metadata.state_dict_metadata.get(name)
+            if stored is None:
+                continue
+            is_tensor = isinstance(target, torch.Tensor)
+            if is_tensor != isinstance(stored, TensorStorageMetadata):
+                raise UsageError(
+                    f"the checkpoint has {'another value' if is_tensor else 'a tensor'} where the state has "
+                    f"{'a tensor' if is_tensor else f'a {type(target).__qualname__}'}",
+                    where=name,
+                    todo="load into a state of the same structure",
+                )
+            if isinstance(stored, TensorStorageMetadata) and stored.properties.dtype != target.dtype:
+                if self._allow_cast:
+                    continue
+                raise UsageError(
+                    f"the checkpoint has {stored.properties.dtype} where the state has {target.dtype}",
+                    where=name,
+                    todo="use the same dtype, or load with LoadPlanner(allow_cast=True)",
+                )
+
+    def load_value(self, read_item: ReadItem, value: object) -> None:
+        """Put a value that was stored typed into the state."""
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], value)
+        else:
+            self.state_dict[name] = value
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load a value that was pickled, if it needs no code.
+
+        Raises:
+            UnsupportedError: It does.
+        """
+        try:
+            loaded = torch.load(value, weights_only=True)
+        except Exception as error:
+            raise UnsupportedError(
+                "a value was saved as a pickle that may run code",
+                where=read_item.dest_index.fqn,
+                todo="if you trust the checkpoint, load it with torch's DefaultLoadPlanner",
+            ) from error
+        self.load_value(read_item, loaded)
+
+
+def _check_coverage(state: dict[str, Any], metadata: Metadata, plan: LoadPlan) -> None:
+    """Refuse a plan that leaves elements of a tensor unread."""
+    planned: dict[tuple[str, tuple[int, ...]], int] = {}
+    for item in plan.items:
+        if item.type == LoadItemType.TENSOR:
+            key = item.dest_index.fqn, tuple(item.dest_index.offset or ())
+            planned[key] = planned.get(key, 0) + math.prod(item.lengths)
+    for name, target in state.items():
+        if not isinstance(target, torch.Tensor) or name not in metadata.state_dict_metadata or _is_elsewhere(target):
+            continue
+        for chunk in _create_chunk_list(target):
+            wanted, found = math.prod(chunk.sizes), planned.get((name, tuple(chunk.offsets)), 0)
+            if found != wanted:
+                raise UnsupportedError(
+                    f"the checkpoint has {found} of {wanted} elements of a tensor",
+                    where=f"{name}, from index {list(chunk.offsets)} on",
+                    todo="nothing was loaded; restore another checkpoint",
+                )
+
+
+def _is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Say whether this rank is not in the mesh of a DTensor."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None

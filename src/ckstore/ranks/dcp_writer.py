@@ -1,0 +1,336 @@
+"""A StorageWriter of torch.distributed.checkpoint: any number of ranks save one checkpoint of a store.
+
+DCP's planner decides which rank writes which item, and its collectives carry what ranks have written to the
+coordinator, whose ``finish`` publishes one manifest. Every rank writes packs of its own.
+
+Invariants:
+- Packs are durable before ``write_data`` returns. Nothing is visible before ``finish`` has published the manifest.
+- Nothing of one save is in ``plan.storage_data``: with plan caching, DCP passes the plan of an earlier save.
+- What a save needs begins in ``set_up_storage_writer``: DCP calls ``reset`` only with a checkpoint id.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckstore.commit.commit import CommitRequest, decisions_of, refresh_bases, write_unpublished
+from ckstore.commit.unpublished import Unpublished
+from ckstore.config import Policy, check_metrics, check_policy, check_step
+from ckstore.delta.base_cache import BaseCache, first_paths
+from ckstore.errors import UnsupportedError, UsageError
+from ckstore.format.tensors import count_of
+from ckstore.format.tiles import Box
+from ckstore.format.tree import DictNode, ListNode, Path
+from ckstore.io.backend import Backend
+from ckstore.ranks.dcp_boxes import start_of
+from ckstore.ranks.dcp_merge import ArrayPart, Part, SaveFacts, ValuePart, merge, publish
+from ckstore.ranks.dcp_place import CheckpointId, StorePlace, parse_checkpoint_id
+from ckstore.ranks.dcp_planner import PlainValue, StoreMeta
+from ckstore.ranks.dcp_tree import state_and_facts
+from ckstore.results import Receipt, Stopwatch
+from ckstore.state.capture import Captured, Structure, capture
+from ckstore.state.memory import MemorySpan, Spans
+from ckstore.state.tensors import HostStorage
+from ckstore.state.torch_adapter import TorchAdapter, wait_for_devices
+from ckstore.store.repository import Repository
+
+
+class Writer(StorageWriter):
+    """Saves to a store through ``torch.distributed.checkpoint.save`` and ``async_save``.
+
+    Args:
+        store: A folder, a URL, a backend or an open repository. The coordinator makes the store if it does not exist.
+        step: The trainer's step; None: one more than that of the newest checkpoint.
+        run: The run to save to.
+        policy: How to store the state. Residual policies need ``Store.commit``.
+        metrics: Numbers to find this checkpoint by, as in ``best:loss``.
+
+    Attributes:
+        receipt: On the coordinator: the receipt of the last save.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Backend | Repository,
+        step: int | None = None,
+        *,
+        run: str = "main",
+        policy: Policy | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__()
+        check_policy(policy)
+        self._place = StorePlace(store, run)
+        self._step = None if step is None else check_step(step)
+        self._policy = policy or Policy()
+        self._metrics = check_metrics(metrics)
+        self.receipt: Receipt | None = None
+        self._parent: int | None = None
+        self._bases: BaseCache | None = None
+        self._is_coordinator, self._uses_collectives = False, True
+        if self._policy.residual is not None:
+            raise UnsupportedError(
+                "a residual policy cannot be used with torch.distributed.checkpoint",
+                todo="use a policy without residual=, or demote the checkpoint later with `ckstore demote`",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_bases": None}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The store and, if it is known, the step."""
+        return self._place.address if self._step is None else f"{self._place.address}#{self._step}"
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Say whether a checkpoint id is a step, a store, or a store and a step."""
+        try:
+            _store_and_step(checkpoint_id)
+        except UsageError:
+            return False
+        return True
+
+    def storage_meta(self) -> StorageMeta:
+        """Return facts for the planner: that values need not be serialized."""
+        return StoreMeta(checkpoint_id=self.checkpoint_id)
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Begin another save: of another step, or to another store."""
+        if checkpoint_id is None:
+            return
+        store, step = _store_and_step(checkpoint_id)
+        if store is not None:
+            if store != self._place.address:
+                self._bases, self._parent = None, None
+            self._place.move(store)
+        if step is not None or store is not None:
+            self._step = step
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Open the store; the coordinator makes it if it does not exist."""
+        self._is_coordinator = is_coordinator
+        self._uses_collectives = kwargs.get("use_collectives", True)
+        if not self._uses_collectives and _world_size() > 1:
+            raise UnsupportedError(
+                "use_collectives=False cannot publish one checkpoint of many ranks: no rank learns what others wrote",
+                where=self._place.address,
+                todo="save with use_collectives=True, or commit with a store that was opened with ranks=",
+            )
+        if is_coordinator:
+            self._place.open(create=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Take the lease before any rank writes. Return the plans unchanged."""
+        self._place.open(create=True).lease.take()
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the items of this rank to packs; these are durable when this returns."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan.items, planner) if plan.items else [])
+        return done
+
+    def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        repository = self._place.open(create=False)
+        repository.prepare_run()
+        self._bases = self._bases or BaseCache()
+        _catch_up(repository, self._bases)
+        items = list(items)
+        gathered = _Gathered(items, planner)
+        wait_for_devices(gathered.storages)
+        bases = self._bases
+        bases.begin(self._policy.base_cache_nbytes_max if self._policy.base_cache == "memory" else 0)
+        request = CommitRequest(
+            captured=gathered.captured(),
+            step=self._step or 0,
+            policy=self._policy,
+            parent=None,
+            metrics={},
+            bases=bases,
+        )
+        try:
+            unpublished = write_unpublished(repository, request, Stopwatch(repository.clock))
+        finally:
+            bases.discard_drafts()
+        part = gathered.part(unpublished)
+        sizes = gathered.nbytes_by_item
+        return [
+            WriteResult(item.index, nbytes, part if number == 0 else None)
+            for number, (item, nbytes) in enumerate(zip(items, sizes, strict=True))
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish what all ranks wrote as one checkpoint.
+
+        Raises:
+            CkstoreError: Nothing was published; the message says why.
+        """
+        parts = [next((each.storage_data for each in result if each.storage_data), None) for result in results]
+        repository = self._place.open(create=True)
+        watch = Stopwatch(repository.clock)
+        repository.prepare_run()
+        try:
+            attempt = os.urandom(16)
+            with watch("merge"):
+                merged = merge(parts, metadata.state_dict_metadata, metadata.planner_data, attempt)
+            facts = SaveFacts(self._step, self._metrics, self._parent, attempt)
+            self.receipt = publish(repository, merged, parts, facts, watch)
+        finally:
+            self._place.release_lease()
+        self._parent = self.receipt.seq
+        # DCP passes the metadata to all ranks.
+        metadata.storage_data = self.receipt
+        metadata.storage_meta = StorageMeta(checkpoint_id=f"{self._place.address}#{self.receipt.step}")
+
+
+def _world_size() -> int:
+    is_ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if is_ready else 1
+
+
+def _store_and_step(checkpoint_id: CheckpointId) -> tuple[str | None, int | None]:
+    store, text = parse_checkpoint_id(checkpoint_id)
+    if text is None:
+        return store, None
+    if not text.isdecimal():
+        raise UsageError("a step must be an integer", where=repr(checkpoint_id))
+    return store, check_step(int(text))
+
+
+def _catch_up(repository: Repository, bases: BaseCache) -> None:
+    """Learn what was published since the last save: another rank published it."""
+    names = repository.manifests.listing().names
+    newest = repository.newest
+    if names and (newest is None or names[-1].seq > newest.header.seq):
+        manifest = repository.manifests.load(names[-1])
+        repository.chunk_index.add(manifest)
+        repository.newest = newest = manifest
+        repository.note_seq(max(repository.seq_next() - 1, names[-1].seq))
+    if newest is not None and newest.header.seq != bases.seq:
+        state, _ = state_and_facts(newest.tree)
+        bases.follow(newest, first_paths(state, [tensor.storage for tensor in newest.tensors]))
+    refresh_bases(repository, bases)
+
+
+def _value_of(data: object) -> tuple[object, bool]:
+    """Return what to store of a value, and whether it is the bytes that a planner made of it."""
+    if isinstance(data, PlainValue):
+        return data.value, False
+    assert isinstance(data, io.BytesIO)
+    return data.getvalue(), True
+
+
+def _paths_of(values: Captured, mapping: Mapping[str, Path]) -> list[Path]:
+    """Return the path in the checkpoint of each storage of captured values."""
+    found = first_paths(values.tree, [tensor.storage for tensor in values.tensors])
+    paths = [found.get(index, (f"storage {index}",)) for index in range(len(values.storages))]
+    return [(*mapping.get(str(path[0]), path[:1]), *path[1:]) for path in paths]
+
+
+class _Gathered:
+    """The items that one rank writes: storages over their memory, and what the part says about them."""
+
+    def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+        self.storages: list[HostStorage] = []
+        self.nbytes_by_item: list[int] = []
+        self._paths: list[Path] = []
+        self._starts: list[int] = []
+        self._arrays: list[ArrayPart] = []
+        self._adapter = TorchAdapter()
+        mapping = getattr(planner, "mappings", None) or {}
+        values: dict[str, tuple[object, bool]] = {}
+        for item in items:
+            path = mapping.get(item.index.fqn, (item.index.fqn,))
+            data = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                values[item.index.fqn] = _value_of(data)
+                self.nbytes_by_item.append(0)
+            else:
+                assert isinstance(data, torch.Tensor)
+                self._add_tensor(item, data, path)
+        self._values = capture({name: value for name, (value, _) in values.items()}, [self._adapter])
+        self._pickled = {name for name, (_, is_pickled) in values.items() if is_pickled}
+        self._first_value = len(self.storages)
+        for storage, path in zip(self._values.storages, _paths_of(self._values, mapping), strict=True):
+            self._add_storage(storage, path, 0)
+
+    def _add_tensor(self, item: WriteItem, tensor: torch.Tensor, path: Path) -> None:
+        planned = item.tensor_data
+        assert planned is not None
+        name, shape = item.index.fqn, tuple(planned.size)
+        box = Box(tuple(planned.chunk.offsets), tuple(planned.chunk.sizes))
+        if tuple(tensor.shape) != box.sizes:
+            raise UsageError(
+                f"a tensor has shape {list(tensor.shape)}, but was planned as a box of {list(box.sizes)}", where=name
+            )
+        leaf = self._adapter.describe(tensor.detach().contiguous(), path)
+        assert leaf is not None
+        nbytes = count_of(box.sizes) * leaf.itemsize
+        memory = leaf.memory
+        span = MemorySpan(memory.start, nbytes, leaf.element_width, leaf.is_float, (memory.keep,), memory.read)
+        requires_grad = bool(tensor.requires_grad)
+        self._arrays.append(ArrayPart(name, leaf.dtype, leaf.itemsize, shape, box, len(self.storages), requires_grad))
+        self._add_storage(span, path, start_of(shape, leaf.itemsize, box) or 0)
+        self.nbytes_by_item.append(nbytes)
+
+    def _add_storage(self, storage: HostStorage, path: Path, start: int) -> None:
+        self.storages.append(storage)
+        self._paths.append(path)
+        self._starts.append(start)
+
+    def captured(self) -> Captured:
+        """Return the storages as input of a commit; no tree."""
+        structure = Structure()
+        paths = dict(enumerate(self._paths))
+        # A commit names bases by the path of a storage's first tensor. Boxes have no tree to take it from.
+        structure.once("paths", lambda: paths)
+        storages = Spans.of([each for each in self.storages if isinstance(each, MemorySpan)])
+        assert len(storages) == len(self.storages)
+        return Captured(
+            tree=ListNode(()),
+            paths=[],
+            tensors=[],
+            storages=storages,
+            warnings=self._values.warnings,
+            structure=structure,
+            starts=tuple(self._starts),
+        )
+
+    def part(self, unpublished: Unpublished) -> Part:
+        """Return what this rank wrote."""
+        stored = unpublished.stored
+        tree = self._values.tree
+        assert isinstance(tree, DictNode)
+        return Part(
+            host=socket.gethostname(),
+            arrays=tuple(self._arrays),
+            values=tuple(
+                ValuePart(str(name), node, name in self._pickled)
+                for name, node in zip(tree.keys, tree.children, strict=True)
+            ),
+            tensors=tuple(replace(spec, storage=spec.storage + self._first_value) for spec in self._values.tensors),
+            storages=tuple(unpublished.plan.storages),
+            chunks=tuple(unpublished.chunk_specs()),
+            frames=tuple(stored.frames),
+            nbytes_written=stored.nbytes_written,
+            pack_names=tuple(stored.pack_names),
+            counts=(stored.chunks_new, stored.chunks_delta, stored.chunks_derived),
+            decisions=decisions_of(unpublished),
+            warnings=(*self._values.warnings, *stored.warnings),
+        )
