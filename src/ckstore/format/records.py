@@ -1,9 +1,10 @@
 """Records and the format version: typed, bounded decoding of small structures. Only this module imports msgspec.
 
 A *file record* is a separate JSON file that users may read, with a kind, a checksum and a body: store.json,
-config.json, tags, leases, intents. An *inner record* is MessagePack inside a manifest, or in what ranks send to each other. Unknown fields, wrong types,
-trailing bytes and numbers out of range are refused. Exceptions are leases, intents and deletion lists, whose unknown
-fields are ignored: a process that could not read those of a newer ckstore would take a live writer for dead.
+config.json, tags, leases, intents. An *inner record* is MessagePack inside a manifest, or in what ranks send each
+other. Unknown fields, wrong types, trailing bytes and numbers out of range are refused. Exceptions are leases, intents
+and deletion lists, whose unknown fields are ignored: a process that could not read those of a newer ckstore would take
+a live writer for dead.
 
 The format version is independent of the package version. A mandatory flag changes the meaning of bytes, so a reader
 that does not know it must refuse the structure. An optional flag may be ignored.

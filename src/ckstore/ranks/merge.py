@@ -1,0 +1,527 @@
+"""Merge the parts of all ranks into the columns of one manifest.
+
+Every byte of every storage must be contributed exactly once; ``_tiling`` checks this for each byte. A chunk or a frame
+that several ranks list is listed once.
+
+Invariants:
+- The numbers in parts come from other processes. None is used as an index, or added up, before it was checked.
+- What depends only on which rank contributes which range is kept from one commit to the next. It is used again only if
+  the ranges of all ranks are the same, byte by byte.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore.config import Limits
+from ckstore.errors import MalformedError, UsageError
+from ckstore.format.columns import (
+    CHUNK,
+    DECISION,
+    FRAME,
+    PACK,
+    PIECE,
+    STORAGE,
+    Columns,
+    Facts,
+    Pieces,
+    Rows,
+    encode_columns,
+    numbered,
+)
+from ckstore.format.header import ManifestHeader
+from ckstore.format.location import NO_BASE_INDEX, NO_BITS
+from ckstore.format.records import DecisionsRecord, LogicalRecord
+from ckstore.format.tree import place_of
+from ckstore.ranks.arrays import Unit
+from ckstore.ranks.part import Part, Skeleton
+from ckstore.ranks.replicas import Comparison, compare
+from ckstore.ranks.union import (
+    MergedTree,
+    Numbers,
+    Union,
+    Variants,
+    first_storages,
+    merge_trees,
+    root_of,
+    storages_of,
+    unite,
+)
+from ckstore.store.chunk_index import LOCAL_TIER
+
+_PIECE_NBYTES_LIMIT = 1 << 32
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The content of the manifest, and what the receipt says.
+
+    Args:
+        columns: The content.
+        chunks_new: Chunks that the ranks wrote.
+        chunks_reused: Chunks in the plans of the ranks that they did not write.
+        bytes_written: Bytes of the packs that the ranks wrote.
+        warnings: The warnings of all ranks, and one for each difference.
+    """
+
+    columns: Columns
+    chunks_new: int
+    chunks_reused: int
+    bytes_written: int
+    warnings: tuple[str, ...]
+
+    def encode(self, record: LogicalRecord, store_id: bytes, *, limits: Limits) -> tuple[ManifestHeader, bytes]:
+        """Return the header and the bytes of the manifest; see ``encode_columns``."""
+        facts = Facts(record, store_id, self.bytes_written, self.chunks_new, self.chunks_reused)
+        return encode_columns(self.columns, facts, limits=limits)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What follows from the ranges of all ranks, without the numbers of the chunks.
+
+    Args:
+        ranges: The encoded ranges of each rank.
+        chunk_counts: The number of chunks of each rank.
+        variants: The copies of units.
+        storages: The storages, without names.
+        chunk_rows: For each piece, its chunk's row in the chunks of all ranks.
+        pieces: The pieces, whose chunks are not set.
+        contributed: Bytes that each rank contributed.
+    """
+
+    ranges: tuple[bytes, ...]
+    chunk_counts: Numbers
+    variants: Variants
+    storages: Rows
+    chunk_rows: NDArray[np.uint32]
+    pieces: Rows
+    contributed: Numbers
+
+
+class Merger:
+    """Merges the parts of the commits of one run, one after another."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._united: tuple[tuple[bytes, ...], tuple[int, ...], Union] | None = None
+        self._tree: tuple[Union, Variants, MergedTree] | None = None
+        self._layout: tuple[bytes, _Layout] | None = None
+        self._pieces: tuple[_Layout, Numbers, Pieces] | None = None
+
+    def unite(self, parts: Sequence[Part], skeletons: Mapping[bytes, Skeleton]) -> Union:
+        """Return the units of all ranks.
+
+        Args:
+            parts: The part of each rank, in their order.
+            skeletons: The skeletons that they name, by digest.
+
+        Raises:
+            MalformedError: A part is missing, is of another attempt, or names another skeleton.
+            UsageError: Shards of one path belong to different global tensors.
+        """
+        index_of: dict[bytes, int] = {}
+        for rank, part in enumerate(parts):
+            if part.rank != rank or part.attempt != parts[0].attempt or part.skeleton not in skeletons:
+                raise MalformedError(
+                    f"the part of rank {rank} is missing, is of another attempt, or names an unknown skeleton",
+                    rank=rank,
+                )
+            index_of.setdefault(part.skeleton, len(index_of))
+        skeleton_of = tuple([index_of[part.skeleton] for part in parts])
+        digests = tuple(index_of)
+        if self._united is None or self._united[:2] != (digests, skeleton_of):
+            self._united = digests, skeleton_of, unite([skeletons[digest] for digest in digests], skeleton_of)
+        return self._united[2]
+
+    def merge(self, union: Union, parts: Sequence[Part], comparison: Comparison | None = None) -> Merged:
+        """Merge the parts of all ranks.
+
+        Args:
+            union: The units of all ranks.
+            parts: The part of each rank, in their order, with what ``comparison.more`` says.
+            comparison: The comparison of the replicas; None: compare them.
+
+        Raises:
+            MalformedError: A part contradicts itself or its skeleton.
+            UsageError: Bytes of a tensor are contributed by no rank, or by several.
+        """
+        comparison = compare(union, parts) if comparison is None else comparison
+        variants = comparison.variants
+        layout = self._layout_of(union, parts, variants)
+        chunks, chunk_numbers = _merged_chunks(parts, layout.chunk_counts)
+        packs, frames = _merged_frames(parts, chunks["chunk_id"], self._limits.depth_max)
+        merged = self._tree_of(union, variants)
+        who = [
+            (part.host, nbytes, part.bytes_written)
+            for part, nbytes in zip(parts, layout.contributed.tolist(), strict=True)
+        ]
+        chunks_new = sum(part.chunks_new for part in parts)
+        columns = Columns(
+            tree=root_of(merged, attempt=parts[0].attempt, ranks=who),
+            tensors=merged.tensors,
+            storages=layout.storages,
+            pieces=self._pieces_of(layout, chunk_numbers),
+            chunks=chunks,
+            tiers=[LOCAL_TIER] if len(packs) else [],
+            packs=packs,
+            frames=frames,
+            decisions=_merged_decisions(union, parts, variants, layout.storages),
+        )
+        return Merged(
+            columns,
+            chunks_new=chunks_new,
+            chunks_reused=max(0, sum(part.chunks_planned for part in parts) - chunks_new),
+            bytes_written=sum(part.bytes_written for part in parts),
+            warnings=tuple(
+                dict.fromkeys([*(text for part in parts for text in part.warnings), *map(str, comparison.differences)])
+            ),
+        )
+
+    def _tree_of(self, union: Union, variants: Variants) -> MergedTree:
+        if self._tree is None or self._tree[0] is not union or not _are_equal(self._tree[1], variants):
+            self._tree = union, variants, merge_trees(union, variants)
+        return self._tree[2]
+
+    def _layout_of(self, union: Union, parts: Sequence[Part], variants: Variants) -> _Layout:
+        # A skeleton with other plain values has the same units.
+        tables = b"".join([union.skeletons[index].tables_digest for index in union.skeleton_of.tolist()])
+        counts = np.array([len(part.chunks) for part in parts], np.int64)
+        if self._layout is not None:
+            known, layout = self._layout
+            if (
+                tables == known
+                and np.array_equal(counts, layout.chunk_counts)
+                and _are_equal(variants, layout.variants)
+                and all(part.ranges_bytes == ranges for part, ranges in zip(parts, layout.ranges, strict=True))
+            ):
+                return layout
+        layout = _tiling(union, parts, variants, counts)
+        self._layout = tables, layout
+        return layout
+
+    def _pieces_of(self, layout: _Layout, chunk_numbers: Numbers) -> Pieces:
+        if self._pieces is None or self._pieces[0] is not layout or not np.array_equal(self._pieces[1], chunk_numbers):
+            rows = layout.pieces.copy()
+            rows["chunk"] = chunk_numbers.astype(np.uint32)[layout.chunk_rows]
+            self._pieces = layout, chunk_numbers, Pieces(rows)
+        return self._pieces[2]
+
+
+def _are_equal(left: Variants, right: Variants) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(copies, right[unit]) for unit, copies in left.items())
+
+
+@dataclass
+class _Ranges:
+    """The ranges of all ranks, in one address space in which storages follow each other."""
+
+    address: NDArray[np.uint64]
+    nbytes: NDArray[np.uint32]
+    chunk_row: NDArray[np.uint32]
+    chunk_offset: NDArray[np.uint32]
+    rank_starts: Numbers
+    contributed: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def take(self, order: Numbers) -> _Ranges:
+        """Return the ranges in another order."""
+        return replace(
+            self,
+            address=self.address[order],
+            nbytes=self.nbytes[order],
+            chunk_row=self.chunk_row[order],
+            chunk_offset=self.chunk_offset[order],
+        )
+
+
+def _tiling(union: Union, parts: Sequence[Part], variants: Variants, chunk_counts: Numbers) -> _Layout:
+    """Sort the ranges of all ranks, and check that they cover every byte of every storage exactly once.
+
+    Raises:
+        MalformedError: A range is empty, or beyond its unit or the chunks of its part.
+        UsageError: Bytes are missing, or contributed twice.
+    """
+    unit_of = storages_of(union, variants)
+    sizes = np.array([union.units[unit].nbytes for unit in unit_of.tolist()], np.uint64)
+    starts = np.zeros(len(sizes) + 1, np.uint64)
+    np.cumsum(sizes, out=starts[1:])
+    if sum(sizes.tolist()) >= 1 << 62:
+        raise MalformedError("the units of all ranks have an impossible length together")
+    found = _ranges_of(union, parts, variants, starts, unit_of, chunk_counts)
+    order = np.argsort(found.address, kind="stable")
+    ranges = found.take(order)
+    ends = ranges.address + ranges.nbytes
+    expected = np.zeros(len(ends) + 1, np.uint64)
+    expected[1:] = ends
+    actual = np.append(ranges.address, starts[-1:])
+    if not np.array_equal(expected, actual):
+        _raise_untiled(union, unit_of, starts, expected, actual, order, found.rank_starts)
+    storages = np.zeros(len(sizes), STORAGE)
+    storages["nbytes"] = sizes
+    storages["pieces"] = np.diff(np.searchsorted(ranges.address, starts))
+    units = [union.units[unit] for unit in unit_of.tolist()]
+    storages["element_width"] = [unit.element_width for unit in units]
+    storages["is_float"] = [unit.is_float for unit in units]
+    pieces = np.empty(len(order), PIECE)
+    pieces["offset"] = ranges.chunk_offset
+    pieces["nbytes"] = ranges.nbytes
+    encoded = tuple([part.ranges_bytes for part in parts])
+    return _Layout(encoded, chunk_counts, variants, storages, ranges.chunk_row, pieces, found.contributed)
+
+
+def _ranges_of(
+    union: Union,
+    parts: Sequence[Part],
+    variants: Variants,
+    starts: NDArray[np.uint64],
+    unit_of: Numbers,
+    chunk_counts: Numbers,
+) -> _Ranges:
+    first = first_storages(union, unit_of)
+    local = [first[numbers] for numbers in union.numbers]
+    rank_starts = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum([len(part.ranges) for part in parts], out=rank_starts[1:])
+    chunk_starts = np.cumsum(chunk_counts) - chunk_counts
+    count = int(rank_starts[-1])
+    narrow = [np.empty(count, np.uint32) for _ in range(3)]
+    found = _Ranges(np.empty(count, np.uint64), *narrow, rank_starts, np.zeros(len(parts), np.int64))
+    for rank, part in enumerate(parts):
+        rows = part.ranges
+        if not len(rows):
+            continue
+        index = int(union.skeleton_of[rank])
+        storage_of = local[index]
+        if variants:
+            storage_of = storage_of + _copies_of(union, variants, rank, index)
+        unit, offset, nbytes = rows["unit"], rows["offset"], rows["nbytes"]
+        _check_ranges(rank, part, unit, offset, nbytes, union.lengths[index])
+        here = slice(int(rank_starts[rank]), int(rank_starts[rank + 1]))
+        np.add(starts[storage_of][unit], offset, out=found.address[here])
+        found.nbytes[here] = nbytes
+        np.add(rows["chunk"], np.uint32(chunk_starts[rank]), out=found.chunk_row[here])
+        found.chunk_offset[here] = rows["chunk_offset"]
+        found.contributed[rank] = nbytes.sum()
+    return found
+
+
+def _copies_of(union: Union, variants: Variants, rank: int, index: int) -> Numbers:
+    """Return the copy that a rank has of each unit of its skeleton."""
+    numbers = union.numbers[index]
+    copies = np.zeros(len(numbers), np.int64)
+    for local in np.flatnonzero(np.isin(numbers, [*variants])).tolist():
+        copies[local] = variants[int(numbers[local])][rank]
+    return copies
+
+
+def _check_ranges(rank: int, part: Part, unit: Rows, offset: Rows, nbytes: Rows, lengths: NDArray[np.uint64]) -> None:
+    if int(unit.max()) >= len(lengths) or int(part.ranges["chunk"].max()) >= len(part.chunks):
+        raise MalformedError(f"the part of rank {rank} names a unit or a chunk that it does not have", rank=rank)
+    here = lengths[unit]
+    if (
+        int(nbytes.min()) == 0
+        or int(nbytes.max()) >= _PIECE_NBYTES_LIMIT
+        or (offset > here).any()
+        or (nbytes > here - offset).any()
+    ):
+        raise MalformedError(f"the part of rank {rank} has a range that is empty or beyond its unit", rank=rank)
+
+
+def _raise_untiled(
+    union: Union,
+    unit_of: Numbers,
+    starts: NDArray[np.uint64],
+    expected: NDArray[np.uint64],
+    actual: NDArray[np.uint64],
+    order: Numbers,
+    rank_starts: Numbers,
+) -> None:
+    at = int(np.flatnonzero(expected != actual)[0])
+    lo, hi = sorted((int(expected[at]), int(actual[at])))
+    storage = int(np.searchsorted(starts, lo, side="right")) - 1
+    unit, begin = union.units[int(unit_of[storage])], int(starts[storage])
+    hi = min(hi, int(starts[storage + 1]))
+    # The ranges before and after the place, if there are any.
+    near = order[max(0, at - 1) : at + 1]
+    ranks = sorted({int(rank) for rank in np.searchsorted(rank_starts, near, side="right") - 1})
+    is_missing = int(expected[at]) < int(actual[at])
+    who = " and ".join(map(str, ranks)) or "none"
+    what = "no rank contributes" if is_missing else "several ranks contribute"
+    where = f"(the ranges around them are of ranks {who})" if is_missing else f"(ranks {who})"
+    raise UsageError(
+        f"{what} bytes {lo - begin} to {hi - begin} of {unit.nbytes}{_box_text(unit, lo - begin)} {where}",
+        where=place_of(unit.path),
+        todo="let all ranks that hold a part of this tensor commit it, with one device mesh",
+        ranks=ranks,
+    )
+
+
+def _box_text(unit: Unit, offset: int) -> str:
+    """Return where a byte of a row-major array is, for people; empty for others."""
+    if unit.array is None or unit.array.cuts or not unit.nbytes:
+        return ""
+    element = offset * int(np.prod([*unit.array.shape], dtype=np.int64)) // unit.nbytes
+    index = [int(each) for each in np.unravel_index(element, unit.array.shape)] if unit.array.shape else []
+    return f", from element {index} of {list(unit.array.shape)}"
+
+
+def _merged_chunks(parts: Sequence[Part], counts: Numbers) -> tuple[Rows, Numbers]:
+    """Return the distinct chunks of all ranks, and the number of the chunk in each row of their tables.
+
+    Raises:
+        MalformedError: Ranks give one chunk different lengths.
+    """
+    rows = np.concatenate([np.empty(0, CHUNK), *(part.chunks for part in parts)])
+    chosen, numbers = _distinct(rows["chunk_id"])
+    if len(chosen) == len(rows):
+        return rows, np.arange(len(rows))
+    distinct = rows[chosen]
+    if (distinct["nbytes"][numbers] != rows["nbytes"]).any():
+        raise MalformedError("ranks give one chunk different lengths")
+    return distinct, numbers
+
+
+def _distinct(ids: Rows) -> tuple[Numbers, Numbers]:
+    """Return the first row of each distinct id, ascending, and for each row the place of its id among them."""
+    numbers = numbered(ids)
+    _, first = np.unique(numbers, return_index=True)
+    chosen = np.sort(first)
+    place = np.empty(len(chosen), np.int64)
+    place[numbers[chosen]] = np.arange(len(chosen))
+    return chosen, place[numbers]
+
+
+def _first_places(numbers: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the distinct numbers in the order in which they occur, and for each number its place among them."""
+    values, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return values[order], place[inverse]
+
+
+def _merged_frames(parts: Sequence[Part], chunk_ids: Rows, depth_max: int) -> tuple[Rows, Rows]:
+    """Return the packs and frames that a restore needs.
+
+    Of several frames of one chunk the one with the fewest bases is listed. Its base is one level below, so the frame
+    that is listed for the base has fewer bases still: there is no cycle, and no chain gets longer.
+
+    Raises:
+        MalformedError: A part contradicts itself, ranks contradict each other, or a chunk has no frame.
+    """
+    packs, pack_numbers = _merged_packs(parts)
+    frames, base, pack_rows = _checked_frames(parts, depth_max)
+    numbers = numbered(np.concatenate([frames["chunk_id"], chunk_ids]))
+    own, wanted = numbers[: len(frames)], numbers[len(frames) :]
+    order = np.lexsort((frames["depth"], own))
+    listed = np.full(int(numbers.max(initial=-1)) + 1, -1, np.int64)
+    # The last assignment counts: that of the frame with the least depth, and of these of the first.
+    listed[own[order[::-1]]] = order[::-1]
+    if (listed[wanted] < 0).any():
+        raise MalformedError("no rank says where one of its chunks is stored")
+    has_base = base >= 0
+    base[has_base] = listed[own[base[has_base]]]
+    is_needed = np.zeros(len(frames), bool)
+    level = listed[wanted]
+    while len(level):
+        is_needed[level] = True
+        level = np.unique(base[level])
+        level = level[level >= 0]
+        level = level[~is_needed[level]]
+    kept = np.flatnonzero(is_needed)
+    depth = _depths(base)
+    if (base[kept] >= kept).any():
+        kept = kept[np.argsort(depth[kept], kind="stable")]
+    place = np.full(len(frames), -1, np.int64)
+    place[kept] = np.arange(len(kept))
+    found = frames[kept]
+    found["depth"] = depth[kept]
+    found["base"] = np.where(base[kept] < 0, NO_BASE_INDEX, place[base[kept]])
+    first, found["pack"] = _first_places(pack_numbers[pack_rows[kept]])
+    return packs[first], found
+
+
+def _checked_frames(parts: Sequence[Part], depth_max: int) -> tuple[Rows, Numbers, Numbers]:
+    """Return the frames of all ranks, the row of the base of each (-1: none), and the row of its pack."""
+    counts = np.array([len(part.frames) for part in parts], np.int64)
+    pack_counts = np.array([len(part.packs) for part in parts], np.int64)
+    frames = np.concatenate([np.empty(0, FRAME), *(part.frames for part in parts)])
+    rank_of = np.repeat(np.arange(len(parts)), counts)
+    base = np.where(frames["base"] == NO_BASE_INDEX, -1, frames["base"] + np.repeat(np.cumsum(counts) - counts, counts))
+    depth = frames["depth"].astype(np.int64)
+    is_wrong = (frames["pack"] >= pack_counts[rank_of]) | (base >= np.arange(len(frames))) | (depth > depth_max)
+    has_base = np.flatnonzero((base >= 0) & ~is_wrong)
+    expected = np.zeros(len(frames), np.int64)
+    expected[has_base] = depth[base[has_base]] + 1
+    is_wrong |= depth != expected
+    if is_wrong.any():
+        rank = int(rank_of[np.flatnonzero(is_wrong)[0]])
+        raise MalformedError(f"the part of rank {rank} has a frame without its pack or base", rank=rank)
+    return frames, base, np.repeat(np.cumsum(pack_counts) - pack_counts, counts) + frames["pack"]
+
+
+def _depths(base: Numbers) -> Numbers:
+    """Return the number of bases below each frame; there must not be a cycle."""
+    depth = np.zeros(len(base), np.int64)
+    while True:
+        deeper = np.where(base >= 0, depth[base] + 1, 0)
+        if np.array_equal(deeper, depth):
+            return depth
+        depth = deeper
+
+
+def _merged_packs(parts: Sequence[Part]) -> tuple[Rows, Numbers]:
+    """Return the distinct packs of all ranks, and the number of the pack in each row of their tables."""
+    rows = np.concatenate([np.empty(0, PACK), *(part.packs for part in parts)])
+    chosen, numbers = _distinct(rows["pack_id"])
+    distinct = rows[chosen]
+    if rows.tobytes() != distinct[numbers].tobytes():
+        raise MalformedError("ranks describe one pack differently")
+    if rows["tier"].any():
+        raise MalformedError("a part locates chunks in a tier")
+    return distinct, numbers
+
+
+def _merged_decisions(
+    union: Union, parts: Sequence[Part], variants: Variants, storages: Rows
+) -> tuple[DecisionsRecord, Rows] | None:
+    """Return the decisions of all ranks. Of several for one storage, that of the lowest rank is listed."""
+    decided = [part.decisions for part in parts if part.decisions is not None]
+    if not decided:
+        return None
+    first = first_storages(union, storages_of(union, variants))
+    rows = np.zeros(len(storages), DECISION)
+    for name in ("full", "previous", "keyframe"):
+        rows[name] = NO_BITS
+    is_open = storages["nbytes"] > 0
+    for rank, part in enumerate(parts):
+        if not is_open.any():
+            break
+        own, index = part.unit_decisions, int(union.skeleton_of[rank])
+        if len(own) and int(own["unit"].max()) >= len(union.numbers[index]):
+            raise MalformedError(f"the part of rank {rank} names a unit that it does not have", rank=rank)
+        storage = (first[union.numbers[index]] + _copies_of(union, variants, rank, index))[own["unit"]]
+        own, storage = own[is_open[storage]], storage[is_open[storage]]
+        for name in DECISION.names or ():
+            rows[name][storage] = own[name]
+        is_open[storage] = False
+    return _merged_record(decided), rows
+
+
+def _merged_record(records: Sequence[DecisionsRecord]) -> DecisionsRecord:
+    """Return the decision for the checkpoint: ``mixed`` if ranks use different bases."""
+    counts = Counter(records)
+    ((usual, count),) = counts.most_common(1)
+    if len({(record.base, record.base_seq, record.keyframe_seq) for record in records}) == 1:
+        return usual
+    bases = [record for record in records if record.base != "none"]
+    return DecisionsRecord(
+        base="mixed",
+        base_seq=max(record.base_seq or 0 for record in bases),
+        keyframe_seq=min(record.keyframe_seq or 0 for record in bases),
+        reason=f"{usual.reason} ({count} of {len(records)} ranks)",
+    )

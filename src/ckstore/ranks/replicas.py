@@ -1,0 +1,208 @@
+"""Compare the replicas that ranks hold, by the digests in their parts.
+
+A plain unit of which ranks hold different bytes gets several *copies*, each complete: what its holders have not written
+yet, one of them must write. A shard of which ranks hold different bytes is reported; the bytes that were written count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore.errors import MalformedError
+from ckstore.format.columns import Rows
+from ckstore.format.tree import Path, place_of
+from ckstore.ranks.part import CHECK, Part
+from ckstore.ranks.union import Numbers, Union
+from ckstore.ranks.writing import gaps
+
+Piece = tuple[int, int]
+"""Offset and length of the bytes of a unit that were compared."""
+
+
+class Difference(NamedTuple):
+    """Replicas that differ.
+
+    Args:
+        path: The path of the unit.
+        is_shard: It is a shard of a distributed tensor; else it is stored for each rank.
+        ranks: The ranks whose bytes differ from those of most ranks.
+        offset: Where the first piece begins that differs.
+        nbytes: Length of this piece.
+    """
+
+    path: Path
+    is_shard: bool
+    ranks: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        ranks = f"rank {names}" if len(self.ranks) == 1 else f"ranks {names}"
+        kind = "a shard" if self.is_shard else "a tensor"
+        done = "one of its replicas was stored" if self.is_shard else "it was stored for each rank"
+        end = self.offset + self.nbytes
+        return (
+            f"{place_of(self.path)}: {kind} differs on {ranks} from its other replicas, first in bytes {self.offset} "
+            f"to {end}; {done}"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of a comparison.
+
+    Args:
+        differences: The replicas that differ, by unit.
+        variants: For each unit of which there are several copies, the copy that each rank has; -1: none. Units that
+            were declared ``PerRank`` are included.
+        more: What ranks must still write so that all copies are complete: unit (of its own skeleton), offset, length.
+    """
+
+    differences: tuple[Difference, ...]
+    variants: Mapping[int, Numbers]
+    more: Mapping[int, tuple[tuple[int, int, int], ...]]
+
+
+def compare(union: Union, parts: Sequence[Part]) -> Comparison:
+    """Compare the replicas of all ranks; ``parts`` are in the order of the ranks.
+
+    Raises:
+        MalformedError: A part contradicts its skeleton, or ranks have compared different pieces.
+    """
+    found = _Checks.of(union, parts)
+    differences: list[Difference] = []
+    variants = dict(union.declared_variants)
+    split: list[int] = []
+    for unit in found.units_that_differ():
+        pieces = found.pieces_of(unit)
+        differing = _odd_ranks(pieces)
+        piece = min(piece for piece, digests in pieces.items() if len(set(digests.values())) > 1)
+        is_shard = union.units[unit].array is not None
+        differences.append(Difference(union.units[unit].path, is_shard, tuple(differing), *piece))
+        if not is_shard:
+            variants[unit] = _copies(union, unit, pieces, differing)
+            split.append(unit)
+    return Comparison(tuple(differences), variants, _more(union, parts, variants, split))
+
+
+@dataclass(frozen=True)
+class _Checks:
+    """All checks, sorted by unit, offset, length and rank."""
+
+    rank: Numbers
+    unit: Numbers
+    rows: Rows
+    words: NDArray[np.uint64]
+    is_first: NDArray[np.bool_]
+    """Whether a row is the first of its piece."""
+
+    @classmethod
+    def of(cls, union: Union, parts: Sequence[Part]) -> _Checks:
+        ranks: list[Numbers] = []
+        units: list[Numbers] = []
+        columns: list[Rows] = [np.empty(0, CHECK)]
+        for rank, part in enumerate(parts):
+            rows = part.checks
+            if len(rows):
+                units.append(_units_of(union, rank, rows))
+                columns.append(rows)
+                ranks.append(np.full(len(rows), rank))
+        rows = np.concatenate(columns)
+        rank, unit = (np.concatenate([np.zeros(0, np.int64), *each]) for each in (ranks, units))
+        is_compared = ~np.isin(unit, [*union.per_rank])
+        rank, unit, rows = rank[is_compared], unit[is_compared], rows[is_compared]
+        order = np.lexsort((rank, rows["nbytes"], rows["offset"], unit))
+        rank, unit, rows = rank[order], unit[order], rows[order]
+        words = np.ascontiguousarray(rows["digest"]).view(np.uint64).reshape(len(rows), 2)
+        is_first = np.ones(len(rows), bool)
+        is_same_unit = unit[1:] == unit[:-1]
+        is_same = (
+            is_same_unit & (rows["offset"][1:] == rows["offset"][:-1]) & (rows["nbytes"][1:] == rows["nbytes"][:-1])
+        )
+        is_first[1:] = ~is_same
+        torn = np.flatnonzero(is_same_unit & ~is_same & (rows["offset"][1:] < (rows["offset"] + rows["nbytes"])[:-1]))
+        if len(torn):
+            at = int(torn[0])
+            raise MalformedError(
+                f"ranks {rank[at]} and {rank[at + 1]} have compared different pieces of a replica",
+                where=place_of(union.units[int(unit[at])].path),
+            )
+        return cls(rank, unit, rows, words, is_first)
+
+    def units_that_differ(self) -> list[int]:
+        """Return the units of which some rows differ from the first row of their piece."""
+        first = np.flatnonzero(self.is_first)[np.cumsum(self.is_first) - 1] if len(self.rows) else []
+        differs = (self.words != self.words[first]).any(axis=1)
+        found: list[int] = np.unique(self.unit[differs]).tolist()
+        return found
+
+    def pieces_of(self, unit: int) -> dict[Piece, dict[int, bytes]]:
+        """Return the digest of each piece of a unit on each rank."""
+        lo, hi = np.searchsorted(self.unit, [unit, unit + 1])
+        pieces: dict[Piece, dict[int, bytes]] = {}
+        for rank, row in zip(self.rank[lo:hi].tolist(), self.rows[lo:hi], strict=True):
+            pieces.setdefault((int(row["offset"]), int(row["nbytes"])), {})[rank] = bytes(row["digest"])
+        return pieces
+
+
+def _units_of(union: Union, rank: int, rows: Rows) -> Numbers:
+    """Return the units of the checkpoint that the rows of a part name, after checking the rows."""
+    index = int(union.skeleton_of[rank])
+    lengths = union.lengths[index]
+    if int(rows["unit"].max()) >= len(lengths):
+        raise MalformedError(f"the part of rank {rank} names a unit that its skeleton does not have")
+    here = lengths[rows["unit"]]
+    offset, nbytes = rows["offset"], rows["nbytes"]
+    if not ((nbytes > 0) & (offset <= here)).all() or (nbytes > here - offset).any():
+        raise MalformedError(f"the part of rank {rank} has a range that is empty or beyond its unit")
+    return union.numbers[index][rows["unit"]]
+
+
+def _odd_ranks(pieces: Mapping[Piece, Mapping[int, bytes]]) -> list[int]:
+    """Return the ranks with a digest that most ranks do not have. Of as many, those of the lowest rank count."""
+    odd: set[int] = set()
+    for digests in pieces.values():
+        counts = Counter(digests[rank] for rank in sorted(digests))
+        usual = max(counts, key=lambda digest: counts[digest])
+        odd.update(rank for rank, digest in digests.items() if digest != usual)
+    return sorted(odd)
+
+
+def _copies(union: Union, unit: int, pieces: Mapping[Piece, Mapping[int, bytes]], odd: Sequence[int]) -> Numbers:
+    """Return the copy that each rank has: one for all usual ranks, and one for each other combination of bytes."""
+    differing = frozenset(odd)
+    keys: dict[object, int] = {}
+    copies = np.full(union.world, -1, np.int64)
+    for rank in union.holders(unit):
+        own = tuple(digests.get(rank) for digests in pieces.values()) if rank in differing else None
+        copies[rank] = keys.setdefault(own, len(keys))
+    return copies
+
+
+def _more(
+    union: Union, parts: Sequence[Part], variants: Mapping[int, Numbers], split: Sequence[int]
+) -> dict[int, tuple[tuple[int, int, int], ...]]:
+    """Return what the lowest rank of each copy must write, because no rank of this copy has written it."""
+    written: dict[tuple[int, int], list[Piece]] = {}
+    for rank, part in enumerate(parts if split else ()):
+        if len(part.ranges):
+            units = _units_of(union, rank, part.ranges)
+            for at in np.flatnonzero(np.isin(units, split)).tolist():
+                copy = (int(units[at]), int(variants[int(units[at])][rank]))
+                row = part.ranges[at]
+                written.setdefault(copy, []).append((int(row["offset"]), int(row["offset"] + row["nbytes"])))
+    more: dict[int, list[tuple[int, int, int]]] = {}
+    for unit in split:
+        copies = variants[unit]
+        for copy in range(int(copies.max()) + 1):
+            rank = int(np.flatnonzero(copies == copy)[0])
+            for lo, hi in gaps(0, union.units[unit].nbytes, sorted(written.get((unit, copy), ()))):
+                more.setdefault(rank, []).append((union.local(rank, unit), lo, hi - lo))
+    return {rank: tuple(ranges) for rank, ranges in more.items()}
