@@ -1,4 +1,4 @@
-"""A StorageReader of torch.distributed.checkpoint: loads checkpoints of a store, whoever saved them, in any layout.
+"""A StorageReader of torch.distributed.checkpoint: loads any checkpoint of a store in any layout.
 
 DCP's metadata is made from the manifest. It shows each tensor as one chunk, because any box of a tensor can be read:
 only the byte ranges that a rank needs are read, and each stored chunk is decoded once.
@@ -54,7 +54,7 @@ _log = logging.getLogger("ckstore")
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """A tensor of a checkpoint, and how its elements lie in its storage."""
+    """A tensor of a checkpoint, and where its elements are in its storage."""
 
     spec: TensorSpec
     shape: tuple[int, ...]

@@ -78,7 +78,8 @@ class Writer(StorageWriter):
         self.receipt: Receipt | None = None
         self._parent: int | None = None
         self._bases: BaseCache | None = None
-        self._is_coordinator, self._uses_collectives = False, True
+        self._written: Unpublished | None = None
+        self._watch: Stopwatch | None = None
         if self._policy.residual is not None:
             raise UnsupportedError(
                 "a residual policy cannot be used with torch.distributed.checkpoint",
@@ -86,7 +87,7 @@ class Writer(StorageWriter):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_bases": None}
+        return {**self.__dict__, "_bases": None, "_written": None, "_watch": None}
 
     @property
     def checkpoint_id(self) -> str:
@@ -113,23 +114,22 @@ class Writer(StorageWriter):
         store, step = _store_and_step(checkpoint_id)
         if store is not None:
             if store != self._place.address:
-                self._bases, self._parent = None, None
+                self._bases, self._written, self._parent = None, None, None
             self._place.move(store)
         if step is not None or store is not None:
             self._step = step
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Open the store; the coordinator makes it if it does not exist."""
-        self._is_coordinator = is_coordinator
-        self._uses_collectives = kwargs.get("use_collectives", True)
-        if not self._uses_collectives and _world_size() > 1:
+        self._watch = None
+        if not kwargs.get("use_collectives", True) and _world_size() > 1:
             raise UnsupportedError(
                 "use_collectives=False cannot publish one checkpoint of many ranks: no rank learns what others wrote",
                 where=self._place.address,
                 todo="save with use_collectives=True, or commit with a store that was opened with ranks=",
             )
         if is_coordinator:
-            self._place.open(create=True)
+            self._watch = Stopwatch(self._place.open(create=True).clock)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -150,7 +150,7 @@ class Writer(StorageWriter):
         repository = self._place.open(create=False)
         repository.prepare_run()
         self._bases = self._bases or BaseCache()
-        _catch_up(repository, self._bases)
+        _catch_up(repository, self._bases, self._written)
         items = list(items)
         gathered = _Gathered(items, planner)
         wait_for_devices(gathered.storages)
@@ -165,9 +165,10 @@ class Writer(StorageWriter):
             bases=bases,
         )
         try:
-            unpublished = write_unpublished(repository, request, Stopwatch(repository.clock))
+            unpublished = write_unpublished(repository, request, self._watch or Stopwatch(repository.clock))
         finally:
             bases.discard_drafts()
+        self._written = unpublished
         part = gathered.part(unpublished)
         sizes = gathered.nbytes_by_item
         return [
@@ -183,7 +184,7 @@ class Writer(StorageWriter):
         """
         parts = [next((each.storage_data for each in result if each.storage_data), None) for result in results]
         repository = self._place.open(create=True)
-        watch = Stopwatch(repository.clock)
+        watch = self._watch or Stopwatch(repository.clock)
         repository.prepare_run()
         try:
             attempt = os.urandom(16)
@@ -213,8 +214,8 @@ def _store_and_step(checkpoint_id: CheckpointId) -> tuple[str | None, int | None
     return store, check_step(int(text))
 
 
-def _catch_up(repository: Repository, bases: BaseCache) -> None:
-    """Learn what was published since the last save: another rank published it."""
+def _catch_up(repository: Repository, bases: BaseCache, written: Unpublished | None) -> None:
+    """Learn what was published since the last save, in which this rank wrote ``written``: another rank published it."""
     names = repository.manifests.listing().names
     newest = repository.newest
     if names and (newest is None or names[-1].seq > newest.header.seq):
@@ -224,7 +225,12 @@ def _catch_up(repository: Repository, bases: BaseCache) -> None:
         repository.note_seq(max(repository.seq_next() - 1, names[-1].seq))
     if newest is not None and newest.header.seq != bases.seq:
         state, _ = state_and_facts(newest.tree)
-        bases.follow(newest, first_paths(state, [tensor.storage for tensor in newest.tensors]))
+        paths = first_paths(state, [tensor.storage for tensor in newest.tensors])
+        if written is None:
+            bases.follow(newest, paths)
+        else:
+            chunk_ids = [frame.frame.chunk_id for frame in written.stored.frames]
+            written.selection.remember(bases, newest, chunk_ids, paths)
     refresh_bases(repository, bases)
 
 
