@@ -262,20 +262,26 @@ def _join(
     if len(parts) < 2:
         return parts
     for dimension in reversed(range(rank)):
-        # Neighbours agree in all other dimensions. Within each line they are in ascending order.
+        # Parts of a line agree in all other dimensions, and are in ascending order. Parts between two of them may be in
+        # other lines, because they were not joined as far.
         lines: dict[tuple[tuple[int, ...], ...], list[_Joinable]] = {}
         for part in parts:
             offsets, sizes = part.box
             after = dimension + 1
             others = (offsets[:dimension], offsets[after:], sizes[:dimension], sizes[after:])
             line = lines.setdefault(others, [])
-            joined = join(line[-1], part, dimension) if line else None
+            joined = join(line[-1], part, dimension) if line and _touch(line[-1].box, part.box, dimension) else None
             if joined is None:
                 line.append(part)
             else:
                 line[-1] = joined
         parts = [part for line in lines.values() for part in line]
     return sorted(parts)
+
+
+def _touch(first: Box, second: Box, dimension: int) -> bool:
+    """Say whether one box ends along a dimension where another begins."""
+    return first.offsets[dimension] + first.sizes[dimension] == second.offsets[dimension]
 
 
 def _joined_box(first: Box, second: Box, dimension: int) -> Box:

@@ -211,6 +211,13 @@ def test_tiles_of_single_columns_are_one_view_with_strides_of_columns():
     assert views_of((3, 4), 4, ((), (1, 2, 3)), inner) == [View(4 * 4, inner, (1, 3))]
 
 
+def test_views_with_another_view_between_them_are_not_joined():
+    # Rows 0 and 4 are one view each, as far apart as a step of 20 elements; rows 1 to 3 are two views.
+    shape, cuts = (1, 5, 5), ((), (1, 4), (1, 2))
+    storage = stored(shape, cuts, [whole(shape)])
+    assert (read(storage, shape, cuts, whole(shape)) == numbers(shape)).all()
+
+
 def test_tensors_without_elements_and_without_dimensions():
     assert cuts_of((), [Box((), ())]) == ()
     assert ranges_of((), 8, (), Box((), ())) == [Range(0, 8, Box((), ()))]
