@@ -1,0 +1,722 @@
+"""How the ranks of a job agree on one checkpoint: two state machines without sockets, threads or clocks.
+
+``Coordinator`` is on rank 0, ``Member`` on every rank, also on rank 0. Events go in, and a list of actions comes out:
+``Send``, or something that this rank's caller must do. docs/FORMAT.md, section 13, describes the steps and the
+crashes. ``tests/support/ranks_model.py`` searches the interleavings of this code with three ranks.
+
+One commit, as rank 0 sees it::
+
+    joining ──> listing ──> planning ──> writing ──> merging ──> publishing ──> ended
+    begins      contents    Plan         parts       Merge       Publish        Done or Failed
+                of new         └─> Write   ^            └─> More    │
+                digests                    └────────────────┘       └ from here on no rank can abort it
+
+Invariants:
+- Publish is issued at most once for a commit, after every rank's part of every turn has arrived, and in the order of
+  the commits.
+- A rank is needed until its part has arrived. If it is lost before, the commit fails on all other ranks.
+- Every rank that takes part in a commit gets one answer: Done, or Failed with the rank that caused it.
+- A rank that loses rank 0 looks into the store if the commit may be published, and otherwise fails.
+- A message of a commit that has ended changes nothing. A late Begin, Abort or Ask is answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from ckstore.errors import counted
+from ckstore.format.error_records import ErrorRecord, Fact
+from ckstore.hashing import digest_of
+from ckstore.ranks.messages import (
+    Abort,
+    Agreed,
+    AllStaged,
+    Ask,
+    Asked,
+    Begin,
+    Content,
+    Done,
+    Failed,
+    Message,
+    More,
+    Part,
+    Staged,
+    Wanted,
+    Write,
+)
+
+JOIN_SECONDS = 60.0
+"""How long ranks wait for one that does not take part."""
+
+IN_FLIGHT_MAX = 2
+"""Commits that may be unfinished at a time."""
+
+_ENDED_MAX = 16
+"""Outcomes that are remembered for late ranks."""
+
+_NAMED_MAX = 8
+"""Ranks that a message names."""
+
+_ATTEMPT_NBYTES = 16
+
+
+def attempt_id(token: bytes, number: int) -> bytes:
+    """Return the id of a commit: 16 bytes that every rank of the job can compute."""
+    return digest_of(b"ckstore attempt" + number.to_bytes(8, "little") + token)[:_ATTEMPT_NBYTES]
+
+
+class Send(NamedTuple):
+    """Send a message to a rank."""
+
+    rank: int
+    message: Message
+
+
+class Plan(NamedTuple):
+    """Rank 0: compute what each rank writes. Answered by ``planned`` or ``failed``.
+
+    ``digests`` has one tuple for each rank. ``contents`` has those that were not in the last Plan.
+    """
+
+    number: int
+    digests: tuple[tuple[bytes, ...], ...]
+    contents: dict[bytes, bytes]
+
+
+class Merge(NamedTuple):
+    """Rank 0: merge the part records of this turn. Answered by ``merged``, ``more`` or ``failed``."""
+
+    number: int
+    turn: int
+    parts: dict[int, bytes]
+
+
+class Publish(NamedTuple):
+    """Rank 0: publish what was merged. Answered by ``published`` or ``failed``."""
+
+    number: int
+
+
+class Decide(NamedTuple):
+    """Rank 0: choose the answer to a question from the values of all ranks. Answered by ``decided``."""
+
+    topic: str
+    number: int
+    values: tuple[bytes, ...]
+
+
+class LookUp(NamedTuple):
+    """Every rank: rank 0 is lost. Search the store for this commit. Answered by ``found`` or ``not_found``."""
+
+    number: int
+
+
+class Finish(NamedTuple):
+    """Every rank: a commit has ended. One of ``receipt`` and ``error`` is None; ``rank`` caused the error."""
+
+    number: int
+    receipt: bytes | None
+    rank: int | None
+    error: ErrorRecord | None
+
+
+Action = Send | Plan | Merge | Publish | Decide | LookUp | Finish | Wanted | Write | AllStaged | More | Asked | Agreed
+"""Messages in this list are passed to the caller of the rank that received them."""
+
+
+class Stage(IntEnum):
+    """How far a commit is."""
+
+    JOINING = 0
+    LISTING = 1
+    PLANNING = 2
+    WRITING = 3
+    MERGING = 4
+    PUBLISHING = 5
+
+
+@dataclass
+class _Commit:
+    number: int
+    opened: float
+    stage: Stage = Stage.JOINING
+    answered_to: set[int] = field(default_factory=set)
+    """Ranks that wait for the outcome."""
+    begun: dict[int, Begin] = field(default_factory=dict)
+    wanted: dict[bytes, int] = field(default_factory=dict)
+    """Digests whose content was not received yet, and the rank that sends it."""
+    contents: dict[bytes, bytes] = field(default_factory=dict)
+    staged: set[int] = field(default_factory=set)
+    turn: int = 0
+    awaited: set[int] = field(default_factory=set)
+    """Ranks whose part of this turn was not received yet."""
+    parts: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class _Question:
+    number: int
+    opened: float
+    values: dict[int, bytes] = field(default_factory=dict)
+
+
+class Coordinator:
+    """Rank 0's side for all ranks.
+
+    Args:
+        world: Number of ranks.
+        join_seconds: How long to wait for a rank that does not take part.
+        in_flight_max: Commits that may be unfinished at a time.
+    """
+
+    def __init__(self, world: int, *, join_seconds: float = JOIN_SECONDS, in_flight_max: int = IN_FLIGHT_MAX) -> None:
+        self._world = world
+        self._join_seconds = join_seconds
+        self._in_flight_max = in_flight_max
+        self._connected = {0}
+        self._lost: dict[int, str] = {}
+        self._live: dict[int, _Commit] = {}
+        self._ended: dict[int, Done | Failed] = {}
+        self._ended_max = 0
+        self._planned: frozenset[bytes] = frozenset()
+        self._spans: dict[int, bytes] = {}
+        self._questions: dict[str, _Question] = {}
+        self._answers: dict[str, Agreed] = {}
+
+    # Events from the ranks
+
+    def joined(self, rank: int) -> None:
+        """A rank has connected."""
+        self._connected.add(rank)
+
+    def received(self, rank: int, message: Message, now: float) -> list[Action]:
+        """A rank has sent a message.
+
+        Args:
+            rank: The sender.
+            message: One of ``TO_RANK_0``.
+            now: Monotonic time in seconds.
+        """
+        if rank in self._lost:
+            return []
+        if isinstance(message, Begin):
+            return self._begin(rank, message, now)
+        if isinstance(message, Abort):
+            return self._abort(rank, message, now)
+        if isinstance(message, Ask):
+            return self._ask(rank, message, now)
+        if isinstance(message, (Content, Staged, Part)):
+            commit = self._live.get(message.number)
+            if commit is not None and commit.stage < Stage.PUBLISHING:
+                return self._progress(rank, message, commit)
+        return []
+
+    def lost(self, rank: int, how: str) -> list[Action]:
+        """A rank has closed its connection, or has been silent for too long. It does not come back.
+
+        Args:
+            rank: The rank.
+            how: What happened, to follow the name of the rank in a sentence.
+        """
+        if rank in self._lost:
+            return []
+        self._lost[rank] = how
+        actions: list[Action] = []
+        for commit in list(self._live.values()):
+            if self._needs(commit, rank):
+                actions += self._fail(commit, rank, self._lost_record(rank, _step_text(commit)))
+        for topic, question in list(self._questions.items()):
+            actions += self._answer(topic, question.number, None, rank, self._lost_record(rank, f"{topic!r}"))
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed. Call it at ``next_tick`` at the latest."""
+        actions: list[Action] = []
+        for commit in list(self._live.values()):
+            missing = self._missing(commit.begun)
+            if missing and self._is_over(commit.opened, now):
+                record = self._absent_record(missing, f"begin the {_step_text(commit)}", "call commit on every rank")
+                actions += self._fail(commit, missing[0], record)
+        for topic, question in list(self._questions.items()):
+            missing = self._missing(question.values)
+            if missing and self._is_over(question.opened, now):
+                record = self._absent_record(missing, f"take part in {topic!r}", "make the same calls on every rank")
+                actions += self._answer(topic, question.number, None, missing[0], record)
+        return actions
+
+    @property
+    def next_tick(self) -> float | None:
+        """When ``tick`` must be called next. None: not before another event."""
+        opened = [commit.opened for commit in self._live.values() if len(commit.begun) < self._world]
+        opened += [question.opened for question in self._questions.values() if len(question.values) < self._world]
+        return min(opened) + self._join_seconds if opened else None
+
+    # Events from rank 0's caller
+
+    def planned(self, number: int, spans: Sequence[bytes]) -> list[Action]:
+        """Plan is done.
+
+        Args:
+            number: The commit.
+            spans: For each rank what it must know in order to write.
+        """
+        commit = self._live.get(number)
+        if commit is None or commit.stage is not Stage.PLANNING:
+            return []
+        commit.stage = Stage.WRITING
+        commit.awaited = set(range(self._world))
+        actions: list[Action] = []
+        for rank, content in enumerate(spans):
+            is_same = self._spans.get(rank) == content
+            self._spans[rank] = content
+            actions += self._send([rank], Write(number, None if is_same else content))
+        return actions
+
+    def merged(self, number: int) -> list[Action]:
+        """Merge is done, and the checkpoint is complete."""
+        commit = self._live.get(number)
+        if commit is None or commit.stage is not Stage.MERGING:
+            return []
+        commit.stage = Stage.PUBLISHING
+        return [Publish(number)]
+
+    def more(self, number: int, contents: Mapping[int, bytes]) -> list[Action]:
+        """Merge found that ranks must write more.
+
+        Args:
+            number: The commit.
+            contents: For each of these ranks what it must write. At least one.
+        """
+        commit = self._live.get(number)
+        if commit is None or commit.stage is not Stage.MERGING:
+            return []
+        commit.stage = Stage.WRITING
+        commit.turn += 1
+        commit.awaited = set(contents)
+        for rank in sorted(contents):
+            if rank in self._lost:
+                return self._fail(commit, rank, self._lost_record(rank, _step_text(commit)))
+        actions: list[Action] = []
+        for rank, content in contents.items():
+            actions += self._send([rank], More(number, commit.turn, content))
+        return actions
+
+    def published(self, number: int, receipt: bytes) -> list[Action]:
+        """Publish is done: the checkpoint is durable."""
+        commit = self._live.get(number)
+        if commit is None or commit.stage is not Stage.PUBLISHING:
+            return []
+        return self._end(commit, Done(number, receipt))
+
+    def failed(self, number: int, error: ErrorRecord) -> list[Action]:
+        """Plan, Merge or Publish failed, and nothing is published."""
+        commit = self._live.get(number)
+        return [] if commit is None else self._fail(commit, 0, _of_rank(error, 0))
+
+    def decided(self, topic: str, number: int, value: bytes | ErrorRecord) -> list[Action]:
+        """Decide is done."""
+        question = self._questions.get(topic)
+        if question is None or question.number != number or len(question.values) < self._world:
+            return []
+        if isinstance(value, ErrorRecord):
+            return self._answer(topic, number, None, 0, _of_rank(value, 0))
+        return self._answer(topic, number, value, None, None)
+
+    # Commits
+
+    def _begin(self, rank: int, begin: Begin, now: float) -> list[Action]:
+        commit, actions = self._taken(rank, begin.number, now)
+        if commit is None:
+            return actions
+        other = next(iter(commit.begun), None)
+        first = begin if other is None else commit.begun[other]
+        is_repeated = rank in commit.begun
+        commit.begun[rank] = begin
+        if self._lost:
+            lost = min(self._lost)
+            return self._fail(commit, lost, self._lost_record(lost, _step_text(commit)))
+        if is_repeated or len(self._live) > self._in_flight_max:
+            return self._fail(commit, rank, _out_of_turn(rank, begin))
+        if other is not None and (record := _difference(other, first, rank, begin)):
+            return self._fail(commit, None, record)
+        return self._advance()
+
+    def _abort(self, rank: int, abort: Abort, now: float) -> list[Action]:
+        commit, actions = self._taken(rank, abort.number, now)
+        if commit is None or commit.stage is Stage.PUBLISHING:
+            return actions
+        return self._fail(commit, rank, _of_rank(abort.error, rank))
+
+    def _taken(self, rank: int, number: int, now: float) -> tuple[_Commit | None, list[Action]]:
+        """Return the commit that a rank takes part in, or the answer for a rank that is too late."""
+        commit = self._live.get(number)
+        if commit is None:
+            if number <= self._ended_max:
+                ended = self._ended.get(number)
+                # A rank that took part in a published commit has its answer, and ignores a second one.
+                late = ended if isinstance(ended, Failed) else Failed(number, rank, _late_record(rank))
+                return None, self._send([rank], late)
+            commit = self._live[number] = _Commit(number, now)
+        commit.answered_to.add(rank)
+        return commit, []
+
+    def _progress(self, rank: int, message: Content | Staged | Part, commit: _Commit) -> list[Action]:
+        if isinstance(message, Content):
+            if commit.wanted.get(message.digest) != rank or digest_of(message.content) != message.digest:
+                return self._fail(commit, rank, _out_of_turn(rank, message))
+            del commit.wanted[message.digest]
+            commit.contents[message.digest] = message.content
+            return self._advance()
+        if isinstance(message, Part):
+            if rank not in commit.awaited or message.turn != commit.turn:
+                return self._fail(commit, rank, _out_of_turn(rank, message))
+            commit.awaited.remove(rank)
+            commit.parts[rank] = message.content
+        actions = self._staged(rank, commit)
+        return [*actions, *self._advance()]
+
+    def _staged(self, rank: int, commit: _Commit) -> list[Action]:
+        if rank in commit.staged:
+            return []
+        commit.staged.add(rank)
+        is_last = len(commit.staged) == self._world
+        is_async = any(begin.is_async for begin in commit.begun.values())
+        return self._send(range(self._world), AllStaged(commit.number)) if is_last and is_async else []
+
+    def _advance(self) -> list[Action]:
+        """Move every commit as far as it can go, the earliest first."""
+        actions: list[Action] = []
+        earlier: list[_Commit] = []
+        for commit in self._live.values():
+            if self._may_list(commit, earlier):
+                actions += self._list(commit)
+            if commit.stage is Stage.LISTING and not commit.wanted:
+                commit.stage = Stage.PLANNING
+                digests = tuple(commit.begun[rank].digests for rank in range(self._world))
+                self._planned = frozenset(digest for listed in digests for digest in listed)
+                actions.append(Plan(commit.number, digests, commit.contents))
+                commit.contents = {}
+            if commit.stage is Stage.WRITING and not commit.awaited and not earlier:
+                commit.stage = Stage.MERGING
+                actions.append(Merge(commit.number, commit.turn, commit.parts))
+                commit.parts = {}
+            earlier.append(commit)
+        return actions
+
+    def _may_list(self, commit: _Commit, earlier: Sequence[_Commit]) -> bool:
+        is_whole = commit.stage is Stage.JOINING and len(commit.begun) == self._world
+        return is_whole and all(other.stage >= Stage.WRITING for other in earlier)
+
+    def _list(self, commit: _Commit) -> list[Action]:
+        """Ask for what rank 0 has not seen. Of ranks with the same digest, the lowest sends the content."""
+        commit.stage = Stage.LISTING
+        actions: list[Action] = []
+        for rank in range(self._world):
+            wanted = tuple(
+                digest
+                for digest in dict.fromkeys(commit.begun[rank].digests)
+                if digest not in self._planned and digest not in commit.wanted
+            )
+            commit.wanted.update(dict.fromkeys(wanted, rank))
+            if wanted:
+                actions += self._send([rank], Wanted(commit.number, wanted))
+        return actions
+
+    def _needs(self, commit: _Commit, rank: int) -> bool:
+        return commit.stage < Stage.WRITING or (commit.stage is Stage.WRITING and rank in commit.awaited)
+
+    def _fail(self, commit: _Commit, rank: int | None, record: ErrorRecord) -> list[Action]:
+        return self._end(commit, Failed(commit.number, rank, record))
+
+    def _end(self, commit: _Commit, outcome: Done | Failed) -> list[Action]:
+        del self._live[commit.number]
+        self._ended_max = max(self._ended_max, commit.number)
+        self._ended[commit.number] = outcome
+        while len(self._ended) > _ENDED_MAX:
+            del self._ended[min(self._ended)]
+        actions = self._send(sorted(commit.answered_to), outcome)
+        return [*actions, *self._advance()]
+
+    # Questions
+
+    def _ask(self, rank: int, ask: Ask, now: float) -> list[Action]:
+        question = self._questions.get(ask.topic)
+        answer = self._answers.get(ask.topic)
+        if question is None and answer is not None and ask.number <= answer.number:
+            is_same = answer.number == ask.number
+            late = answer if is_same else Agreed(ask.topic, ask.number, None, rank, _late_record(rank))
+            return self._send([rank], late)
+        actions: list[Action] = []
+        if question is None:
+            question = self._questions[ask.topic] = _Question(ask.number, now)
+            others = [other for other in range(self._world) if other != rank]
+            actions = self._send(others, Asked(ask.topic, ask.number))
+        if question.number != ask.number or rank in question.values:
+            return self._send([rank], Agreed(ask.topic, ask.number, None, rank, _out_of_turn(rank, ask)))
+        question.values[rank] = ask.value
+        if self._lost:
+            lost = min(self._lost)
+            return self._answer(ask.topic, ask.number, None, lost, self._lost_record(lost, f"{ask.topic!r}"))
+        if len(question.values) == self._world:
+            values = tuple(question.values[other] for other in range(self._world))
+            actions.append(Decide(ask.topic, ask.number, values))
+        return actions
+
+    def _answer(
+        self, topic: str, number: int, value: bytes | None, rank: int | None, error: ErrorRecord | None
+    ) -> list[Action]:
+        question = self._questions.pop(topic)
+        answer = self._answers[topic] = Agreed(topic, number, value, rank, error)
+        return self._send(sorted(question.values), answer)
+
+    # Both
+
+    def _send(self, ranks: Iterable[int], message: Message) -> list[Action]:
+        return [Send(rank, message) for rank in ranks if rank not in self._lost]
+
+    def _missing(self, arrived: Mapping[int, object]) -> list[int]:
+        return [rank for rank in range(self._world) if rank not in arrived]
+
+    def _is_over(self, opened: float, now: float) -> bool:
+        return now - opened >= self._join_seconds
+
+    def _lost_record(self, rank: int, during: str) -> ErrorRecord:
+        return _record(f"rank {rank} {self._lost[rank]}: the {during} failed on all ranks", _START_AGAIN, rank=rank)
+
+    def _absent_record(self, missing: Sequence[int], verb: str, todo: str) -> ErrorRecord:
+        names = ", ".join(str(rank) for rank in missing[:_NAMED_MAX])
+        names += f" and {len(missing) - _NAMED_MAX} more" if len(missing) > _NAMED_MAX else ""
+        what = f"{'rank' if len(missing) == 1 else 'ranks'} {names} did not {verb} within {self._join_seconds:g} s"
+        strangers = [rank for rank in missing if rank not in self._connected]
+        if strangers:
+            what += f", and {counted(len(strangers), 'rank')} never connected, rank {strangers[0]} first"
+        return _record(what, todo, rank=missing[0], ranks=[str(rank) for rank in missing])
+
+
+_START_AGAIN = "start the job again; it continues from the newest checkpoint"
+
+
+def _record(what: str, todo: str, *, kind: str = "RankError", **facts: Fact) -> ErrorRecord:
+    return ErrorRecord(kind, what, None, todo, facts)
+
+
+def _of_rank(record: ErrorRecord, rank: int) -> ErrorRecord:
+    """Return an error that names the rank on which it happened."""
+    where = f"rank {rank}" if record.where is None else f"rank {rank}: {record.where}"
+    return record._replace(where=where, facts={**record.facts, "rank": rank})
+
+
+def _step_text(commit: _Commit) -> str:
+    begin = next(iter(commit.begun.values()), None)
+    return "commit" if begin is None else f"commit of step {begin.step}"
+
+
+def _out_of_turn(rank: int, message: Message) -> ErrorRecord:
+    return _record(f"rank {rank} sent a {type(message).__name__} message out of turn", "report this", rank=rank)
+
+
+def _late_record(rank: int) -> ErrorRecord:
+    return _record(
+        f"rank {rank} is behind the other ranks, which have ended this commit or question",
+        "make the same calls in the same order on every rank",
+        rank=rank,
+    )
+
+
+def _difference(other: int, first: Begin, rank: int, begin: Begin) -> ErrorRecord | None:
+    """Return the error for two ranks that do not commit the same. None: they do."""
+    names = sorted({*first.facts, *begin.facts})
+    pairs = [("step", str(first.step), str(begin.step))]
+    pairs += [("call", _call_text(first), _call_text(begin))]
+    pairs += [(name, first.facts.get(name, "nothing"), begin.facts.get(name, "nothing")) for name in names]
+    for name, ours, theirs in pairs:
+        if ours != theirs:
+            values = sorted([(other, ours), (rank, theirs)])
+            texts = " and ".join(f"{value} on rank {number}" for number, value in values)
+            what = f"the ranks do not commit the same: {name} is {texts}"
+            ranks = [str(number) for number, _ in values]
+            return _record(what, f"pass the same {name} on every rank", kind="UsageError", ranks=ranks)
+    return None
+
+
+def _call_text(begin: Begin) -> str:
+    return "commit_async" if begin.is_async else "commit"
+
+
+class Duty(IntEnum):
+    """What a rank has to do for a commit."""
+
+    BEGUN = 0
+    WRITING = 1
+    SENT = 2
+    LOOKING = 3
+
+
+@dataclass
+class _Share:
+    step: int
+    duty: Duty = Duty.BEGUN
+    turn: int = 0
+    error: ErrorRecord | None = None
+    """Why this rank asked to abort the commit."""
+
+
+class Member:
+    """One rank's side.
+
+    Args:
+        rank: The rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lost: str | None = None
+        self._live: dict[int, _Share] = {}
+        self._begun_max = 0
+        self._spans: bytes | None = None
+        self._questions: dict[str, int] = {}
+
+    # Events from the caller
+
+    def begin(self, begin: Begin) -> list[Action]:
+        """The caller takes part in a commit."""
+        self._begun_max = max(self._begun_max, begin.number)
+        self._live[begin.number] = _Share(begin.step)
+        return self._end_if_lost(begin.number) or [Send(0, begin)]
+
+    def contents(self, number: int, contents: Mapping[bytes, bytes]) -> list[Action]:
+        """The answer to Wanted."""
+        if number not in self._live or self._lost is not None:
+            return []
+        return [Send(0, Content(number, digest, content)) for digest, content in contents.items()]
+
+    def staged(self, number: int) -> list[Action]:
+        """All bytes are staged, and this rank will write them."""
+        return [Send(0, Staged(number))] if number in self._live and self._lost is None else []
+
+    def part(self, number: int, content: bytes) -> list[Action]:
+        """The answer to Write or More: this rank's packs are durable."""
+        share = self._live.get(number)
+        if share is None or share.duty is not Duty.WRITING or share.error is not None:
+            return []
+        share.duty = Duty.SENT
+        return [Send(0, Part(number, share.turn, content))]
+
+    def abort(self, number: int, step: int, error: ErrorRecord) -> list[Action]:
+        """This rank cannot go on, or never began. Finish follows, with the receipt if it was too late."""
+        share = self._live.get(number)
+        if share is None:
+            if number <= self._begun_max:
+                return []
+            self._begun_max = number
+            share = self._live[number] = _Share(step)
+        if share.error is not None or share.duty is Duty.LOOKING:
+            return []
+        share.error = error
+        return self._end_if_lost(number) or [Send(0, Abort(number, step, error))]
+
+    def ask(self, topic: str, number: int, value: bytes) -> list[Action]:
+        """The caller asks a question that all ranks ask. Agreed follows."""
+        self._questions[topic] = number
+        if self._lost is not None:
+            return self._unanswered(topic)
+        return [Send(0, Ask(topic, number, value))]
+
+    def found(self, number: int, receipt: bytes) -> list[Action]:
+        """The answer to LookUp: the checkpoint is in the store."""
+        share = self._live.get(number)
+        if share is None or share.duty is not Duty.LOOKING:
+            return []
+        del self._live[number]
+        return [Finish(number, receipt, None, None)]
+
+    def not_found(self, number: int) -> list[Action]:
+        """The answer to LookUp: the checkpoint is not in the store."""
+        share = self._live.get(number)
+        if share is None or share.duty is not Duty.LOOKING:
+            return []
+        return self._end_lost(number, share)
+
+    # Events from rank 0
+
+    def received(self, message: Message) -> list[Action]:
+        """Rank 0 has sent a message, one of ``TO_RANK``."""
+        if isinstance(message, Write):
+            return self._write(message)
+        if isinstance(message, More):
+            return self._more(message)
+        if isinstance(message, (Done, Failed)):
+            return self._finish(message)
+        if isinstance(message, Agreed):
+            is_mine = self._questions.get(message.topic) == message.number
+            if is_mine:
+                del self._questions[message.topic]
+            return [message] if is_mine else []
+        if isinstance(message, (Wanted, AllStaged)):
+            return [message] if message.number in self._live else []
+        return [message] if isinstance(message, Asked) else []
+
+    def lost(self, how: str) -> list[Action]:
+        """Rank 0 has closed the connection, or has been silent for too long.
+
+        Args:
+            how: What happened, to follow ``rank 0`` in a sentence.
+        """
+        if self._lost is not None:
+            return []
+        self._lost = how
+        actions: list[Action] = []
+        for number, share in list(self._live.items()):
+            # Without this rank's part, nothing can have been published.
+            if share.duty is Duty.SENT:
+                share.duty = Duty.LOOKING
+                actions.append(LookUp(number))
+            else:
+                actions += self._end_lost(number, share)
+        for topic in list(self._questions):
+            actions += self._unanswered(topic)
+        return actions
+
+    # Both
+
+    def _write(self, message: Write) -> list[Action]:
+        # Also of a commit that this rank wants to abort: the next Write may refer to it.
+        self._spans = message.spans if message.spans is not None else self._spans
+        share = self._live.get(message.number)
+        if share is None or share.error is not None:
+            return []
+        assert self._spans is not None, "the first Write has spans"
+        share.duty = Duty.WRITING
+        return [Write(message.number, self._spans)]
+
+    def _more(self, message: More) -> list[Action]:
+        share = self._live.get(message.number)
+        if share is None:
+            return []
+        share.duty, share.turn = Duty.WRITING, message.turn
+        return [message] if share.error is None else []
+
+    def _finish(self, message: Done | Failed) -> list[Action]:
+        if self._live.pop(message.number, None) is None:
+            return []
+        if isinstance(message, Done):
+            return [Finish(message.number, message.receipt, None, None)]
+        return [Finish(message.number, None, message.rank, message.error)]
+
+    def _end_if_lost(self, number: int) -> list[Action]:
+        return [] if self._lost is None else self._end_lost(number, self._live[number])
+
+    def _end_lost(self, number: int, share: _Share) -> list[Action]:
+        del self._live[number]
+        if share.error is not None:
+            return [Finish(number, None, self._rank, _of_rank(share.error, self._rank))]
+        what = f"rank 0 {self._lost} before it acknowledged the commit of step {share.step}, which is not in the store"
+        return [Finish(number, None, 0, _record(what, _START_AGAIN, rank=0))]
+
+    def _unanswered(self, topic: str) -> list[Action]:
+        number = self._questions.pop(topic)
+        record = _record(f"rank 0 {self._lost} before it answered {topic!r}", _START_AGAIN, rank=0)
+        return [Agreed(topic, number, None, 0, record)]

@@ -1,0 +1,189 @@
+"""Protects the protocol between ranks: model checks of every interleaving of three ranks, and of changed protocols.
+
+The number of visited states is part of the expectation: a model that visits fewer states checks less. The changed
+protocols are the negative control: each lacks one rule, and the model must find what goes wrong.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from support.ranks_rules import Setting, mutant, search
+
+DEATH, CUT, FAILURE = {"deaths": 1}, {"cuts": 1}, {"failures": 1}
+
+QUICK = [
+    (Setting(), 0),
+    (Setting(**DEATH), 0),
+    (Setting(**CUT), 0),
+    (Setting(**FAILURE), 0),
+    (Setting(more_for=2, **DEATH), 0),
+    (Setting(more_for=1, **CUT), 0),
+    (Setting(steps=(10, 10, 11)), 0),
+    (Setting(steps=(10, 10, 11), **DEATH), 0),
+    (Setting(late=0), 0),
+    (Setting(late=2, asks=True), 0),
+    (Setting(late=1, **DEATH), 0),
+    (Setting(commits=0, asks=True, **DEATH), 0),
+    (Setting(commits=0, asks=True, **CUT), 0),
+]
+DEEP = [
+    (Setting(is_async=True), 0),
+    (Setting(is_async=True, **DEATH), 0),
+    (Setting(deaths=1, cuts=1), 0),
+    (Setting(deaths=1, failures=1), 0),
+    (Setting(deaths=2), 0),
+    (Setting(cuts=2), 0),
+    (Setting(more_for=1, cuts=1, failures=1), 0),
+    (Setting(commits=0, asks=True, deaths=1, cuts=1), 0),
+    (Setting(commits=2, changes_layout=True), 0),
+    (Setting(commits=2, **DEATH), 0),
+    (Setting(commits=2, changes_layout=True, **CUT), 0),
+    (Setting(commits=2, changes_layout=True, **FAILURE), 0),
+]
+TWO = Setting(commits=2)
+
+MUTANTS = [
+    ("merge before all parts", Setting(), "WRITING and not commit.awaited and", "WRITING and"),
+    ("one part counts for all", Setting(), "commit.awaited.remove(rank)", "commit.awaited.clear()"),
+    ("merge out of order", Setting(commits=2, more_for=1), "not commit.awaited and not earlier:", "not commit.awaited:"),
+    ("no rank is needed", Setting(**DEATH), "if self._needs(commit, rank):", "if False:"),
+    (
+        "a rank is needed to the end",
+        Setting(**DEATH),
+        "return commit.stage < Stage.WRITING or (commit.stage is Stage.WRITING and rank in commit.awaited)",
+        "return True",
+    ),
+    ("a rank is not needed before it writes", Setting(**DEATH), "return commit.stage < Stage.WRITING or", "return"),
+    ("a rank is not needed while it writes", Setting(**DEATH), "Stage.WRITING and rank in commit.awaited)", "None)"),
+    (
+        "abort while publishing",
+        Setting(**FAILURE),
+        "commit is None or commit.stage is Stage.PUBLISHING:",
+        "commit is None:",
+    ),
+    (
+        "more from a dead rank",
+        Setting(more_for=2, **DEATH),
+        "if rank in self._lost:\n                return self._fail",
+        "if False:\n                return self._fail",
+    ),
+    ("turns are not counted", Setting(more_for=2), "commit.turn += 1", "pass"),
+    ("more is not expected", Setting(more_for=2), "commit.awaited = set(contents)", "pass"),
+    ("a member takes no more", Setting(more_for=2), "share.duty, share.turn = Duty.WRITING,", "_, share.turn = 0,"),
+    ("a member does not look into the store", Setting(**DEATH), "if share.duty is Duty.SENT:", "if False:"),
+    ("late ranks get no answer", Setting(late=2), "return None, self._send([rank], late)", "return None, []"),
+    ("late ranks begin again", Setting(late=2), "if number <= self._ended_max:", "if False:"),
+    ("absent ranks are waited for", Setting(late=2), "missing and self._is_over(commit.opened, now)", "False"),
+    (
+        "absent ranks are waited for in questions",
+        Setting(commits=0, asks=True, late=2),
+        "missing and self._is_over(question.opened, now)",
+        "False",
+    ),
+    ("steps are not compared", Setting(steps=(10, 10, 11)), "if other is not None and (record", "if False and (record"),
+    (
+        "lost ranks are forgotten",
+        Setting(**DEATH),
+        "if self._lost:\n            lost = min(self._lost)\n            return self._fail",
+        "if False:\n            lost = min(self._lost)\n            return self._fail",
+    ),
+    (
+        "lost ranks are forgotten in questions",
+        Setting(commits=0, asks=True, **DEATH),
+        "if self._lost:\n            lost = min(self._lost)\n            return self._answer",
+        "if False:\n            lost = min(self._lost)\n            return self._answer",
+    ),
+    (
+        "questions outlive a lost rank",
+        Setting(commits=0, asks=True, **DEATH),
+        "items()):\n            actions += self._answer",
+        "items()):\n            actions += [] and self._answer",
+    ),
+    (
+        "a question without all values",
+        Setting(commits=0, asks=True),
+        "if len(question.values) == self._world:",
+        "if question.values:",
+    ),
+    (
+        "only rank 0 gets the outcome",
+        Setting(),
+        "self._send(sorted(commit.answered_to), outcome)",
+        "self._send([0], outcome)",
+    ),
+    (
+        "later commits are not moved on",
+        TWO,
+        "outcome)\n        return [*actions, *self._advance()]",
+        "outcome)\n        return actions",
+    ),
+    ("an ended commit goes on", Setting(**FAILURE), "del self._live[commit.number]", "pass"),
+    (
+        "changed spans are not sent",
+        Setting(commits=2, changes_layout=True),
+        "is_same = self._spans.get(rank) == content",
+        "is_same = rank in self._spans",
+    ),
+    ("content is wanted twice", Setting(), "and digest not in commit.wanted", ""),
+    ("content is not wanted", Setting(), "if digest not in self._planned and", "if digest in self._planned and"),
+    (
+        "a member ends what it wants to abort",
+        Setting(**FAILURE),
+        "or [Send(0, Abort(number, step, error))]",
+        "or self._end_lost(number, share)",
+    ),
+    (
+        "a member begins without rank 0",
+        Setting(**DEATH),
+        "return self._end_if_lost(begin.number) or [Send(0, begin)]",
+        "return [Send(0, begin)]",
+    ),
+    (
+        "a member asks a lost rank 0",
+        Setting(commits=0, asks=True, **DEATH),
+        "return self._unanswered(topic)\n        return",
+        "pass\n        return",
+    ),
+    (
+        "a member waits for a lost answer",
+        Setting(commits=0, asks=True, **DEATH),
+        "for topic in list(self._questions):",
+        "for topic in ():",
+    ),
+    ("a failing rank is not named", Setting(**FAILURE), "_of_rank(abort.error, rank)", "abort.error"),
+    ("staged before all are", Setting(is_async=True), "is_last = len(commit.staged) == self._world", "is_last = True"),
+    (
+        "an aborting member forgets its spans",
+        Setting(commits=2, layouts=("a", "a", "a"), **FAILURE),
+        "message.spans if message.spans is not None else",
+        "message.spans if message.spans is not None and self._live[message.number].error is None else",
+    ),
+]
+
+
+def check(setting, states):
+    found, trace = search(setting)
+    assert trace is None
+    assert found == states
+
+
+@pytest.mark.parametrize(("setting", "states"), QUICK, ids=repr)
+def test_every_interleaving_keeps_the_promises(setting, states):
+    check(setting, states)
+
+
+@pytest.mark.deep(parts=12)
+@pytest.mark.parametrize(("setting", "states"), DEEP, ids=repr)
+def test_every_interleaving_of_large_models_keeps_the_promises(setting, states):
+    check(setting, states)
+
+
+@pytest.mark.parametrize(("setting", "old", "new"), [row[1:] for row in MUTANTS], ids=[row[0] for row in MUTANTS])
+def test_model_finds_each_missing_rule(setting, old, new):
+    _, trace = search(setting, mutant(old, new))
+    assert trace, "the model does not notice that this rule is missing"
+
+
+def test_mutants_are_many():
+    assert len({(old, new) for _, _, old, new in MUTANTS}) == len(MUTANTS) >= 30
