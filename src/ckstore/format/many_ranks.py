@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckstore.errors import MalformedError
 from ckstore.format.manifest import Manifest
-from ckstore.format.tensors import TensorSpec, count_of
+from ckstore.format.tensors import TensorSpec, count_of, row_major_strides
 from ckstore.format.tiles import Cuts, check_cuts
 from ckstore.format.tree import (
     PER_RANK,
@@ -227,16 +227,6 @@ def _tensor_in_tiles(node: ConvertedNode, tensors: list[TensorSpec]) -> TensorNo
         raise _malformed("a tensor in tiles")
     tensors[number] = replace(spec, shape=shape, strides=row_major_strides(shape), cuts=cuts)
     return parts[0]
-
-
-def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, in elements."""
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 def per_rank_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, ConvertedNode]]:

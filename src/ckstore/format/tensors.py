@@ -100,6 +100,16 @@ def count_of(shape: tuple[int, ...]) -> int:
     return count
 
 
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
 def byte_strides_of(library: str, strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Return strides in bytes; torch counts strides in elements, other libraries in bytes."""
     return tuple(step * itemsize for step in strides) if library == "torch" else strides

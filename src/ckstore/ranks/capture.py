@@ -15,8 +15,8 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from ckstore.errors import UsageError
-from ckstore.format.many_ranks import row_major_strides, tiles_node
-from ckstore.format.tensors import TensorSpec, count_of
+from ckstore.format.many_ranks import tiles_node
+from ckstore.format.tensors import TensorSpec, count_of, row_major_strides
 from ckstore.format.tree import (
     ConvertedNode,
     DictNode,

@@ -18,8 +18,8 @@ import torch
 
 from ckstore.config import MIB
 from ckstore.format.manifest import Manifest
+from ckstore.format.narrowing import pieces_between
 from ckstore.format.tensors import StorageSpec, extent_of
-from ckstore.restore.plan import pieces_between
 from ckstore.state.memory import address_of, allocate, writable_view_of
 from ckstore.state.torch_adapter import TorchAdapter
 

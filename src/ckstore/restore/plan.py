@@ -23,9 +23,8 @@ from typing import NamedTuple
 from ckstore.config import KIB
 from ckstore.errors import MalformedError
 from ckstore.format.frame import FRAME_ALIGN
-from ckstore.format.logical import itemsize_of
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
-from ckstore.format.tensors import Piece, StorageSpec, TensorSpec, byte_strides_of, extent_of
+from ckstore.format.narrowing import narrow
 from ckstore.format.tree import Selection, tensors_of
 from ckstore.format.wire import align_up
 from ckstore.hashing import NO_BASE, ChunkId
@@ -349,63 +348,8 @@ def _group(
         yield FrameGroup(reads[first].ref.pack, begin, end - begin, tuple(reads[first:]))
 
 
-_GAP_NBYTES = 64 * KIB
-"""Views with a gap of at most this length between them stay in one storage."""
-
-_ALIGN_NBYTES = 64
-"""The part starts at a multiple of this, which preserves the alignment of elements."""
-
-Window = tuple[int, int]
-
-
 def narrowed(manifest: Manifest, only: str | Sequence[str]) -> Manifest:
     """Return a manifest in which the parts of storages that a selection views are storages of their own."""
     chosen = Selection(only, manifest.tree).prune(manifest.tree)
-    views: dict[int, dict[int, Window]] = {}
-    for index in () if chosen is None else tensors_of(chosen):
-        spec = manifest.tensors[index]
-        views.setdefault(spec.storage, {})[index] = _extent(spec, manifest.storages[spec.storage])
-    tensors, storages = list(manifest.tensors), list(manifest.storages)
-    for number, extents in views.items():
-        whole = manifest.storages[number]
-        for lo, hi in _windows(extents.values()):
-            if hi - lo == whole.nbytes:
-                break
-            for index, (begin, _) in extents.items():
-                if lo <= begin < hi:
-                    tensors[index] = replace(tensors[index], storage=len(storages), offset=tensors[index].offset - lo)
-            storages.append(replace(whole, nbytes=hi - lo, pieces=tuple(pieces_between(whole.pieces, lo, hi))))
+    tensors, storages = narrow(manifest.tensors, manifest.storages, () if chosen is None else tensors_of(chosen))
     return replace(manifest, tensors=tuple(tensors), storages=tuple(storages))
-
-
-def _extent(spec: TensorSpec, storage: StorageSpec) -> Window:
-    """Return the byte range of its storage that a tensor views; all bytes if only its library knows the itemsize."""
-    itemsize = itemsize_of(spec.library, spec.dtype)
-    if not itemsize:
-        return 0, storage.nbytes
-    lo, hi = extent_of(spec.shape, byte_strides_of(spec.library, spec.strides, itemsize), itemsize)
-    return spec.offset + lo, spec.offset + hi
-
-
-def _windows(extents: Iterable[Window]) -> Iterator[Window]:
-    """Yield the parts of a storage that some views need; parts that are close together are joined."""
-    begin, end = -1, -1
-    for lo, hi in sorted(extents):
-        if begin >= 0 and lo <= end + _GAP_NBYTES:
-            end = max(end, hi)
-            continue
-        if begin >= 0:
-            yield begin, end
-        begin, end = lo - lo % _ALIGN_NBYTES, hi
-    if begin >= 0:
-        yield begin, end
-
-
-def pieces_between(pieces: Sequence[Piece], lo: int, hi: int) -> Iterator[Piece]:
-    """Yield the pieces of bytes ``lo`` to ``hi``."""
-    at = 0
-    for piece in pieces:
-        begin, end = max(lo, at), min(hi, at + piece.nbytes)
-        if begin < end:
-            yield Piece(piece.chunk, piece.offset + begin - at, end - begin)
-        at += piece.nbytes

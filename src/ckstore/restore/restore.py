@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,8 +32,10 @@ from ckstore.errors import (
     UnsupportedError,
 )
 from ckstore.format.manifest import Manifest, tensor_paths
+from ckstore.format.many_ranks import plain_manifest
 from ckstore.hashing import ChunkId
 from ckstore.io.syscalls import PAGE_NBYTES
+from ckstore.restore.own_part import RankPlace, own_part
 from ckstore.restore.plan import BufferedRead, FrameRead, Target, base_id_of, chain_of, narrowed, packs_of, plan_restore
 from ckstore.restore.reader import DecodeTools, decode_all
 from ckstore.results import require_exact
@@ -60,6 +63,8 @@ class RestoreRequest:
     device: Any
     exact: bool
     on_progress: Callable[[int, int], None] | None
+    rank: RankPlace | None = None
+    """This process's place among the ranks of a job; None: it is the only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +129,29 @@ def restore_manifest(
     """
     if request.exact:
         require_exact(manifest.header, repository.backend.root)
+    plain = plain_manifest(manifest)
     if request.only is not None:
-        manifest = narrowed(manifest, request.only)
-    adapters = _adapters(needs_torch="torch" in libraries_needed(manifest.tree, manifest.tensors))
+        plain = narrowed(plain, request.only)
+    adapters = _adapters(needs_torch="torch" in libraries_needed(plain.tree, plain.tensors), rank=request.rank)
+    plain, notes = own_part(manifest, plain, request.rank, request.into, adapters)
     with collector_paused():
         targets = prepare_restore(
-            manifest.tree,
-            manifest.tensors,
-            manifest.storages,
+            plain.tree,
+            plain.tensors,
+            plain.storages,
             into=request.into,
             only=request.only,
             device=request.device,
             adapters=adapters,
         )
-    state = restore(repository, manifest, targets, policy, on_progress=request.on_progress)
-    for sentence in targets.warnings:
+    tensors, storages = targets.tables
+    placed = replace(plain, tensors=tensors, storages=storages)
+    state = restore(repository, placed, targets, policy, on_progress=request.on_progress)
+    warnings = (*notes, *targets.warnings)
+    for sentence in warnings:
         _log.warning("%s", sentence)
-    return Restored(state, manifest, (*skipped, *targets.warnings))
+    # A whole checkpoint is the base of the next commit, as it was stored.
+    return Restored(state, manifest if request.only is None else plain, (*skipped, *warnings))
 
 
 def _choose(repository: Repository, ref: Reference | None) -> tuple[Manifest, list[str]]:
@@ -156,11 +167,15 @@ def _choose(repository: Repository, ref: Reference | None) -> tuple[Manifest, li
     return manifest, skipped
 
 
-def _adapters(*, needs_torch: bool) -> list[LeafAdapter]:
+def _adapters(*, needs_torch: bool, rank: RankPlace | None) -> list[LeafAdapter]:
     """Return the tensor libraries that are loaded; load torch first if the checkpoint needs it and it is installed."""
     if needs_torch and importlib.util.find_spec("torch"):
         importlib.import_module("torch")
-    return loaded_adapters()
+    if rank is None or "torch" not in sys.modules:
+        return loaded_adapters()
+    from ckstore.state.shard_adapters import ShardRestoreAdapter
+
+    return [ShardRestoreAdapter()]
 
 
 class Placement(Protocol):

@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckstore.errors import UsageError
@@ -141,14 +141,62 @@ def _loadable_preview(matching: Matching, node: Node, target: Any, path: Path) -
 
 def _load_restored(matching: Matching, node: Node, target: Any, path: Path, known: KnownObject | None) -> Step:
     """Pass the restored values to an object, and write nothing before."""
-    matching.created.update(tensors_of(node))
     matching.progress.add(path)
+    step = _new_values(matching, node, target, path, known)
 
     def load(make: Make) -> object:
-        _load(matching, target, matching.progress.make(path, lambda: make(node)), path, known)
+        _load(matching, target, matching.progress.make(path, lambda: step(make)), path, known)
         return target
 
     return load
+
+
+def _new_values(matching: Matching, node: Node, target: Any, path: Path, known: KnownObject | None) -> Step:
+    """Create values for an object to load: shards where it has shards."""
+    if not matching.takes_shards or not tensors_of(node):
+        return matching.create(node)
+    if known is None:
+        # Only the object knows how its state is distributed.
+        return _create_like(matching, node, target.state_dict(), None, path)
+    live, parameters = known.current_tensors(), known.parameters()
+    if isinstance(target, NamedOptimizer):
+        live, parameters = target.named(live), target.named(parameters)
+    return _create_like(matching, node, live, parameters, path)
+
+
+def _create_like(matching: Matching, node: Node, live: Any, parameter: Any, path: Path) -> Step:
+    """Create nested state, with shards where the live state has some, or else the parameter that it is about."""
+    if isinstance(node, DictNode) and node.attributes is None:
+        steps = [
+            (key, _create_like(matching, child, _item(live, key), _item(parameter, key, parameter), (*path, key)))
+            for key, child in items_of(node)
+        ]
+        matching.created.update(tensors_of(node.metadata) if node.metadata is not None else ())
+
+        def fill(make: Make) -> object:
+            made = _filled(node, steps, {}, make)
+            if node.metadata is not None:
+                made._metadata = make(node.metadata)  # type: ignore[attr-defined]
+            return made
+
+        return fill
+    if isinstance(node, ListNode | TupleNode):
+        kind = list if isinstance(node, ListNode) else tuple
+        parts = [
+            _create_like(matching, child, _item(live, index), _item(parameter, index, parameter), (*path, index))
+            for index, child in enumerate(node.children)
+        ]
+        return lambda make: kind(part(make) for part in parts)
+    return matching.create_like(node, parameter if live is None else live, path)
+
+
+def _item(part: Any, key: Any, otherwise: object = None) -> Any:
+    """Return an item of a container; None if it lacks it; ``otherwise`` if it is no container."""
+    if isinstance(part, Mapping):
+        return part.get(key)
+    if isinstance(part, list | tuple):
+        return part[key] if type(key) is int and key < len(part) else None
+    return otherwise
 
 
 def _load(matching: Matching, target: Any, values: Any, path: Path, known: KnownObject | None) -> None:
@@ -233,14 +281,16 @@ def _optimizer(
 ) -> Step:
     matching.progress.add(path)
     matching.layouts.describe_together(live.get("state"))
+    parameters = known.parameters()
+    if isinstance(target, NamedOptimizer):
+        parameters = target.named(parameters)
+    like = _Like(path, known, parameters["state"])
     steps: list[tuple[Key, Step]] = []
     for key, child in items_of(node):
         # The optimizer copies the content of groups, and their tensors may be shared: a learning rate, for example.
         is_state = key == "state"
         step = (
-            _reuse_tensors(matching, child, live.get(key), (*path, key), path, known)
-            if is_state
-            else matching.create(child)
+            _reuse_tensors(matching, child, live.get(key), (*path, key), like) if is_state else matching.create(child)
         )
         steps.append((key, step))
     rest = {key: value for key, value in live.items() if key not in node.keys and not matching.is_chosen((*path, key))}
@@ -253,11 +303,30 @@ def _optimizer(
     return load
 
 
-def _reuse_tensors(matching: Matching, node: Node, live: object, path: Path, owner: Path, known: KnownObject) -> Step:
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """What tensors of an optimizer's state belong to.
+
+    Args:
+        owner: Path of the optimizer.
+        known: What is known about it.
+        parameter: The parameter, or all parameters by key.
+    """
+
+    owner: Path
+    known: KnownObject
+    parameter: Any
+
+    def item(self, key: Key) -> _Like:
+        """Return the same for one entry of the state."""
+        return replace(self, parameter=_item(self.parameter, key, self.parameter))
+
+
+def _reuse_tensors(matching: Matching, node: Node, live: object, path: Path, like: _Like) -> Step:
     """Build nested state, reusing live tensors that match the checkpoint's; leave out what the checkpoint lacks."""
     if isinstance(node, DictNode) and isinstance(live, dict):
         steps = [
-            (key, _reuse_tensors(matching, child, live.get(key), (*path, key), owner, known))
+            (key, _reuse_tensors(matching, child, live.get(key), (*path, key), like.item(key)))
             for key, child in items_of(node)
         ]
         theirs = set(node.keys)
@@ -272,15 +341,18 @@ def _reuse_tensors(matching: Matching, node: Node, live: object, path: Path, own
     if isinstance(node, ListNode | TupleNode) and type(live) is (list if isinstance(node, ListNode) else tuple):
         items: Any = live
         parts = [
-            _reuse_tensors(matching, child, items[index] if index < len(items) else None, (*path, index), owner, known)
+            _reuse_tensors(matching, child, items[index] if index < len(items) else None, (*path, index), like)
             for index, child in enumerate(node.children)
         ]
         if isinstance(node, ListNode):
             return lambda make: [part(make) for part in parts]
         return lambda make: tuple(part(make) for part in parts)
-    if isinstance(node, TensorNode) and known.owns(live) and matching.fits(node, live, path):
-        return matching.match_tensor(node, live, path, owner=owner, may_be_replaced=True)
-    return matching.create(node)
+    if isinstance(node, TensorNode) and like.known.owns(live) and matching.fits(node, live, path):
+        return matching.match_tensor(node, live, path, owner=like.owner, may_be_replaced=True)
+    if matching.takes_shards and isinstance(node, DictNode | ListNode | TupleNode):
+        # The live state has no such entry: it is that of an optimizer that has made no step yet.
+        return _create_like(matching, node, live, like.parameter, path)
+    return matching.create_like(node, like.parameter if live is None else live, path)
 
 
 def _filled(
@@ -330,13 +402,13 @@ def _raise_problems(matching: Matching) -> None:
         paths = tuple(path for each in matching.differences for path in each.missing or each.unexpected)
         raise UsageError(what, where=where, todo=f"{todo}. Nothing was written", paths=paths)
     if matching.problems:
-        count = len(matching.problems)
+        count, same = len(matching.problems), "a state of the same structure, shapes and dtypes"
         raise UsageError(
             f"{count} leaves of the state do not fit the checkpoint"
             if count > 1
             else "one leaf of the state does not fit the checkpoint",
             where=listed([f"{place_of(path)} {why}" for path, why in matching.problems]),
-            todo="restore without into=, or into a state of the same structure, shapes and dtypes. Nothing was written",
+            todo="; ".join([*matching.remedies, f"restore without into=, or into {same}. Nothing was written"]),
             paths=tuple(path for path, _ in matching.problems),
         )
 

@@ -46,6 +46,7 @@ from ckstore.format.tree import (
 )
 from ckstore.state.capture import convert_leaf, has_state_dict, stored_key
 from ckstore.state.live_layouts import DICTS, LiveLayouts, cannot_be_filled, fits
+from ckstore.state.markers import PerRank, Replicated
 from ckstore.state.named_types import distinct
 from ckstore.state.numpy_adapter import share_bytes
 from ckstore.state.standard_types import (
@@ -240,6 +241,7 @@ class Matching:
         self.created: set[int] = set()
         self.warnings: list[str] = []
         self.problems: list[tuple[Path, str]] = []
+        self.remedies: dict[str, None] = {}
         self.progress = Progress()
         self.differences: list[KeyDifference] = []
         self._replaced: set[Target] = set()
@@ -249,6 +251,8 @@ class Matching:
 
     def match(self, node: Node, target: Any, path: Path) -> Step:
         """Match one node with the object at its path."""
+        if isinstance(target, PerRank | Replicated):
+            return self._match_marked(node, target, path)
         if isinstance(node, TensorNode) and (found := self.layouts.fitting(node, target)) is not None:
             self.progress.add(path, is_written=True)
             return self._overwrite(node, Target(path, target, *found, may_be_replaced=False), None)
@@ -270,6 +274,30 @@ class Matching:
         if not self._is_plain(target) or (isinstance(target, dict) and target):
             self.differ(path, "a plain value", target)
         return self.create(node, path)
+
+    def _match_marked(self, node: Node, target: PerRank[Any] | Replicated[Any], path: Path) -> Step:
+        inner = self.match(node, target.value, path)
+
+        def fill(make: Make) -> object:
+            target.value = inner(make)
+            return target
+
+        return fill
+
+    @property
+    def takes_shards(self) -> bool:
+        """Whether the state may have shards of global tensors."""
+        return any(adapter.takes_shards for adapter in self.adapters)
+
+    def create_like(self, node: Node, prototype: object, path: Path) -> Step:
+        """Create a part that is distributed like a live tensor, if that is a shard of a tensor of this shape."""
+        if isinstance(node, TensorNode) and self.takes_shards:
+            spec = self.tensors[node.tensor]
+            made = next((each for a in self.adapters if (each := a.empty_like(prototype, spec)) is not None), None)
+            leaf = None if made is None else self.layouts.describe(made, path)
+            if leaf is not None:
+                return self._overwrite(node, Target.of(path, made, leaf, may_be_replaced=False), None)
+        return self.create(node)
 
     def create(self, node: Node, path: Path | None = None) -> Step:
         """Create a part; ``path`` is given unless the part belongs to an object that loads it."""
@@ -429,7 +457,7 @@ class Matching:
     def convert(self, node: TensorNode, target: object, leaf: TensorLeaf, path: Path) -> Step:
         """Let an object copy a tensor of another dtype or shape into one of its own tensors."""
         self._converted.append((node.tensor, Target.of(path, target, leaf, may_be_replaced=False)))
-        return self.create(node)
+        return self.create_like(node, target, path)
 
     def match_tensor(
         self, node: Node, target: object, path: Path, *, owner: Path | None = None, may_be_replaced: bool = False
@@ -454,6 +482,7 @@ class Matching:
             leaf = self.layouts.checked(target, path)
         except LeafTypeError as error:
             self.problems.append((path, f"cannot be overwritten in the state: {error.what}"))
+            self.remedies.setdefault(error.todo)
             return self.create(node)
         if leaf is None:
             if not self._is_plain(target) or isinstance(target, dict | list | tuple):
@@ -511,12 +540,15 @@ class Matching:
             others = [pair for pair in running if not self._is_tied_alike(index, target.leaf, pair[0], pair[1].leaf)]
             if not others:
                 running.append((index, target))
-            elif all(place.may_be_replaced for _, place in [*others, (index, target)]):
+            elif all(place.may_be_replaced and not self._is_shard(place) for _, place in [*others, (index, target)]):
                 # Each gets a new tensor of its own.
                 self._replace(others, target, index)
             else:
                 place = next((other.path for _, other in others if not other.may_be_replaced), others[0][1].path)
                 self.problems.append((target.path, f"shares memory with {place_of(place)} only in the state"))
+
+    def _is_shard(self, target: Target) -> bool:
+        return any(adapter.local_parts(target.item) is not None for adapter in self.adapters)
 
     def _replace(self, others: Sequence[tuple[int, Target]], target: Target, index: int) -> None:
         for number, each in [*others, (index, target)]:

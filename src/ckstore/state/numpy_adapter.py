@@ -24,6 +24,7 @@ from ckstore.state.values import leaf_type_error
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ckstore.format.tiles import Box
     from ckstore.format.tree import Path, Value
 
 
@@ -239,6 +240,21 @@ class NumpyAdapter:
 
     def object_of(self, item: object) -> KnownObject | None:
         """Return None: numpy has no objects with ``load_state_dict``."""
+        return None
+
+    takes_shards = False
+
+    def local_parts(self, item: object) -> None:
+        """Return None: arrays are whole."""
+        return None
+
+    def block_of(self, item: object, box: Box) -> object:
+        """Return the view of a block of an array."""
+        assert isinstance(item, np.ndarray)
+        return item[tuple(slice(begin, begin + count) for begin, count in zip(*box, strict=True))]
+
+    def empty_like(self, item: object, spec: TensorSpec) -> None:
+        """Return None: arrays are whole."""
         return None
 
 

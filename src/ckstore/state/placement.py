@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckstore.errors import MalformedError, NotFoundError, UnsupportedError
+from ckstore.format.narrowing import narrow
 from ckstore.format.tensors import StorageSpec, TensorSpec, byte_strides_of, check_layout, extent_of, is_dense
 from ckstore.format.tree import (
     BUILT_IN,
@@ -40,6 +41,7 @@ from ckstore.state.loading import Match, match_state
 from ckstore.state.memory import address_of, allocate, writable_view_of
 from ckstore.state.named_types import distinct
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
+from ckstore.state.shard_targets import Split
 from ckstore.state.standard_types import (
     PACKED_NAMES,
     PLAIN,
@@ -102,7 +104,20 @@ def prepare_restore(
     builder.check_tensors([tensors[index] for index in tensors_of(chosen)], storages)
     builder.check_values(chosen)
     match = None if into is None else match_state(chosen, tensors, into, every, selection)
-    return RestoreTargets(chosen, storages, builder, match)
+    if match is not None and (any(adapter.takes_shards for adapter in every) or any(spec.cuts for spec in tensors)):
+        return _with_shards(chosen, storages, builder, match)
+    return RestoreTargets(chosen, storages, builder, match, tensors_of(chosen))
+
+
+def _with_shards(tree: Node, storages: Sequence[StorageSpec], builder: _Builder, match: Match) -> RestoreTargets:
+    """Return targets in which live shards take only the parts of stored tensors that they hold."""
+    split = Split(builder.tensors, builder.adapters)
+    split.split(match.targets)
+    needed = [number for number in tensors_of(tree) if number in match.targets or number in match.created]
+    used = [*needed, *split.views]
+    if split.views:
+        builder.tensors, storages = narrow(split.tensors, storages, used, is_exact=True)
+    return RestoreTargets(tree, storages, builder, match, used)
 
 
 class _Builder:
@@ -283,13 +298,20 @@ class RestoreTargets:
     any order and on several threads, each index on one thread at a time. Then call ``finish``.
     """
 
-    def __init__(self, tree: Node, storages: Sequence[StorageSpec], builder: _Builder, match: Match | None) -> None:
+    def __init__(
+        self,
+        tree: Node,
+        storages: Sequence[StorageSpec],
+        builder: _Builder,
+        match: Match | None,
+        used: Sequence[int],
+    ) -> None:
         self._tree = tree
         self._specs = storages
         self._builder = builder
         self._match = match
         self._users: dict[int, list[int]] = {}
-        for index in tensors_of(tree):
+        for index in used:
             self._users.setdefault(builder.tensors[index].storage, []).append(index)
         self._completed: set[int] = set()
         self._buffers: dict[int, NDArray[np.uint8]] = {}
@@ -308,6 +330,11 @@ class RestoreTargets:
     def storages(self) -> list[int]:
         """Indices of the storages to read, in the order of the tree."""
         return [storage for storage in self._users if self._specs[storage].nbytes]
+
+    @property
+    def tables(self) -> tuple[tuple[TensorSpec, ...], tuple[StorageSpec, ...]]:
+        """The tensors and storages that ``storages`` counts in: those of the checkpoint, and parts of them after it."""
+        return tuple(self._builder.tensors), tuple(self._specs)
 
     @property
     def tree(self) -> Node:

@@ -1,6 +1,6 @@
 """Adapters of torch for the ranks of a job: a DTensor as what this rank holds of it.
 
-``ShardCaptureAdapter`` describes its local bytes for a commit.
+``ShardCaptureAdapter`` describes its local bytes for a commit, ``ShardRestoreAdapter`` the global tensor for a restore.
 
 Invariants:
 - A captured shard has its bytes in the order of the checkpoint: its ranges one after another, by ascending offset.
@@ -12,13 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from ckstore.format.tensors import TensorSpec, row_major_strides
 from ckstore.format.tiles import Box, ranges_of
-from ckstore.state.tensors import LeafBatch, TensorLeaf
-from ckstore.state.torch_adapter import PLAIN_KINDS, TorchAdapter, as_words, is_strided
+from ckstore.state.tensors import LeafBatch, LocalPart, TensorLeaf
+from ckstore.state.torch_adapter import PLAIN_KINDS, TorchAdapter, as_words, dtype_named, is_strided
+from ckstore.state.torch_objects import is_dtensor
 from ckstore.state.torch_shards import Geometry, ShardedLeaf, ShardReader
 
 if TYPE_CHECKING:
@@ -131,6 +133,70 @@ class ShardCaptureAdapter(TorchAdapter):
         if plan is None:
             plan = self._plans[geometry, itemsize] = plan_of(geometry, itemsize)
         return plan
+
+
+class ShardRestoreAdapter(TorchAdapter):
+    """Describes shards by their global tensors, with the memory of their first local tensor."""
+
+    takes_shards = True
+
+    def __init__(self) -> None:
+        self._reader = ShardReader()
+
+    def describe(self, leaf: object, path: Path) -> TensorLeaf | None:
+        """Describe a tensor, or the global tensor of a shard."""
+        shard = None if type(leaf) in PLAIN_KINDS else self._reader.describe_shards(leaf, path)
+        if shard is None:
+            return super().describe(leaf, path)
+        for each in shard.locals[1:]:
+            super().describe(each, path)
+        local = shard.locals[0] if shard.locals else torch.empty(0, dtype=shard.dtype)
+        found = super().describe(local, path)
+        assert found is not None
+        found.shape, found.strides = shard.geometry.shape, row_major_strides(shard.geometry.shape)
+        found.is_parameter, found.requires_grad = shard.is_parameter, shard.requires_grad
+        return found
+
+    def describe_many(self, leaves: Sequence[object]) -> LeafBatch | None:
+        """Return fingerprints of tensors and shards; None if ``describe`` would refuse or copy a plain one of them."""
+        if PLAIN_KINDS.issuperset(map(type, leaves)):
+            return super().describe_many(leaves)
+        plain: list[object] = []
+        marks: list[object] = []
+        for leaf in leaves:
+            shard = None if type(leaf) in PLAIN_KINDS else self._reader.describe_shards(leaf)
+            if shard is not None and len(shard.locals) != 1:
+                return None
+            plain.append(leaf if shard is None else shard.locals[0])
+            marks.append(shard and (shard.geometry, shard.is_parameter, shard.requires_grad))
+        batch = super().describe_many(plain)
+        if batch is None:
+            return None
+        facts = [each if mark is None else (each, mark) for each, mark in zip(batch.facts, marks, strict=True)]
+        return batch._replace(facts=facts)
+
+    def local_parts(self, item: object) -> Sequence[LocalPart] | None:
+        """Return the boxes that a shard holds, each with the view of the local tensor; None: a whole tensor."""
+        shard = None if type(item) in PLAIN_KINDS else self._reader.describe_shards(item)
+        if shard is None:
+            return None
+        geometry = shard.geometry
+        return [
+            LocalPart(
+                part.box,
+                shard.locals[part.local]
+                if part.box.sizes == geometry.local_shapes[part.local]
+                else block_of(shard.locals[part.local].detach(), Box(part.begin, part.box.sizes)),
+            )
+            for part in geometry.parts
+        ]
+
+    def empty_like(self, item: object, spec: TensorSpec) -> object | None:
+        """Return a new shard with the mesh and placements of a live one; None: that is none, or has another shape."""
+        if not is_dtensor(item) or tuple(item.shape) != spec.shape:  # type: ignore[attr-defined]
+            return None
+        with torch.no_grad():
+            return torch.empty_like(cast("torch.Tensor", item).detach(), dtype=dtype_named(spec.dtype))
 
 
 def plan_of(geometry: Geometry, itemsize: int) -> ShardPlan:

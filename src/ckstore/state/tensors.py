@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ckstore.format.tensors import TensorSpec, byte_strides_of, count_of
+from ckstore.format.tiles import Box
 
 if TYPE_CHECKING:
     import numpy as np
@@ -137,6 +138,13 @@ class LeafBatch(NamedTuple):
     readers: Sequence[Reader | None]
 
 
+class LocalPart(NamedTuple):
+    """A box of a global tensor that a live shard holds, and the local tensor that has its elements."""
+
+    box: Box
+    item: object
+
+
 class KnownObject(Protocol):
     """An object with ``load_state_dict`` whose loading a library can predict."""
 
@@ -166,6 +174,10 @@ class KnownObject(Protocol):
 
     def current_tensors(self) -> Mapping[Any, Any]:
         """Return the object's tensors by the keys of its state, without calling a method of the object."""
+        ...
+
+    def parameters(self) -> Mapping[Any, Any]:
+        """Return the parameters that an optimizer's state is about, nested as in ``current_tensors``."""
         ...
 
 
@@ -246,4 +258,21 @@ class LeafAdapter(Protocol):
 
     def object_of(self, item: object) -> KnownObject | None:
         """Return what the library can predict about an object with ``load_state_dict``; None: nothing."""
+        ...
+
+    @property
+    def takes_shards(self) -> bool:
+        """Whether shards of global tensors are described: by the global tensor."""
+        ...
+
+    def local_parts(self, item: object) -> Sequence[LocalPart] | None:
+        """Return the boxes of a global tensor that a shard holds; None: the item is a whole tensor."""
+        ...
+
+    def block_of(self, item: object, box: Box) -> object:
+        """Return the view of a block of a tensor."""
+        ...
+
+    def empty_like(self, item: object, spec: TensorSpec) -> object | None:
+        """Return a new shard that is distributed like a live one, for a tensor of its shape; None: it is no shard."""
         ...

@@ -19,11 +19,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ckstore.errors import BackendError, CapacityError, MalformedError, UnsupportedError, UsageError
-from ckstore.format.tensors import TensorSpec, extent_of
+from ckstore.format.tensors import TensorSpec, count_of, extent_of
+from ckstore.format.tiles import Box, views_of
 from ckstore.format.tree import BUILT_IN
 from ckstore.state.named_types import StandIn
-from ckstore.state.tensors import KnownObject, LeafBatch, Memory, TensorLeaf
-from ckstore.state.torch_objects import known_object
+from ckstore.state.tensors import KnownObject, LeafBatch, LocalPart, Memory, TensorLeaf
+from ckstore.state.torch_objects import is_dtensor, is_sharded_tensor, known_object
 from ckstore.state.values import leaf_type_error
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class TorchAdapter:
 
     def itemsize_of(self, spec: TensorSpec) -> int:
         """Return the bytes of one element, after checking dtype and flags."""
-        dtype = _dtype_named(spec.dtype)
+        dtype = dtype_named(spec.dtype)
         if spec.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
             raise MalformedError("a tensor of an integer dtype requires a gradient", where=spec.dtype)
         return dtype.itemsize
@@ -243,7 +244,7 @@ class TorchAdapter:
     def build(self, spec: TensorSpec, adopted: object) -> object:
         """Build the tensor as a view of the adopted bytes."""
         assert isinstance(adopted, torch.Tensor)
-        dtype = _dtype_named(spec.dtype)
+        dtype = dtype_named(spec.dtype)
         rest = spec.offset % dtype.itemsize
         if rest:
             # torch counts offsets in elements, so this view needs a storage with another start.
@@ -252,8 +253,11 @@ class TorchAdapter:
         # torch warns when it creates a complex32 tensor, but not when it views integers as complex32.
         first = torch.int32 if dtype == torch.complex32 else dtype
         tensor = torch.empty(0, dtype=first, device=adopted.device)
-        tensor.set_(adopted.untyped_storage(), spec.offset // dtype.itemsize, spec.shape, spec.strides)
+        layout = ((count_of(spec.shape),), (1,)) if spec.cuts else (spec.shape, spec.strides)
+        tensor.set_(adopted.untyped_storage(), spec.offset // dtype.itemsize, *layout)
         tensor = tensor if first == dtype else tensor.view(dtype)
+        if spec.cuts:
+            tensor = _assembled(tensor, spec)
         if spec.is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=spec.requires_grad)
         return tensor.requires_grad_(spec.requires_grad) if spec.requires_grad else tensor
@@ -297,6 +301,24 @@ class TorchAdapter:
         """Return what can be predicted about a module or an optimizer."""
         return known_object(item)
 
+    takes_shards = False
+
+    def local_parts(self, item: object) -> Sequence[LocalPart] | None:
+        """Return None: this adapter takes whole tensors only."""
+        return None
+
+    def block_of(self, item: object, box: Box) -> object:
+        """Return the view of a block of a tensor."""
+        assert isinstance(item, torch.Tensor)
+        block = item.detach()
+        for dim, (begin, count) in enumerate(zip(*box, strict=True)):
+            block = block.narrow(dim, begin, count)
+        return block
+
+    def empty_like(self, item: object, spec: TensorSpec) -> object | None:
+        """Return None: this adapter takes whole tensors only."""
+        return None
+
 
 def _counts_many() -> bool:
     """Say whether this version of torch increments the version counters of several tensors in one call."""
@@ -324,16 +346,6 @@ def _why_not_storable(leaf: torch.Tensor) -> str | None:
 
 
 OPEN_WITH_RANKS = "open the store with ckstore.open(..., ranks=ckstore.Ranks.of_torch())"
-
-
-def is_dtensor(item: object) -> bool:
-    """Whether an object is a DTensor, without importing torch.distributed."""
-    return hasattr(type(item), "_op_dispatcher") and hasattr(item, "_local_tensor") and hasattr(item, "_spec")
-
-
-def is_sharded_tensor(item: object) -> bool:
-    """Whether an object is a ShardedTensor, without importing torch.distributed."""
-    return callable(getattr(item, "local_shards", None)) and callable(getattr(item, "metadata", None))
 
 
 def _advice_for(leaf: torch.Tensor) -> str | None:
@@ -432,7 +444,19 @@ def wait_for_devices(storages: Iterable[object]) -> None:
             torch.cuda.current_stream(device).synchronize()
 
 
-def _dtype_named(name: str) -> torch.dtype:
+def _assembled(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return a tensor whose tiles follow one another in a flat one."""
+    whole, itemsize = torch.empty(spec.shape, dtype=flat.dtype, device=flat.device), flat.dtype.itemsize
+    words, source = as_words(whole), as_words(flat)
+    for view in views_of(spec.shape, itemsize, spec.cuts, Box((0,) * len(spec.shape), spec.shape)):
+        block = words[tuple(slice(begin, begin + count) for begin, count in zip(*view.box, strict=True))]
+        begin = int(source.storage_offset()) + view.offset // itemsize
+        block.copy_(source.as_strided(view.box.sizes, view.strides, begin))
+    return whole
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that is stored under a name."""
     try:
         return DTYPES[name]
     except KeyError:

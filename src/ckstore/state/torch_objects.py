@@ -23,6 +23,8 @@ from ckstore.format.tree import Path as KeyPath
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 
+_SHARDING_FOLDER = f"{_TORCH_FOLDER}/distributed/fsdp/_fully_shard/"
+
 _MODULE_METHODS = (
     "load_state_dict",
     "_load_from_state_dict",
@@ -104,6 +106,10 @@ class TorchModule:
                         found[prefix + name] = tensor
         return found
 
+    def parameters(self) -> Mapping[Any, Any]:
+        """Return nothing: a module's state is about itself."""
+        return {}
+
 
 class TorchOptimizer:
     """An optimizer, inspected without changing it."""
@@ -148,9 +154,13 @@ class TorchOptimizer:
 
     def current_tensors(self) -> Mapping[Any, Any]:
         """Return the tensors of the state by its keys."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         state = self._optimizer.state
-        return {"state": {number: state[each] for number, each in enumerate(parameters) if each in state}}
+        return {"state": {number: state[each] for number, each in self.parameters()["state"].items() if each in state}}
+
+    def parameters(self) -> Mapping[Any, Any]:
+        """Return the parameters by the keys of their state."""
+        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        return {"state": dict(enumerate(parameters))}
 
     def _mismatches_of_groups(self, groups: list[dict[str, Any]]) -> Iterator[tuple[KeyPath, str]]:
         own = self._optimizer.param_groups
@@ -257,8 +267,18 @@ def _only_copies(module: torch.nn.Module) -> bool:
         all(isinstance(own.get(name), dict) for name in ("_modules", "_parameters", "_buffers"))
         and not any(name in own for name in _MODULE_METHODS)
         and all(getattr(type(module), name) in _COPYING[name] for name in _MODULE_METHODS)
-        and not any(getattr(module, name, None) for name in _MODULE_HOOKS)
+        and all(map(_is_sharding_hook, (hook for name in _MODULE_HOOKS for hook in _hooks_of(module, name))))
     )
+
+
+def _hooks_of(module: torch.nn.Module, name: str) -> list[Any]:
+    return list((getattr(module, name, None) or {}).values())
+
+
+def _is_sharding_hook(hook: Any) -> bool:
+    """Whether a hook is one of ``fully_shard``: it frees gathered parameters before the state is read or written."""
+    code = getattr(getattr(hook, "hook", hook), "__code__", None)
+    return code is not None and code.co_filename.startswith(_SHARDING_FOLDER)
 
 
 def _loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
@@ -300,6 +320,8 @@ def _named_modules_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
 
 
 def _is_usual(tensor: object) -> bool:
+    if is_dtensor(tensor):
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return (
         isinstance(tensor, torch.Tensor)
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -308,5 +330,17 @@ def _is_usual(tensor: object) -> bool:
     )
 
 
+def is_dtensor(item: object) -> bool:
+    """Whether an object is a DTensor, without importing torch.distributed."""
+    return hasattr(type(item), "_op_dispatcher") and hasattr(item, "_local_tensor") and hasattr(item, "_spec")
+
+
+def is_sharded_tensor(item: object) -> bool:
+    """Whether an object is a ShardedTensor, without importing torch.distributed."""
+    return callable(getattr(item, "local_shards", None)) and callable(getattr(item, "metadata", None))
+
+
 def _address_of(tensor: torch.Tensor) -> int:
+    if is_dtensor(tensor):
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return tensor.untyped_storage().data_ptr()

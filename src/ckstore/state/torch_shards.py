@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ckstore.format.tiles import Box, Cuts, cuts_of
-from ckstore.state.torch_adapter import PLAIN_KINDS, is_dtensor, is_sharded_tensor
+from ckstore.state.torch_adapter import PLAIN_KINDS
+from ckstore.state.torch_objects import is_dtensor, is_sharded_tensor
 from ckstore.state.values import leaf_type_error
 
 if TYPE_CHECKING:

@@ -37,6 +37,7 @@ from ckstore.format.tree import (
 from ckstore.state import standard_types, values
 from ckstore.state.capture import capture
 from ckstore.state.capture_cache import CaptureCache
+from ckstore.state.markers import PerRankValues
 from ckstore.state.named_types import StandIn
 from ckstore.state.placement import prepare_restore
 from support.states import CopiedState, difference, round_trip
@@ -115,6 +116,9 @@ STANDARD_OF = {
     ),
     "Namespace": st.dictionaries(st.text("ab", min_size=1), ATOMS, max_size=3).map(lambda d: argparse.Namespace(**d)),
     "bytearray": st.binary(max_size=8).map(bytearray),
+    "per_rank": st.dictionaries(st.integers(0, 9), ATOMS, max_size=3).map(
+        lambda values: PerRankValues(sorted(values.items()))
+    ),
     "range": st.builds(range, st.integers(), st.integers(), st.integers(1)),
     "slice": st.builds(slice, ATOMS, ATOMS, ATOMS),
     "UUID": st.uuids(),
@@ -342,6 +346,9 @@ class TestIntoLiveStates:
         ("deque", ListNode(())),
         ("Namespace", DictNode("dict", (1,), (ValueNode("int", 1),))),
         ("range", TupleNode((ValueNode("int", 1),) * 2 + (ValueNode("int", 0),))),
+        ("per_rank", ListNode(())),
+        ("per_rank", DictNode("dict", ("a",), (ValueNode("int", 1),))),
+        ("per_rank", DictNode("dict", (-1,), (ValueNode("int", 1),))),
         ("UUID", ValueNode("bytes", b"x")),
         ("PosixPath", ValueNode("str", "a//b")),
         ("Fraction", TupleNode((ValueNode("int", 2), ValueNode("int", 4)))),
