@@ -12,8 +12,9 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +37,11 @@ from ckstore.format.columns import (
 )
 from ckstore.format.header import ManifestHeader
 from ckstore.format.location import NO_BASE_INDEX, NO_BITS
+from ckstore.format.many_ranks import RankFacts, root_node
 from ckstore.format.records import DecisionsRecord, LogicalRecord
 from ckstore.format.tree import place_of
 from ckstore.ranks.arrays import Unit
-from ckstore.ranks.part import Part, Skeleton
+from ckstore.ranks.part import RANGE, Part, Skeleton
 from ckstore.ranks.replicas import Comparison, compare
 from ckstore.ranks.union import (
     MergedTree,
@@ -48,9 +50,9 @@ from ckstore.ranks.union import (
     Variants,
     first_storages,
     merge_trees,
-    root_of,
     storages_of,
     unite,
+    world_of_union,
 )
 from ckstore.store.chunk_index import LOCAL_TIER
 
@@ -86,7 +88,7 @@ class _Layout:
     """What follows from the ranges of all ranks, without the numbers of the chunks.
 
     Args:
-        ranges: The encoded ranges of each rank.
+        ranges: The ranges of each rank.
         chunk_counts: The number of chunks of each rank.
         variants: The copies of units.
         storages: The storages, without names.
@@ -95,7 +97,7 @@ class _Layout:
         contributed: Bytes that each rank contributed.
     """
 
-    ranges: tuple[bytes, ...]
+    ranges: tuple[Rows, ...]
     chunk_counts: Numbers
     variants: Variants
     storages: Rows
@@ -157,13 +159,14 @@ class Merger:
         chunks, chunk_numbers = _merged_chunks(parts, layout.chunk_counts)
         packs, frames = _merged_frames(parts, chunks["chunk_id"], self._limits.depth_max)
         merged = self._tree_of(union, variants)
-        who = [
-            (part.host, nbytes, part.bytes_written)
+        ranks = [
+            RankFacts(part.host, nbytes, part.bytes_written)
             for part, nbytes in zip(parts, layout.contributed.tolist(), strict=True)
         ]
+        world = world_of_union(merged, attempt=parts[0].attempt, ranks=ranks)
         chunks_new = sum(part.chunks_new for part in parts)
         columns = Columns(
-            tree=root_of(merged, attempt=parts[0].attempt, ranks=who),
+            tree=root_node(merged.tree, world),
             tensors=merged.tensors,
             storages=layout.storages,
             pieces=self._pieces_of(layout, chunk_numbers),
@@ -198,7 +201,7 @@ class Merger:
                 tables == known
                 and np.array_equal(counts, layout.chunk_counts)
                 and _are_equal(variants, layout.variants)
-                and all(part.ranges_bytes == ranges for part, ranges in zip(parts, layout.ranges, strict=True))
+                and all(_have_equal_bytes(part.ranges, rows) for part, rows in zip(parts, layout.ranges, strict=True))
             ):
                 return layout
         layout = _tiling(union, parts, variants, counts)
@@ -217,7 +220,16 @@ def _are_equal(left: Variants, right: Variants) -> bool:
     return left.keys() == right.keys() and all(np.array_equal(copies, right[unit]) for unit, copies in left.items())
 
 
-@dataclass
+def _have_equal_bytes(left: Rows, right: Rows) -> bool:
+    return len(left) == len(right) and np.array_equal(left.view(np.uint32), right.view(np.uint32))
+
+
+def _joined(columns: Iterable[Rows], dtype: np.dtype[Any]) -> Rows:
+    """Return the rows of all ranks. Joining bytes is much faster than joining rows."""
+    return np.concatenate([np.empty(0, np.uint8), *(rows.view(np.uint8) for rows in columns)]).view(dtype)
+
+
+@dataclass(frozen=True)
 class _Ranges:
     """The ranges of all ranks, in one address space in which storages follow each other."""
 
@@ -225,18 +237,23 @@ class _Ranges:
     nbytes: NDArray[np.uint32]
     chunk_row: NDArray[np.uint32]
     chunk_offset: NDArray[np.uint32]
-    rank_starts: Numbers
-    contributed: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+    rank: NDArray[np.int32]
 
-    def take(self, order: Numbers) -> _Ranges:
-        """Return the ranges in another order."""
-        return replace(
-            self,
-            address=self.address[order],
-            nbytes=self.nbytes[order],
-            chunk_row=self.chunk_row[order],
-            chunk_offset=self.chunk_offset[order],
-        )
+    def mapped(self, change: Callable[[Any], Any]) -> _Ranges:
+        """Return the ranges with every column changed."""
+        columns = (self.address, self.nbytes, self.chunk_row, self.chunk_offset, self.rank)
+        return _Ranges(*map(change, columns))
+
+    def in_order(self, rank_count: int) -> _Ranges:
+        """Return the ranges by address."""
+        found = self
+        if rank_count and len(self.address) % rank_count == 0:
+            # Ranks usually have a range of each tensor: then this is the order, or nearly so.
+            found = self.mapped(lambda column: column.reshape(rank_count, -1).T.ravel())
+        if (found.address[1:] > found.address[:-1]).all():
+            return found
+        order = np.argsort(found.address, kind="stable")
+        return found.mapped(lambda column: column[order])
 
 
 def _tiling(union: Union, parts: Sequence[Part], variants: Variants, chunk_counts: Numbers) -> _Layout:
@@ -247,31 +264,29 @@ def _tiling(union: Union, parts: Sequence[Part], variants: Variants, chunk_count
         UsageError: Bytes are missing, or contributed twice.
     """
     unit_of = storages_of(union, variants)
-    sizes = np.array([union.units[unit].nbytes for unit in unit_of.tolist()], np.uint64)
-    starts = np.zeros(len(sizes) + 1, np.uint64)
-    np.cumsum(sizes, out=starts[1:])
-    if sum(sizes.tolist()) >= 1 << 62:
+    units = [union.units[unit] for unit in unit_of.tolist()]
+    if sum(unit.nbytes for unit in units) >= 1 << 62:
         raise MalformedError("the units of all ranks have an impossible length together")
-    found = _ranges_of(union, parts, variants, starts, unit_of, chunk_counts)
-    order = np.argsort(found.address, kind="stable")
-    ranges = found.take(order)
+    sizes = np.array([unit.nbytes for unit in units], np.uint64)
+    starts = np.append(np.zeros(1, np.uint64), np.cumsum(sizes, dtype=np.uint64))
+    found, contributed = _ranges_of(union, parts, variants, starts, unit_of, chunk_counts)
+    ranges = found.in_order(len(parts))
     ends = ranges.address + ranges.nbytes
-    expected = np.zeros(len(ends) + 1, np.uint64)
-    expected[1:] = ends
-    actual = np.append(ranges.address, starts[-1:])
-    if not np.array_equal(expected, actual):
-        _raise_untiled(union, unit_of, starts, expected, actual, order, found.rank_starts)
+    # Storages follow each other without gaps, and no range is in two of them.
+    is_tiled = np.array_equal(ends[:-1], ranges.address[1:])
+    is_tiled = is_tiled and bool(ranges.address[0] == 0 and ends[-1] == starts[-1] if len(ends) else starts[-1] == 0)
+    if not is_tiled:
+        _raise_untiled(units, starts, ranges, ends)
     storages = np.zeros(len(sizes), STORAGE)
     storages["nbytes"] = sizes
     storages["pieces"] = np.diff(np.searchsorted(ranges.address, starts))
-    units = [union.units[unit] for unit in unit_of.tolist()]
     storages["element_width"] = [unit.element_width for unit in units]
     storages["is_float"] = [unit.is_float for unit in units]
-    pieces = np.empty(len(order), PIECE)
+    pieces = np.empty(len(ends), PIECE)
     pieces["offset"] = ranges.chunk_offset
     pieces["nbytes"] = ranges.nbytes
-    encoded = tuple([part.ranges_bytes for part in parts])
-    return _Layout(encoded, chunk_counts, variants, storages, ranges.chunk_row, pieces, found.contributed)
+    rows = tuple([part.ranges for part in parts])
+    return _Layout(rows, chunk_counts, variants, storages, ranges.chunk_row, pieces, contributed)
 
 
 def _ranges_of(
@@ -281,32 +296,70 @@ def _ranges_of(
     starts: NDArray[np.uint64],
     unit_of: Numbers,
     chunk_counts: Numbers,
-) -> _Ranges:
-    first = first_storages(union, unit_of)
-    local = [first[numbers] for numbers in union.numbers]
-    rank_starts = np.zeros(len(parts) + 1, np.int64)
-    np.cumsum([len(part.ranges) for part in parts], out=rank_starts[1:])
-    chunk_starts = np.cumsum(chunk_counts) - chunk_counts
-    count = int(rank_starts[-1])
-    narrow = [np.empty(count, np.uint32) for _ in range(3)]
-    found = _Ranges(np.empty(count, np.uint64), *narrow, rank_starts, np.zeros(len(parts), np.int64))
-    for rank, part in enumerate(parts):
-        rows = part.ranges
-        if not len(rows):
-            continue
-        index = int(union.skeleton_of[rank])
-        storage_of = local[index]
-        if variants:
-            storage_of = storage_of + _copies_of(union, variants, rank, index)
-        unit, offset, nbytes = rows["unit"], rows["offset"], rows["nbytes"]
-        _check_ranges(rank, part, unit, offset, nbytes, union.lengths[index])
-        here = slice(int(rank_starts[rank]), int(rank_starts[rank + 1]))
-        np.add(starts[storage_of][unit], offset, out=found.address[here])
-        found.nbytes[here] = nbytes
-        np.add(rows["chunk"], np.uint32(chunk_starts[rank]), out=found.chunk_row[here])
-        found.chunk_offset[here] = rows["chunk_offset"]
-        found.contributed[rank] = nbytes.sum()
-    return found
+) -> tuple[_Ranges, Numbers]:
+    """Return the ranges of all ranks, and the bytes that each rank contributes.
+
+    Raises:
+        MalformedError: A range is empty, or beyond its unit or the chunks of its part.
+    """
+    counts = np.array([len(part.ranges) for part in parts], np.int64)
+    rows = _joined((part.ranges for part in parts), RANGE)
+    rank = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
+    tables = _UnitTables.of(union, variants, starts, unit_of)
+    unit, offset, nbytes = rows["unit"], rows["offset"], rows["nbytes"]
+    is_wrong = (unit >= tables.counts[rank]) | (rows["chunk"] >= chunk_counts[rank])
+    place = tables.begins[rank]
+    place += unit
+    # An index that is wrong is refused below.
+    length = tables.lengths.take(place, mode="clip") if len(tables.lengths) else np.zeros(len(rows), np.uint64)
+    is_wrong |= (nbytes == 0) | (nbytes >= _PIECE_NBYTES_LIMIT) | (offset > length) | (nbytes > length - offset)
+    if is_wrong.any():
+        first = int(rank[np.flatnonzero(is_wrong)[0]])
+        raise MalformedError(
+            f"the part of rank {first} has a range that is empty, or beyond its unit or its chunks", rank=first
+        )
+    address = tables.addresses[place]
+    address += offset
+    chunk_starts = (np.cumsum(chunk_counts) - chunk_counts).astype(np.uint32)
+    ranges = _Ranges(
+        address, nbytes.astype(np.uint32), rows["chunk"] + chunk_starts[rank], rows["chunk_offset"].copy(), rank
+    )
+    ends = np.append(0, np.cumsum(ranges.nbytes, dtype=np.int64))
+    return ranges, np.diff(ends[np.append(0, np.cumsum(counts))])
+
+
+@dataclass(frozen=True)
+class _UnitTables:
+    """For the units of all skeletons, one table after another: lengths, and addresses.
+
+    If there are several copies of units, each rank has a table of its own.
+
+    Args:
+        lengths: The lengths of the units.
+        addresses: Where the storage of each unit begins.
+        begins: Where the table of each rank begins.
+        counts: The number of units in the table of each rank.
+    """
+
+    lengths: NDArray[np.uint64]
+    addresses: NDArray[np.uint64]
+    begins: Numbers
+    counts: Numbers
+
+    @classmethod
+    def of(cls, union: Union, variants: Variants, starts: NDArray[np.uint64], unit_of: Numbers) -> _UnitTables:
+        first = first_storages(union, unit_of)
+        indices = union.skeleton_of.tolist() if variants else range(len(union.skeletons))
+        table_of = np.arange(union.world) if variants else union.skeleton_of
+        lengths = [union.lengths[index] for index in indices]
+        storages = [
+            first[union.numbers[index]] + (_copies_of(union, variants, rank, index) if variants else 0)
+            for rank, index in enumerate(indices)
+        ]
+        counts = np.array([len(each) for each in lengths], np.int64)
+        addresses = [starts[each] for each in storages]
+        begins = np.cumsum(counts) - counts
+        return cls(np.concatenate(lengths), np.concatenate(addresses), begins[table_of], counts[table_of])
 
 
 def _copies_of(union: Union, variants: Variants, rank: int, index: int) -> Numbers:
@@ -318,42 +371,24 @@ def _copies_of(union: Union, variants: Variants, rank: int, index: int) -> Numbe
     return copies
 
 
-def _check_ranges(rank: int, part: Part, unit: Rows, offset: Rows, nbytes: Rows, lengths: NDArray[np.uint64]) -> None:
-    if int(unit.max()) >= len(lengths) or int(part.ranges["chunk"].max()) >= len(part.chunks):
-        raise MalformedError(f"the part of rank {rank} names a unit or a chunk that it does not have", rank=rank)
-    here = lengths[unit]
-    if (
-        int(nbytes.min()) == 0
-        or int(nbytes.max()) >= _PIECE_NBYTES_LIMIT
-        or (offset > here).any()
-        or (nbytes > here - offset).any()
-    ):
-        raise MalformedError(f"the part of rank {rank} has a range that is empty or beyond its unit", rank=rank)
-
-
 def _raise_untiled(
-    union: Union,
-    unit_of: Numbers,
-    starts: NDArray[np.uint64],
-    expected: NDArray[np.uint64],
-    actual: NDArray[np.uint64],
-    order: Numbers,
-    rank_starts: Numbers,
+    units: Sequence[Unit], starts: NDArray[np.uint64], ranges: _Ranges, ends: NDArray[np.uint64]
 ) -> None:
-    at = int(np.flatnonzero(expected != actual)[0])
-    lo, hi = sorted((int(expected[at]), int(actual[at])))
+    """Name the first byte that no rank contributes, or that several contribute."""
+    begins, expected = np.append(ranges.address, starts[-1]), np.append(np.zeros(1, np.uint64), ends)
+    at = int(np.flatnonzero(expected != begins)[0])
+    lo, hi = sorted((int(expected[at]), int(begins[at])))
     storage = int(np.searchsorted(starts, lo, side="right")) - 1
-    unit, begin = union.units[int(unit_of[storage])], int(starts[storage])
-    hi = min(hi, int(starts[storage + 1]))
+    unit, begin, end = units[storage], int(starts[storage]), int(starts[storage + 1])
     # The ranges before and after the place, if there are any.
-    near = order[max(0, at - 1) : at + 1]
-    ranks = sorted({int(rank) for rank in np.searchsorted(rank_starts, near, side="right") - 1})
-    is_missing = int(expected[at]) < int(actual[at])
-    who = " and ".join(map(str, ranks)) or "none"
-    what = "no rank contributes" if is_missing else "several ranks contribute"
-    where = f"(the ranges around them are of ranks {who})" if is_missing else f"(ranks {who})"
+    ranks = sorted(set(ranges.rank[max(0, at - 1) : at + 1].tolist()))
+    if int(expected[at]) < int(begins[at]):
+        what = "no rank contributes"
+        where = f"; its neighbours are of rank {' and '.join(map(str, ranks))}" if ranks else ""
+    else:
+        what, where = "several ranks contribute", f": {' and '.join(map(str, ranks))}"
     raise UsageError(
-        f"{what} bytes {lo - begin} to {hi - begin} of {unit.nbytes}{_box_text(unit, lo - begin)} {where}",
+        f"{what} bytes {lo - begin} to {min(hi, end) - begin} of {unit.nbytes}{_box_text(unit, lo - begin)}{where}",
         where=place_of(unit.path),
         todo="let all ranks that hold a part of this tensor commit it, with one device mesh",
         ranks=ranks,
@@ -375,7 +410,7 @@ def _merged_chunks(parts: Sequence[Part], counts: Numbers) -> tuple[Rows, Number
     Raises:
         MalformedError: Ranks give one chunk different lengths.
     """
-    rows = np.concatenate([np.empty(0, CHUNK), *(part.chunks for part in parts)])
+    rows = _joined((part.chunks for part in parts), CHUNK)
     chosen, numbers = _distinct(rows["chunk_id"])
     if len(chosen) == len(rows):
         return rows, np.arange(len(rows))
@@ -449,7 +484,7 @@ def _checked_frames(parts: Sequence[Part], depth_max: int) -> tuple[Rows, Number
     """Return the frames of all ranks, the row of the base of each (-1: none), and the row of its pack."""
     counts = np.array([len(part.frames) for part in parts], np.int64)
     pack_counts = np.array([len(part.packs) for part in parts], np.int64)
-    frames = np.concatenate([np.empty(0, FRAME), *(part.frames for part in parts)])
+    frames = _joined((part.frames for part in parts), FRAME)
     rank_of = np.repeat(np.arange(len(parts)), counts)
     base = np.where(frames["base"] == NO_BASE_INDEX, -1, frames["base"] + np.repeat(np.cumsum(counts) - counts, counts))
     depth = frames["depth"].astype(np.int64)
@@ -476,7 +511,7 @@ def _depths(base: Numbers) -> Numbers:
 
 def _merged_packs(parts: Sequence[Part]) -> tuple[Rows, Numbers]:
     """Return the distinct packs of all ranks, and the number of the pack in each row of their tables."""
-    rows = np.concatenate([np.empty(0, PACK), *(part.packs for part in parts)])
+    rows = _joined((part.packs for part in parts), PACK)
     chosen, numbers = _distinct(rows["pack_id"])
     distinct = rows[chosen]
     if rows.tobytes() != distinct[numbers].tobytes():

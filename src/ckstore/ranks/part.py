@@ -240,11 +240,6 @@ class Part:
     chunks_planned: int
     warnings: tuple[str, ...] = ()
 
-    @cached_property
-    def ranges_bytes(self) -> bytes:
-        """The column of ranges as bytes: equal bytes mean an unchanged layout."""
-        return self.ranges.tobytes()
-
     def encode(self) -> bytes:
         """Return the part as it is sent."""
         record = encode_inner(

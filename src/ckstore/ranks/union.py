@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,14 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.errors import UsageError
+from ckstore.format.many_ranks import LayoutFacts, MeshFacts, RankFacts, World, per_rank_node
 from ckstore.format.tensors import Table, TensorSpec
 from ckstore.format.tree import (
-    BUILT_IN,
     ConvertedNode,
     DictNode,
     Key,
     ListNode,
     Node,
+    OtherKey,
     Path,
     TensorNode,
     TupleNode,
@@ -35,12 +36,6 @@ from ckstore.format.tree import (
 )
 from ckstore.ranks.arrays import Layout, Unit
 from ckstore.ranks.part import Skeleton
-
-PER_RANK = f"{BUILT_IN}per_rank"
-"""Name of the node of what differs between ranks: a mapping from rank to node."""
-
-RANKS = f"{BUILT_IN}ranks"
-"""Name of the root of a checkpoint by many ranks."""
 
 Numbers = NDArray[np.int64]
 Variants = Mapping[int, Numbers]
@@ -187,11 +182,13 @@ class MergedTree:
         tree: The tree.
         tensors: Its tensors; their ``storage`` is a storage of the checkpoint.
         layouts: The tensors of each layout.
+        partial: The items of mappings that only some of the ranks have that have the mapping, and these ranks.
     """
 
     tree: Node
     tensors: Table[TensorSpec]
     layouts: dict[Layout, list[int]]
+    partial: tuple[tuple[Path, tuple[int, ...]], ...] = ()
 
 
 def storages_of(union: Union, variants: Variants) -> Numbers:
@@ -228,7 +225,7 @@ def merge_trees(union: Union, variants: Variants) -> MergedTree:
             layouts.setdefault(layout, []).extend(number for number in here if number not in is_listed)
             is_listed.update(here)
     listed = {layout: found for layout, found in layouts.items() if found}
-    return MergedTree(_renumbered(tree, number_of), tensors, listed)
+    return MergedTree(_renumbered(tree, number_of), tensors, listed, tuple(merger.partial))
 
 
 def _layouts_of(skeleton: Skeleton) -> dict[Layout, list[int]]:
@@ -271,6 +268,7 @@ class _TreeMerger:
         """For each skeleton, the provisional numbers of its tensors."""
         self._per_rank_count = 0
         self.tensors: list[TensorSpec] = []
+        self.partial: list[tuple[Path, tuple[int, ...]]] = []
 
     @staticmethod
     def _keys_of(skeleton: Skeleton, numbers: Numbers) -> list[tuple[TensorSpec, int, int]]:
@@ -355,9 +353,24 @@ class _TreeMerger:
             for key, child in zip(node.keys, node.children, strict=True):
                 items.setdefault(key, []).append((index, child))
         children = tuple([self.merge(found, (*path, key)) for key, found in items.items()])
+        for key, found in items.items():
+            below = (*path, key)
+            # The root names paths of text and integers only.
+            if len(found) < len(nodes) and not any(isinstance(each, OtherKey) for each in below):
+                ranks = [rank for index, _ in found for rank in self._union.ranks_of[index]]
+                self.partial.append((below, tuple(sorted(ranks))))
         metadata = [(index, node.metadata) for index, node in nodes if node.metadata is not None]
-        below = self.merge(metadata, (*path, "_metadata")) if metadata else None
-        return replace(top, keys=tuple(items), children=children, metadata=below)
+        about = self._merged_metadata(metadata) if metadata else None
+        return replace(top, keys=tuple(items), children=children, metadata=about)
+
+    def _merged_metadata(self, groups: Sequence[Group]) -> Node:
+        """Return the metadata of a mapping: it has no path, so nothing in it is declared or partial."""
+        declared, partial = self._declared, self.partial
+        self._declared, self.partial = frozenset(), []
+        try:
+            return self.merge(groups, ())
+        finally:
+            self._declared, self.partial = declared, partial
 
     def _per_rank(self, groups: Sequence[Group], *, is_declared: bool = False) -> Node:
         """Return what each rank has. One node if all have the same copies of the same tensors and values."""
@@ -367,7 +380,7 @@ class _TreeMerger:
         if not is_declared and all(child == children[0] for child in children):
             return children[0]
         self._per_rank_count += 1
-        return ConvertedNode(PER_RANK, DictNode("dict", ranks, children))
+        return per_rank_node(dict(zip(ranks, children, strict=True)))
 
     def _own_node(self, index: int, node: Node, rank: int) -> Node:
         """Return a node as one rank has it."""
@@ -378,51 +391,18 @@ class _TreeMerger:
         return _renumbered(node, own) if own else node
 
 
-def root_of(merged: MergedTree, *, attempt: bytes, ranks: Sequence[tuple[str, int, int]]) -> Node:
-    """Return the root of a checkpoint by many ranks.
-
-    Args:
-        merged: The tree of the state.
-        attempt: Id of the attempt to commit.
-        ranks: For each rank its host, the bytes of the state that it contributed, and the bytes that it wrote.
-    """
-    meshes: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
+def world_of_union(merged: MergedTree, *, attempt: bytes, ranks: Sequence[RankFacts]) -> World:
+    """Return who saved a checkpoint."""
+    meshes: dict[MeshFacts, int] = {}
     layouts: dict[tuple[int, str], list[int]] = {}
     for layout, tensors in merged.layouts.items():
-        mesh = meshes.setdefault((layout.mesh_names, layout.mesh_shape), len(meshes))
+        mesh = meshes.setdefault(MeshFacts(layout.mesh_names, layout.mesh_shape), len(meshes))
         layouts.setdefault((mesh, layout.placements), []).extend(tensors)
-    fields: dict[str, Node] = {
-        "state": merged.tree,
-        "world": _int(len(ranks)),
-        "attempt": ValueNode("bytes", attempt),
-        "meshes": ListNode(tuple(_dict(names=_texts(names), shape=_ints(shape)) for names, shape in meshes)),
-        "layouts": ListNode(
-            tuple(
-                _dict(mesh=_int(mesh), placements=ValueNode("str", placements), tensors=_ints(sorted(tensors)))
-                for (mesh, placements), tensors in layouts.items()
-            )
-        ),
-        "ranks": ListNode(
-            tuple(
-                _dict(host=ValueNode("str", host), nbytes=_int(nbytes), written=_int(written))
-                for host, nbytes, written in ranks
-            )
-        ),
-    }
-    return ConvertedNode(RANKS, _dict(**fields))
-
-
-def _dict(**fields: Node) -> DictNode:
-    return DictNode("dict", tuple(fields), tuple(fields.values()))
-
-
-def _int(number: int) -> ValueNode:
-    return ValueNode("int", number)
-
-
-def _ints(numbers: Iterable[int]) -> ListNode:
-    return ListNode(tuple([_int(number) for number in numbers]))
-
-
-def _texts(texts: Iterable[str]) -> ListNode:
-    return ListNode(tuple([ValueNode("str", text) for text in texts]))
+    return World(
+        size=len(ranks),
+        attempt=attempt,
+        meshes=tuple(meshes),
+        layouts=tuple(LayoutFacts(*key, tuple(sorted(tensors))) for key, tensors in layouts.items()),
+        ranks=tuple(ranks),
+        partial=merged.partial,
+    )
