@@ -16,6 +16,7 @@ from typing import Any
 
 from bench import (
     cases_async,
+    cases_balance,
     cases_codec,
     cases_cpu,
     cases_device_copies,
@@ -305,4 +306,5 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     **cases_device_copies.CASES,
     **cases_stages.CASES,
     **cases_async.CASES,
+    **cases_balance.CASES,
 }

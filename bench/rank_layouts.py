@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from torch.distributed.tensor import Replicate, Shard
@@ -20,7 +20,7 @@ from ckstore.ranks.spans import Span
 
 ITEMSIZE = 4
 GRID_NBYTES = 4 << 20
-STATES = ("weight", "exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 """Each tensor of a model is stored with both moments of Adam; all are float32."""
 
 Shape = tuple[int, ...]
@@ -154,11 +154,9 @@ def _tensor_parallel(name: str) -> Placement:
 
 
 def _with_moments(tensors: list[Sharded]) -> list[Sharded]:
-    return [
-        Sharded(f"{state}.{each.name}", each.shape, each.placements, each.mesh, each.first)
-        for state in STATES
-        for each in tensors
-    ]
+    """Return model and optimizer in the order of ``torch.distributed.checkpoint.state_dict.get_state_dict``."""
+    moments = [replace(tensor, name=f"optim.{tensor.name}.{moment}") for tensor in tensors for moment in MOMENTS]
+    return [*tensors, *moments]
 
 
 def hsdp(replicas: int, shards: int) -> RankLayout:

@@ -27,6 +27,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "training": ("stall_guarded", "stall_accumulation", "stall_python_loop", "stages_beside"),
     "gpu": ("stall_gpu_blocking", "stall_gpu_guarded", "telling_devices"),
     "stores": ("cpu_start", "ls_1000", "gc_plan", "gc_beside", "tiers", "coder_loops"),
+    "ranks": ("ranks_balance",),
 }
 """Section of docs/BENCH.md -> its cases, in order."""
 
@@ -60,6 +61,7 @@ TITLES = {
     "gc_beside": "Commit with and without a garbage collection running",
     "tiers": "256 MiB to and from an S3 server on the same machine",
     "coder_loops": "Plane coder on one core, by instruction set",
+    "ranks_balance": "Highest number of bytes that a rank writes, relative to the mean of all ranks",
 }
 COMMANDS = {"tiers": "python -m bench.tiers"}
 """Cases that ``bench.run`` does not know."""
@@ -186,11 +188,21 @@ def _with_manifests(record: Record) -> Cells:
     return cells
 
 
+def _by_layout(record: Record) -> Cells:
+    """Return the values of all ways for each layout in one cell."""
+    cells: dict[str, list[str]] = {}
+    for name, found in record["participants"].items():
+        layout, _, way = name.rpartition(": ")
+        cells.setdefault(layout, []).append(f"{way} {found['median']:.3f}")
+    return {layout: ", ".join(values) for layout, values in cells.items()}
+
+
 CELLS: dict[str, tuple[str, Callable[[Record], Cells]]] = {
     "stall_guarded": ("share of a step, and milliseconds; median and 95 % interval", _costs),
     "stall_accumulation": ("share of a step, and milliseconds; median and 95 % interval", _costs),
     "stall_gpu_guarded": ("share of a step, and milliseconds; median and 95 % interval", _costs),
     "stall_python_loop": ("% of its speed without a save", _kept),
     "cpu_many_tensors": ("processor us/tensor", _with_manifests),
+    "ranks_balance": ("1 is level", _by_layout),
 }
 """Case -> unit and cells, where these are not the participants' values."""
