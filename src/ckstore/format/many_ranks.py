@@ -139,11 +139,19 @@ def root_node(state: Node, world: World) -> ConvertedNode:
         "layouts": [
             {"mesh": each.mesh, "placements": each.placements, "tensors": list(each.tensors)} for each in world.layouts
         ],
-        "ranks": [each._asdict() for each in world.ranks],
+        "ranks": ListNode(tuple([_rank_node(each) for each in world.ranks])),
     }
     if world.partial:
         fields["partial"] = [{"path": list(path), "ranks": list(ranks)} for path, ranks in world.partial]
     return ConvertedNode(RANKS, _node(fields))
+
+
+def _rank_node(rank: RankFacts) -> DictNode:
+    # There may be thousands of ranks.
+    host, nbytes, written = rank
+    return DictNode(
+        "dict", RankFacts._fields, (ValueNode("str", host), ValueNode("int", nbytes), ValueNode("int", written))
+    )
 
 
 def tiles_node(tensor: Node, shape: tuple[int, ...], cuts: Cuts) -> ConvertedNode:

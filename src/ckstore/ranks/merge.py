@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckstore.concurrency import collector_paused
 from ckstore.config import Limits
 from ckstore.errors import MalformedError, UsageError
 from ckstore.format.columns import (
@@ -80,7 +81,8 @@ class Merged:
     def encode(self, record: LogicalRecord, store_id: bytes, *, limits: Limits) -> tuple[ManifestHeader, bytes]:
         """Return the header and the bytes of the manifest; see ``encode_columns``."""
         facts = Facts(record, store_id, self.bytes_written, self.chunks_new, self.chunks_reused)
-        return encode_columns(self.columns, facts, limits=limits)
+        with collector_paused():
+            return encode_columns(self.columns, facts, limits=limits)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class _Layout:
     """What follows from the ranges of all ranks, without the numbers of the chunks.
 
     Args:
-        ranges: The ranges of each rank.
+        ranges: The encoded ranges of each rank.
         chunk_counts: The number of chunks of each rank.
         variants: The copies of units.
         storages: The storages, without names.
@@ -97,7 +99,7 @@ class _Layout:
         contributed: Bytes that each rank contributed.
     """
 
-    ranges: tuple[Rows, ...]
+    ranges: tuple[bytes, ...]
     chunk_counts: Numbers
     variants: Variants
     storages: Rows
@@ -153,7 +155,10 @@ class Merger:
             MalformedError: A part contradicts itself or its skeleton.
             UsageError: Bytes of a tensor are contributed by no rank, or by several.
         """
-        comparison = compare(union, parts) if comparison is None else comparison
+        with collector_paused():
+            return self._merge(union, parts, compare(union, parts) if comparison is None else comparison)
+
+    def _merge(self, union: Union, parts: Sequence[Part], comparison: Comparison) -> Merged:
         variants = comparison.variants
         layout = self._layout_of(union, parts, variants)
         chunks, chunk_numbers = _merged_chunks(parts, layout.chunk_counts)
@@ -201,7 +206,7 @@ class Merger:
                 tables == known
                 and np.array_equal(counts, layout.chunk_counts)
                 and _are_equal(variants, layout.variants)
-                and all(_have_equal_bytes(part.ranges, rows) for part, rows in zip(parts, layout.ranges, strict=True))
+                and all(part.ranges.tobytes() == rows for part, rows in zip(parts, layout.ranges, strict=True))
             ):
                 return layout
         layout = _tiling(union, parts, variants, counts)
@@ -218,10 +223,6 @@ class Merger:
 
 def _are_equal(left: Variants, right: Variants) -> bool:
     return left.keys() == right.keys() and all(np.array_equal(copies, right[unit]) for unit, copies in left.items())
-
-
-def _have_equal_bytes(left: Rows, right: Rows) -> bool:
-    return len(left) == len(right) and np.array_equal(left.view(np.uint32), right.view(np.uint32))
 
 
 def _joined(columns: Iterable[Rows], dtype: np.dtype[Any]) -> Rows:
@@ -285,8 +286,8 @@ def _tiling(union: Union, parts: Sequence[Part], variants: Variants, chunk_count
     pieces = np.empty(len(ends), PIECE)
     pieces["offset"] = ranges.chunk_offset
     pieces["nbytes"] = ranges.nbytes
-    rows = tuple([part.ranges for part in parts])
-    return _Layout(rows, chunk_counts, variants, storages, ranges.chunk_row, pieces, contributed)
+    encoded = tuple([part.ranges.tobytes() for part in parts])
+    return _Layout(encoded, chunk_counts, variants, storages, ranges.chunk_row, pieces, contributed)
 
 
 def _ranges_of(
