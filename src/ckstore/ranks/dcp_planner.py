@@ -82,14 +82,14 @@ class LoadPlanner(DefaultLoadPlanner):
 
         Raises:
             NotFoundError: The checkpoint does not have a part of the state.
-            UsageError: A dtype or a kind of value differs.
+            UsageError: A dtype, a shape or a kind of value differs.
             UnsupportedError: The checkpoint has only parts of a tensor.
         """
         assert self.metadata is not None
         if not self.allow_partial_load:
             self._require_names(self.metadata)
-        plan = super().create_local_plan()
         self._check_kinds(self.metadata)
+        plan = super().create_local_plan()
         _check_coverage(self.state_dict, self.metadata, plan)
         return plan
 
@@ -123,9 +123,15 @@ class LoadPlanner(DefaultLoadPlanner):
                     where=name,
                     todo="load into a state of the same structure",
                 )
-            if isinstance(stored, TensorStorageMetadata) and stored.properties.dtype != target.dtype:
-                if self._allow_cast:
-                    continue
+            if not isinstance(stored, TensorStorageMetadata):
+                continue
+            if stored.size != target.size():
+                raise UsageError(
+                    f"the checkpoint has shape {list(stored.size)} where the state has {list(target.size())}",
+                    where=name,
+                    todo="load into a state of the same shapes",
+                )
+            if stored.properties.dtype != target.dtype and not self._allow_cast:
                 raise UsageError(
                     f"the checkpoint has {stored.properties.dtype} where the state has {target.dtype}",
                     where=name,
@@ -138,7 +144,8 @@ class LoadPlanner(DefaultLoadPlanner):
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], value)
         else:
-            self.state_dict[name] = value
+            # ``state_dict`` is a copy.
+            self.original_state_dict[name] = value
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load a value that was pickled, if it needs no code.

@@ -1,0 +1,307 @@
+"""Saving and loading through torch.distributed.checkpoint in one process; ``test_dcp_ranks.py`` has true ranks."""
+
+from __future__ import annotations
+
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+import ckstore
+from ckstore import dcp, errors
+from ckstore.errors import CkstoreError, ConflictError, LeafTypeError, NotFoundError, UnsupportedError, UsageError
+from ckstore.ranks import dcp_targets
+from ckstore.ranks.dcp_place import parse_checkpoint_id
+from support.dcp_ranks import Rank, save_by
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def trained(steps: int):
+    """Return the state of a model and its optimizer, with values of many types beside."""
+    torch.manual_seed(steps)
+    model = torch.nn.Linear(300, 400)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "optim": optimizer.state_dict(),
+        "step": steps,
+        "loss": 1.5 / max(steps, 1),
+        "names": ["a", "b"] * steps,
+        "mixed": [torch.full((3,), float(steps)), {"x": steps}, [1, 2]],
+        "rng": torch.get_rng_state(),
+        "dtype": torch.bfloat16,
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(float(steps)),
+    }
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and one == other
+
+
+def test_a_state_comes_back_without_pickle(tmp_path, monkeypatch):
+    state = trained(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", None)
+        receipt = dcp.save(state, tmp_path, 30, metrics={"loss": 0.5})
+    assert (receipt.step, receipt.seq) == (30, 0)
+    loaded = trained(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "load", None)
+        info = dcp.load(loaded, tmp_path)
+    assert equal(loaded, state)
+    assert (info.step, info.metrics) == (30, {"loss": 0.5})
+    with ckstore.open(tmp_path) as store:
+        assert [entry.step for entry in store.log()] == [30]
+        assert store.verify("decode").is_clean
+
+
+def test_torch_planners_work_and_load_each_others_checkpoints(tmp_path):
+    torch_dcp.save(trained(2), storage_writer=dcp.Writer(tmp_path, 2))
+    torch_dcp.save(trained(3), storage_writer=dcp.Writer(tmp_path, 3), planner=dcp.SavePlanner())
+    for step in (2, 3):
+        for planner in (None, dcp.LoadPlanner()):
+            loaded = trained(1)
+            torch_dcp.load(loaded, storage_reader=dcp.Reader(tmp_path, step), planner=planner)
+            assert equal(loaded, trained(step))
+
+
+def test_our_planners_work_with_torch_storage(tmp_path):
+    torch_dcp.save(trained(2), checkpoint_id=tmp_path, planner=dcp.SavePlanner())
+    loaded = trained(1)
+    torch_dcp.load(loaded, checkpoint_id=tmp_path, planner=dcp.LoadPlanner())
+    assert equal(loaded, trained(2))
+
+
+def test_a_checkpoint_of_one_rank_is_loaded(tmp_path):
+    state = {"w": torch.arange(12.0).view(3, 4).t(), "p": torch.nn.Parameter(torch.ones(2)), "n": [1, 2]}
+    with ckstore.open(tmp_path) as store:
+        store.commit({"model": state, "step": 7}, 7)
+    loaded = {"model": {"w": torch.zeros(4, 3), "p": torch.zeros(2), "n": None}, "step": 0}
+    dcp.load(loaded, tmp_path)
+    assert torch.equal(loaded["model"]["w"], state["w"])
+    assert loaded["model"]["n"] == [1, 2]
+    assert loaded["step"] == 7
+
+
+def test_a_flat_state_with_dots_keeps_its_names(tmp_path):
+    state = {"a.b": torch.ones(2), "a": {"c": 1}}
+    torch_dcp.save(state, storage_writer=dcp.Writer(tmp_path), planner=dcp.SavePlanner(flatten_state_dict=False))
+    metadata = dcp.Reader(tmp_path).read_metadata()
+    assert list(metadata.state_dict_metadata) == ["a.b", "a"]
+    assert metadata.planner_data is None
+    loaded = {"a.b": torch.zeros(2), "a": None}
+    torch_dcp.load(loaded, storage_reader=dcp.Reader(tmp_path), planner=dcp.LoadPlanner(flatten_state_dict=False))
+    assert equal(loaded, state)
+
+
+def test_the_next_save_stores_differences_and_a_new_process_finds_them(tmp_path):
+    weights = torch.randn(2_000_000)
+    writer = dcp.Writer(tmp_path)
+    deltas = []
+    for step in range(3):
+        writer = dcp.Writer(tmp_path) if step == 2 else writer
+        torch_dcp.save({"w": weights}, storage_writer=writer, checkpoint_id=step)
+        deltas.append(writer.receipt.chunks_delta)
+        weights *= 1 + 1e-4 * torch.rand(2_000_000)
+    assert deltas[0] == 0
+    assert min(deltas[1:]) > 0
+    assert writer.receipt.step == 2
+
+
+def test_an_unchanged_state_is_not_written_again(tmp_path):
+    dcp.save(trained(2), tmp_path)
+    assert dcp.save(trained(2), tmp_path).chunks_new == 0
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns", "blocks"])
+def test_ranks_save_one_checkpoint(tmp_path, cut):
+    whole = torch.randn(64, 48)
+    boxes = {
+        "rows": [((0, 0), (20, 48)), ((20, 0), (44, 48))],
+        "columns": [((0, 0), (64, 20)), ((0, 20), (64, 28))],
+        "blocks": [((0, 0), (20, 30)), ((20, 0), (44, 48)), ((0, 30), (20, 18))],
+    }[cut]
+    ranks = [Rank() for _ in boxes] + [Rank()]
+    for rank, box in zip(ranks, boxes, strict=False):
+        rank.add("w", whole, *box)
+    receipt = save_by(ranks, tmp_path, 5)
+    assert receipt.bytes_state == whole.nbytes
+    loaded = {"w": torch.zeros(64, 48)}
+    dcp.load(loaded, tmp_path)
+    assert torch.equal(loaded["w"], whole)
+    with ckstore.open(tmp_path) as store:
+        assert len(store.log()) == 1
+        assert store.verify("decode").is_clean
+
+
+def test_nothing_is_published_if_the_part_of_a_rank_is_missing(tmp_path):
+    whole = torch.randn(64, 48)
+    ranks = [Rank(), Rank()]
+    ranks[0].add("w", whole, (0, 0), (20, 48))
+    ranks[1].add("w", whole, (20, 0), (44, 48))
+    with pytest.raises(UsageError, match=r"no rank wrote a part of a tensor: w, .* from index \[20, 0\]"):
+        save_by(ranks, tmp_path, 5, alter=lambda results: results[1].clear())
+    with ckstore.open(tmp_path) as store:
+        assert store.log() == []
+
+
+def test_plan_caching_keeps_no_dtype_of_an_earlier_save(tmp_path):
+    planner = dcp.SavePlanner(enable_plan_caching=True, cache_key=str(tmp_path))
+    for step, dtype in enumerate((torch.float32, torch.int32, torch.bfloat16)):
+        state = {"w": torch.arange(10).to(dtype), "n": step}
+        torch_dcp.save(state, storage_writer=dcp.Writer(tmp_path, step), planner=planner)
+        loaded = {"w": torch.zeros(10, dtype=dtype), "n": -1}
+        dcp.load(loaded, tmp_path, step)
+        assert equal(loaded, state)
+
+
+def test_a_load_that_does_not_fit_changes_nothing(tmp_path):
+    dcp.save({"w": torch.ones(4), "n": 3}, tmp_path)
+    wrong = [
+        ({"w": torch.zeros(4, dtype=torch.float16)}, UsageError, "float32 where the state has torch.float16"),
+        ({"w": torch.zeros(4), "b": torch.zeros(1), "c": 1}, NotFoundError, "2 parts of the state are not in .*: b, c"),
+        ({"w": torch.zeros(4), "n": torch.zeros(1)}, UsageError, "another value where the state has a tensor"),
+        ({"w": 5}, UsageError, "a tensor where the state has a int"),
+        ({"w": torch.zeros(5)}, UsageError, r"shape \[4\] where the state has \[5\]"),
+    ]
+    for state, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            dcp.load(state, tmp_path)
+        assert not isinstance(state["w"], torch.Tensor) or not state["w"].any()
+
+
+def test_a_tensor_of_which_parts_are_missing_is_refused(tmp_path):
+    torch_dcp.save({"w": torch.ones(8)}, checkpoint_id=tmp_path)
+    reader = torch_dcp.FileSystemReader(tmp_path)
+    metadata = reader.read_metadata()
+    metadata.state_dict_metadata["w"].chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))]
+    planner = dcp.LoadPlanner()
+    planner.set_up_planner({"w": torch.zeros(8)}, metadata, True)
+    with pytest.raises(UnsupportedError, match="3 of 8 elements of a tensor: w"):
+        planner.create_local_plan()
+
+
+def test_casts_and_partial_loads_have_to_be_asked_for(tmp_path):
+    dcp.save({"w": torch.ones(4)}, tmp_path)
+    state = {"w": torch.zeros(4, dtype=torch.float64), "new": torch.zeros(1), "m": 5}
+    dcp.load(state, tmp_path, planner=dcp.LoadPlanner(allow_cast=True, allow_partial_load=True))
+    assert state["w"].tolist() == [1.0] * 4
+    assert state["m"] == 5
+
+
+def test_a_pickle_is_not_run(tmp_path):
+    torch_dcp.save({"x": io.StringIO("text")}, storage_writer=dcp.Writer(tmp_path))
+    with pytest.raises(UnsupportedError, match="pickle that may run code: x"):
+        dcp.load({"x": None}, tmp_path)
+
+
+def test_a_value_that_cannot_be_stored_is_named(tmp_path):
+    with pytest.raises(LeafTypeError, match="part.x"):
+        dcp.save({"part": {"x": object()}}, tmp_path)
+    with pytest.raises(UnsupportedError, match="residual"):
+        dcp.Writer(tmp_path, policy=ckstore.Policy(fidelity="near"))
+
+
+def test_targets_of_any_layout_are_filled(tmp_path, monkeypatch):
+    monkeypatch.setattr(dcp_targets, "BUFFER_NBYTES_MAX", 4096)
+    whole = torch.randn(100, 90)
+    dcp.save({"w": whole}, tmp_path)
+    target = torch.zeros(90, 100).t()
+    dcp.load({"w": target}, tmp_path)
+    assert torch.equal(target, whole)
+    conjugate = torch.zeros(100, 90, dtype=torch.complex64).conj()
+    dcp.load({"w": conjugate}, tmp_path, planner=dcp.LoadPlanner(allow_cast=True))
+    assert torch.equal(conjugate.real, whole)
+
+
+def test_ranks_that_find_different_checkpoints_are_told(tmp_path):
+    dcp.save({"n": 1}, tmp_path, 1)
+    dcp.save({"n": 2}, tmp_path, 2)
+    readers = [dcp.Reader(tmp_path, 1), dcp.Reader(tmp_path)]
+    for reader in readers:
+        reader.read_metadata()
+    plans = [reader.prepare_local_plan(LoadPlan([])) for reader in readers]
+    with pytest.raises(ConflictError, match=r"rank 0 step 1 \(seq 0\), rank 1 step 2 \(seq 1\)"):
+        readers[0].prepare_global_plan(plans)
+    assert readers[0].prepare_global_plan(plans[:1]) == plans[:1]
+
+
+def test_saves_without_collectives_are_refused_only_for_many_ranks(tmp_path, monkeypatch):
+    torch_dcp.save({"n": 1}, storage_writer=dcp.Writer(tmp_path), use_collectives=False)
+    monkeypatch.setattr("ckstore.ranks.dcp_writer._world_size", lambda: 2)
+    with pytest.raises(UnsupportedError, match="use_collectives=False cannot publish one checkpoint"):
+        torch_dcp.save({"n": 1}, storage_writer=dcp.Writer(tmp_path), use_collectives=False)
+
+
+def test_checkpoint_ids_name_a_step_or_a_store(tmp_path):
+    assert parse_checkpoint_id(12) == parse_checkpoint_id("12") == (None, "12")
+    assert parse_checkpoint_id("runs/a#12") == ("runs/a", "12")
+    assert parse_checkpoint_id(tmp_path) == (str(tmp_path), None)
+    assert not dcp.Writer.validate_checkpoint_id(None)
+    assert not dcp.Writer.validate_checkpoint_id("runs/a#best")
+    assert dcp.Reader.validate_checkpoint_id("runs/a#best")
+    writer = dcp.Writer(tmp_path / "first")
+    torch_dcp.save({"n": 1}, storage_writer=writer, checkpoint_id=5)
+    torch_dcp.save({"n": 2}, storage_writer=writer, checkpoint_id=f"{tmp_path}/second#8")
+    torch_dcp.save({"n": 3}, storage_writer=writer, checkpoint_id=tmp_path / "second")
+    for store, step, value in (("first", 5, 1), ("second", 8, 2), ("second", 9, 3)):
+        state = {"n": 0}
+        torch_dcp.load(state, storage_reader=dcp.Reader("unused"), checkpoint_id=f"{tmp_path}/{store}#{step}")
+        assert state == {"n": value}
+
+
+def test_background_saves_of_torch_work(tmp_path):
+    state = trained(2)
+    future = dcp.async_save(state, tmp_path, 2)
+    metadata = future.result(60)
+    assert metadata.storage_data.step == 2
+    loaded = trained(1)
+    dcp.load(loaded, tmp_path)
+    assert equal(loaded, trained(2))
+
+
+def test_writers_and_readers_cross_processes(tmp_path):
+    writer = dcp.Writer(tmp_path, 1)
+    torch_dcp.save({"n": 1}, storage_writer=writer)
+    reader = dcp.Reader(tmp_path)
+    torch_dcp.load({"n": 0}, storage_reader=reader)
+    torch_dcp.save({"n": 2}, storage_writer=pickle.loads(pickle.dumps(writer)), checkpoint_id=2)
+    state = {"n": 0}
+    torch_dcp.load(state, storage_reader=pickle.loads(pickle.dumps(reader)))
+    assert state == {"n": 2}
+
+
+def test_a_save_lets_others_write_the_run(tmp_path):
+    writer = dcp.Writer(tmp_path, 1)
+    torch_dcp.save({"n": 1}, storage_writer=writer)
+    with ckstore.open(tmp_path) as store:
+        store.commit({"n": 2}, 2)
+        with pytest.raises(ConflictError, match="run"):
+            dcp.save({"n": 3}, tmp_path, 3)
+    assert dcp.save({"n": 3}, tmp_path, 3).seq == 2
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
+def test_every_error_crosses_processes(kind):
+    if not issubclass(kind, CkstoreError):
+        pytest.skip("not an error of ckstore")
+    error = kind("it failed", where="w: 'x'", todo="try again", rank=3, path=("a", 0))
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert (again.rank, again.path, again.code) == (3, ("a", 0), kind.code)
