@@ -37,7 +37,7 @@ from ckstore.format.tree import (
     encode_tree,
     place_of,
 )
-from ckstore.state.markers import DECLARED
+from ckstore.state.markers import DECLARED, OPEN_WITH_RANKS, PerRank, Replicated
 from ckstore.state.memory import MemorySpan, Spans
 from ckstore.state.named_types import has_class
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
@@ -456,9 +456,11 @@ def convert_leaf(item: object, path: Path, adapters: Sequence[LeafAdapter]) -> C
             conversion = adapter.convert(item)
             if conversion is not None:
                 return conversion
-        return convert_standard(item)
+        if not isinstance(item, PerRank | Replicated):
+            return convert_standard(item)
     except (ValueError, TypeError, ArithmeticError, AttributeError, CkstoreError) as problem:
         raise leaf_type_error(item, path, str(problem)[:200]) from None
+    raise leaf_type_error(item, path, "it marks a part of the state of many ranks", OPEN_WITH_RANKS)
 
 
 def checked_value(adapter: LeafAdapter, item: object, value: tuple[str, Value], path: Path) -> ValueNode:

@@ -8,6 +8,9 @@ from typing import Any, Generic, Literal, TypeVar
 from ckstore.errors import UsageError
 from ckstore.format.tree import BUILT_IN
 
+OPEN_WITH_RANKS = "open the store with ckstore.open(..., ranks=ckstore.Ranks.of_torch())"
+"""What to do when one rank commits a part of a state of many ranks."""
+
 DECLARED = f"{BUILT_IN}declared:"
 """Prefix of the names of marks in the tree of a capture. They are never stored."""
 

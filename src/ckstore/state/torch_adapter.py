@@ -22,6 +22,7 @@ from ckstore.errors import BackendError, CapacityError, MalformedError, Unsuppor
 from ckstore.format.tensors import TensorSpec, count_of, extent_of
 from ckstore.format.tiles import Box, views_of
 from ckstore.format.tree import BUILT_IN
+from ckstore.state.markers import OPEN_WITH_RANKS
 from ckstore.state.named_types import StandIn
 from ckstore.state.tensors import KnownObject, LeafBatch, LocalPart, Memory, TensorLeaf
 from ckstore.state.torch_objects import is_dtensor, is_sharded_tensor, known_object
@@ -343,9 +344,6 @@ def _why_not_storable(leaf: torch.Tensor) -> str | None:
     if leaf.is_meta:
         return "it is on the meta device and has no bytes"
     return None
-
-
-OPEN_WITH_RANKS = "open the store with ckstore.open(..., ranks=ckstore.Ranks.of_torch())"
 
 
 def _advice_for(leaf: torch.Tensor) -> str | None:
