@@ -97,6 +97,11 @@ class Share:
             rest += [part_of(held, lo, hi) for lo, hi in gaps(held.offset, held.offset + held.nbytes, mine)]
         return cls(tuple(owned), tuple(rest), _structure_of(state, owned))
 
+    @classmethod
+    def of_ranges(cls, state: RankState, ranges: Sequence[Held]) -> Share:
+        """Return the share of a rank that writes these ranges, and compares nothing."""
+        return cls(tuple(ranges), (), _structure_of(state, ranges))
+
     @property
     def places(self) -> list[tuple[int, int]]:
         """The unit of each storage of the plan, and where the storage begins in it."""

@@ -1,0 +1,212 @@
+"""Rank 0's plan of a commit: which rank writes which bytes.
+
+A rank tells what it holds as a skeleton and as *holdings*. Rank 0 answers with the spans that the rank writes. Bytes
+that one rank holds alone need no answer, because the rank knows that itself.
+
+Invariants:
+- Every byte that several ranks hold is written by exactly one of them.
+- A plain unit is a replica on all ranks that have the same path with the same kind of bytes, unless it was declared
+  ``PerRank``, or was found to differ between ranks before. Then each rank writes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore.commit.chunking import grid_nbytes
+from ckstore.config import Limits
+from ckstore.errors import MalformedError
+from ckstore.format.records import Count, decode_inner, encode_inner
+from ckstore.format.tree import Path
+from ckstore.hashing import digest_of
+from ckstore.ranks.arrays import RankState, Unit
+from ckstore.ranks.part import Skeleton
+from ckstore.ranks.spans import Span, plan_spans
+from ckstore.ranks.writing import OwnSpans
+from ckstore.state.memory import SpanShape
+
+HOLDING = np.dtype([("unit", "<u4"), ("group", "<u4"), ("offset", "<u8"), ("nbytes", "<u8")])
+"""A byte range that a rank holds, and the ranks that hold it. Group 0: the holders are not known to the rank."""
+
+OWN_SPAN = np.dtype([("unit", "<u4"), ("lo", "<u8"), ("hi", "<u8")])
+
+UnitKey = tuple[Path, int, int, bool, bool]
+"""What makes units of several ranks the same: path, bytes, element width, is_float, and whether it is a shard."""
+
+
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """What one rank holds.
+
+    Args:
+        rows: Its byte ranges, as ``HOLDING``.
+        groups: The ranks of each group, ascending. The first group is empty.
+    """
+
+    rows: NDArray[np.void]
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, state: RankState) -> Holdings:
+        """Return the holdings of a captured state."""
+        numbers: dict[tuple[int, ...], int] = {(): 0}
+        rows = np.array(
+            [
+                (held.unit, numbers.setdefault(held.holders, len(numbers)), held.offset, held.nbytes)
+                for held in state.held
+            ],
+            HOLDING,
+        )
+        return cls(rows, tuple(numbers))
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The holdings as they are sent."""
+        return encode_inner((self.groups, self.rows.tobytes()))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """BLAKE3 of ``encoded``."""
+        return digest_of(self.encoded)
+
+    @classmethod
+    def decode(cls, content: bytes, *, where: object = None) -> Holdings:
+        """Decode what another rank has sent.
+
+        Raises:
+            MalformedError: It is not what ``encoded`` gives.
+        """
+        groups, rows = decode_inner(content, tuple[tuple[tuple[Count, ...], ...], bytes], where=where)
+        if len(rows) % HOLDING.itemsize or not groups or groups[0]:
+            raise MalformedError("the holdings of a rank have an impossible length", where=where)
+        found = np.frombuffer(rows, HOLDING)
+        if (found["group"] >= len(groups)).any() or any(list(each) != sorted(set(each)) for each in groups):
+            raise MalformedError("the holdings of a rank name a group that does not exist", where=where)
+        return cls(found, tuple(groups))
+
+
+def encode_spans(spans: Sequence[Span]) -> bytes:
+    """Return spans as rank 0 sends them; their units are those of the receiver."""
+    return np.array(spans, OWN_SPAN).tobytes()
+
+
+def decode_spans(content: bytes) -> OwnSpans:
+    """Return the spans of this rank, by unit.
+
+    Raises:
+        MalformedError: It is not what ``encode_spans`` gives.
+    """
+    if len(content) % OWN_SPAN.itemsize:
+        raise MalformedError("the spans of a rank have an impossible length")
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for unit, lo, hi in np.frombuffer(content, OWN_SPAN).tolist():
+        spans.setdefault(unit, []).append((lo, hi))
+    return spans
+
+
+@dataclass(frozen=True, eq=False)
+class RankContent:
+    """What rank 0 knows of one rank."""
+
+    skeleton: Skeleton
+    holdings: Holdings
+
+
+def plan_ranks(ranks: Sequence[RankContent], limits: Limits, differing: frozenset[Path]) -> list[list[Span]]:
+    """Return the spans that each rank writes, with the unit numbers of that rank.
+
+    Args:
+        ranks: What each rank holds.
+        limits: Bounds of the store.
+        differing: Paths of plain units that differed between ranks in an earlier commit.
+    """
+    table = _UnitTable(ranks)
+    own = [0] * len(ranks)
+    alone: list[list[Span]] = [[] for _ in ranks]
+    groups: dict[tuple[int, ...], list[NDArray[np.int64]]] = {}
+    plain: dict[int, list[int]] = {}
+    for rank, content in enumerate(ranks):
+        rows, numbers = content.holdings.rows, table.numbers[rank]
+        _check_units(rows, len(numbers), rank)
+        is_per_rank = np.array(table.per_rank_units(content.skeleton, differing), np.bool_)
+        for group, holders in enumerate(content.holdings.groups):
+            mine = rows[rows["group"] == group]
+            if group and len(holders) == 1:
+                own[rank] += int(mine["nbytes"].sum())
+            elif group and holders[0] == rank:
+                groups.setdefault(holders, []).append(_triples(mine, numbers))
+            elif not group:
+                for unit, _, offset, nbytes in mine.tolist():
+                    if is_per_rank[unit]:
+                        alone[rank].append(Span(int(numbers[unit]), offset, offset + nbytes))
+                        own[rank] += nbytes
+                    else:
+                        plain.setdefault(int(numbers[unit]), []).append(rank)
+    for number, replicas in plain.items():
+        whole = np.array([[number, 0, table.units[number].nbytes]], np.int64)
+        groups.setdefault(tuple(replicas), []).append(whole)
+    steps = [
+        grid_nbytes(SpanShape(unit.nbytes, unit.element_width, unit.is_float), limits.chunk_nbytes_max)
+        for unit in table.units
+    ]
+    lines = {holders: [Span(*row) for row in np.concatenate(rows).tolist()] for holders, rows in groups.items()}
+    spans = plan_spans(lines, steps, own)
+    return [table.local(rank, [*alone[rank], *spans[rank]]) for rank in range(len(ranks))]
+
+
+def _check_units(rows: NDArray[np.void], count: int, rank: int) -> None:
+    if len(rows) and int(rows["unit"].max()) >= count:
+        raise MalformedError(f"the holdings of rank {rank} name a unit that its skeleton does not have")
+
+
+def _triples(rows: NDArray[np.void], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    begins = rows["offset"].astype(np.int64)
+    return np.stack((numbers[rows["unit"]], begins, begins + rows["nbytes"].astype(np.int64)), axis=1)
+
+
+class _UnitTable:
+    """The units of all ranks, and their numbers on each rank."""
+
+    def __init__(self, ranks: Sequence[RankContent]) -> None:
+        self.units: list[Unit] = []
+        known: dict[UnitKey, int] = {}
+        # Ranks with equal states share one skeleton object.
+        made: dict[int, NDArray[np.int64]] = {}
+        self.numbers: list[NDArray[np.int64]] = []
+        for content in ranks:
+            numbers = made.get(id(content.skeleton))
+            if numbers is None:
+                numbers = np.array([self._add(unit, known) for unit in content.skeleton.units], np.int64)
+                made[id(content.skeleton)] = numbers
+            self.numbers.append(numbers)
+
+    def _add(self, unit: Unit, known: dict[UnitKey, int]) -> int:
+        key = (unit.path, unit.nbytes, unit.element_width, unit.is_float, unit.array is not None)
+        number = known.setdefault(key, len(self.units))
+        if number == len(self.units):
+            self.units.append(unit)
+        return number
+
+    def per_rank_units(self, skeleton: Skeleton, differing: frozenset[Path]) -> list[bool]:
+        """Return for each unit of a skeleton whether each rank writes its own."""
+        prefixes = set(skeleton.per_rank)
+        lengths = sorted({len(path) for path in prefixes})
+        return [
+            unit.array is None and (unit.path in differing or any(unit.path[:length] in prefixes for length in lengths))
+            for unit in skeleton.units
+        ]
+
+    def local(self, rank: int, spans: Sequence[Span]) -> list[Span]:
+        """Return spans with the unit numbers of a rank, ascending."""
+        local = {number: index for index, number in enumerate(self.numbers[rank].tolist())}
+        return sorted(span._replace(unit=local[span.unit]) for span in spans)
+
+
+def spans_by_rank(plan: Sequence[Sequence[Span]]) -> list[bytes]:
+    """Return what rank 0 sends to each rank."""
+    return [encode_spans(spans) for spans in plan]

@@ -1,0 +1,405 @@
+"""What the ranks do in one commit, without saying when: ``protocol.py`` decides the order.
+
+``RankWork`` is one rank's commit: capture is done; it says what it holds, writes its share, and sends its part. ``Root``
+is rank 0's work for all: it plans who writes what, merges the parts, and publishes the manifest.
+
+Invariants:
+- A rank's packs are durable before it sends its part.
+- The manifest is published only by ``Root.publish``, as docs/FORMAT.md says for a commit, and names the packs of all
+  ranks.
+- A rank removes what it wrote only if rank 0 has said that nothing was published.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckstore.commit.commit import CommitRequest, decisions_of, refresh_bases, write_unpublished
+from ckstore.commit.pipeline import WriteBlocks
+from ckstore.commit.unpublished import Unpublished, packs_removed_on_failure, remove_packs
+from ckstore.concurrency import ThreadLimit, collector_paused
+from ckstore.config import Policy
+from ckstore.delta.base_cache import BaseCache
+from ckstore.errors import CkstoreError, ConflictError, MalformedError, UsageError
+from ckstore.format.logical import EXACT_FIDELITY
+from ckstore.format.manifest import Manifest, build_manifest
+from ckstore.format.paths import ManifestName
+from ckstore.format.records import LogicalRecord, decode_inner, encode_inner
+from ckstore.format.tree import ListNode, Path
+from ckstore.hashing import PackId
+from ckstore.ranks.arrays import Held, RankState
+from ckstore.ranks.merge import Merged, Merger
+from ckstore.ranks.part import Part, Skeleton, make_part
+from ckstore.ranks.planning import Holdings, RankContent, decode_spans, plan_ranks, spans_by_rank
+from ckstore.ranks.replicas import Comparison, compare
+from ckstore.ranks.writing import Share, checks_of_owned, checks_of_rest, part_of
+from ckstore.results import Receipt, Stopwatch
+from ckstore.store.chunk_index import locate
+from ckstore.store.repository import Repository
+
+_log = logging.getLogger("ckstore")
+
+MoreRanges = tuple[tuple[int, int, int], ...]
+"""What a rank must write beside its share: unit, offset and length of each range."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRequest:
+    """The commit of one rank.
+
+    Args:
+        state: What the rank holds.
+        step: The trainer's step.
+        policy: How to store it.
+        parent: The seq that training continued from.
+        metrics: Numbers to find the checkpoint by. Those of rank 0 count.
+        source_is_immutable: Nothing changes the state's memory until the commit ends, because it is in an arena.
+        retained_slot: The ticket of the arena's slot, if its memory stays unchanged for as long as bases use it.
+        time_ns: When the state was made; None for now. That of rank 0 counts.
+    """
+
+    state: RankState
+    step: int
+    policy: Policy
+    parent: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    source_is_immutable: bool = False
+    retained_slot: int | None = None
+    time_ns: int | None = None
+
+
+@dataclass(slots=True)
+class RankTools:
+    """What one rank keeps from one commit for the next.
+
+    Args:
+        repository: The open run.
+        rank: The rank.
+        bases: Chunks of the previous checkpoint.
+        thread_limit: How many threads may hash and code.
+        blocks: Source of the blocks that packs are written through.
+    """
+
+    repository: Repository
+    rank: int
+    bases: BaseCache = field(default_factory=BaseCache)
+    thread_limit: ThreadLimit = field(default_factory=ThreadLimit)
+    blocks: WriteBlocks = field(default_factory=WriteBlocks)
+
+
+class RankWork:
+    """One rank's work for one commit.
+
+    Args:
+        tools: What the rank keeps.
+        request: What to commit.
+        attempt: Id of the attempt.
+    """
+
+    def __init__(self, tools: RankTools, request: RankRequest, attempt: bytes) -> None:
+        if request.policy.residual is not None:
+            raise UsageError(
+                "many ranks cannot quantize a checkpoint",
+                where=f"policy with residual={request.policy.residual.name!r}",
+                todo="commit with an exact policy, and quantize old checkpoints with `ckstore demote`",
+            )
+        self._tools, self._request, self._attempt = tools, request, attempt
+        self._watch = Stopwatch(tools.repository.clock)
+        self._skeleton = Skeleton.of(request.state)
+        self._holdings = request.state.captured.structure.once("holdings", lambda: Holdings.of(request.state))
+        self._written: list[Unpublished] = []
+        self._share: Share | None = None
+        self._part: Part | None = None
+
+    @property
+    def watch(self) -> Stopwatch:
+        """Receives the duration of each stage."""
+        return self._watch
+
+    @property
+    def digests(self) -> tuple[bytes, bytes]:
+        """The digests of skeleton and holdings."""
+        return self._skeleton.digest, self._holdings.digest
+
+    def content(self, digest: bytes) -> bytes:
+        """Return what one of the digests stands for."""
+        return (
+            self._holdings.encoded if digest == self._holdings.digest else self._skeleton.encode(rank=self._tools.rank)
+        )
+
+    def write(self, spans: bytes) -> bytes:
+        """Write this rank's share. Its packs are durable when this returns its part.
+
+        Raises:
+            CapacityError: The disk is full.
+            BackendError: The storage failed twice.
+        """
+        tools, request = self._tools, self._request
+        state = request.state
+        share = state.captured.structure.once(("share", spans), lambda: Share.of(state, decode_spans(spans)))
+        tools.repository.prepare_run()
+        tools.bases.begin(request.policy.base_cache_nbytes_max if request.policy.base_cache == "memory" else 0)
+        refresh_bases(tools.repository, tools.bases)
+        unpublished = self._store(share)
+        limits = tools.repository.limits
+        with self._watch("check"):
+            checks = [
+                *checks_of_owned(state, share, unpublished.plan, unpublished.stored, limits),
+                *checks_of_rest(state, share.rest, limits),
+            ]
+        self._share = share
+        self._part = self._made_part(unpublished, share, checks, state.captured.warnings)
+        return self._part.encode()
+
+    def write_more(self, more: MoreRanges) -> bytes:
+        """Write ranges of plain units that turned out to differ between ranks. Return the whole part.
+
+        Raises:
+            MalformedError: This rank does not hold such a range.
+        """
+        state = self._request.state
+        held = {each.unit: each for each in state.held if not each.holders}
+        ranges: list[Held] = []
+        for unit, offset, nbytes in more:
+            if unit not in held or not 0 <= offset < offset + nbytes <= held[unit].nbytes:
+                raise MalformedError(f"rank 0 asks for bytes of unit {unit} that this rank does not hold")
+            ranges.append(part_of(held[unit], offset, offset + nbytes))
+        assert self._part is not None, "write comes first"
+        share = Share.of_ranges(state, ranges)
+        unpublished = self._store(share)
+        self._part = self._part.joined(self._made_part(unpublished, share, [], []))
+        return self._part.encode()
+
+    def _store(self, share: Share) -> Unpublished:
+        tools, request = self._tools, self._request
+        commit = CommitRequest(
+            captured=share.captured(request.state),
+            step=request.step,
+            policy=request.policy,
+            parent=request.parent,
+            metrics={},
+            bases=tools.bases,
+            source_is_immutable=request.source_is_immutable,
+            retained_slot=request.retained_slot,
+            thread_limit=tools.thread_limit,
+            blocks=tools.blocks,
+        )
+        self._written.append(write_unpublished(tools.repository, commit, self._watch))
+        return self._written[-1]
+
+    def _made_part(
+        self,
+        unpublished: Unpublished,
+        share: Share,
+        checks: Sequence[tuple[int, int, int, bytes]],
+        warnings: Sequence[str],
+    ) -> Part:
+        return make_part(
+            unpublished,
+            share.places,
+            checks,
+            rank=self._tools.rank,
+            attempt=self._attempt,
+            skeleton=self._skeleton.digest,
+            host=socket.gethostname(),
+            warnings=warnings,
+        )
+
+    def finish(self, receipt: Receipt) -> None:
+        """Make what this rank wrote the base of its next commit: the checkpoint is durable."""
+        tools, unpublished, share = self._tools, self._written[0], self._share
+        assert share is not None, "write comes first"
+        manifest = self._own_manifest(unpublished, receipt)
+        paths = share.structure.once("paths", dict[int, Path])
+        chunk_ids = [frame.frame.chunk_id for frame in unpublished.stored.frames]
+        starts = unpublished.plan.starts
+        unpublished.selection.remember(tools.bases, manifest, chunk_ids, paths, starts)
+        tools.bases.keep_only_slot(self._request.retained_slot)
+        tools.repository.note_committed(manifest)
+        tools.repository.note_seq(receipt.seq)
+
+    def _own_manifest(self, unpublished: Unpublished, receipt: Receipt) -> Manifest:
+        """Return the manifest of this rank's share alone. It is never stored."""
+        repository, plan, stored = self._tools.repository, unpublished.plan, unpublished.stored
+        packs, frames = locate(stored.frames)
+        with collector_paused():
+            return build_manifest(
+                store_id=repository.store_id,
+                run=repository.run,
+                seq=receipt.seq,
+                step=receipt.step,
+                time_ns=0,
+                parent=None,
+                tree=ListNode(()),
+                tensors=(),
+                storages=plan.storages,
+                chunks=unpublished.chunk_specs(),
+                packs=packs,
+                frames=frames,
+                bytes_written=stored.nbytes_written,
+                chunks_new=stored.chunks_new,
+                decisions=decisions_of(unpublished),
+            )
+
+    def fail(self, *, is_unpublished: bool) -> None:
+        """Forget the commit; ``is_unpublished`` if nothing was published for certain, so that its packs can go."""
+        self._tools.bases.discard_drafts()
+        if not is_unpublished:
+            return
+        try:
+            for unpublished in self._written:
+                remove_packs(self._tools.repository, unpublished.stored.pack_names)
+        except (CkstoreError, OSError) as failure:
+            _log.warning("packs of an unpublished checkpoint are left for `ckstore gc` to remove: %s", failure)
+
+
+class Root:
+    """Rank 0's work for the commits of all ranks, one after another.
+
+    Args:
+        repository: The open run.
+        on_divergence: What to do if shards differ that must be equal: ``"warn"`` or ``"raise"``.
+    """
+
+    def __init__(self, repository: Repository, *, on_divergence: str = "warn") -> None:
+        self._repository = repository
+        self._on_divergence = on_divergence
+        self._merger = Merger()
+        self._skeletons: dict[bytes, Skeleton] = {}
+        self._holdings: dict[bytes, Holdings] = {}
+        self._planned: tuple[tuple[object, ...], list[bytes]] | None = None
+        self._differing: set[Path] = set()
+        self._comparison: Comparison | None = None
+        self._merged: Merged | None = None
+        self._packs: dict[PackId, int] = {}
+
+    def plan(self, digests: Sequence[Sequence[bytes]], contents: Mapping[bytes, bytes]) -> list[bytes]:
+        """Return for each rank which bytes it writes, of those that others hold, too.
+
+        Args:
+            digests: For each rank the digests of its skeleton and its holdings.
+            contents: What the digests stand for that are new.
+        """
+        self._comparison = self._merged = None
+        for rank, (skeleton, holdings) in enumerate(digests):
+            where = f"rank {rank}"
+            if skeleton in contents and skeleton not in self._skeletons:
+                self._skeletons[skeleton] = Skeleton.decode(contents[skeleton], where=where)
+            if holdings in contents and holdings not in self._holdings:
+                self._holdings[holdings] = Holdings.decode(contents[holdings], where=where)
+        known = [(self._skeletons[skeleton], self._holdings[holdings]) for skeleton, holdings in digests]
+        self._skeletons = {digest: self._skeletons[digest] for digest, _ in digests}
+        self._holdings = {digest: self._holdings[digest] for _, digest in digests}
+        # Skeletons with other plain values lead to the same plan.
+        key: tuple[object, ...] = (
+            tuple((skeleton.tables_digest, digest) for (skeleton, _), (_, digest) in zip(known, digests, strict=True)),
+            frozenset(self._differing),
+        )
+        if self._planned is None or self._planned[0] != key:
+            ranks = [RankContent(skeleton, holdings) for skeleton, holdings in known]
+            plan = plan_ranks(ranks, self._repository.limits, frozenset(self._differing))
+            self._planned = key, spans_by_rank(plan)
+        return self._planned[1]
+
+    def merge(self, parts: Sequence[bytes]) -> Mapping[int, bytes]:
+        """Merge the parts of all ranks. Return what ranks must write before that can succeed; empty: it did.
+
+        Raises:
+            MalformedError: A part is damaged, or contradicts itself.
+            UsageError: The ranks do not hold the whole state, or replicas differ and ``on_divergence`` is ``"raise"``.
+        """
+        decoded = [Part.decode(part, where=f"rank {rank}") for rank, part in enumerate(parts)]
+        with collector_paused():
+            union = self._merger.unite(decoded, self._skeletons)
+            if self._comparison is None:
+                self._comparison = compare(union, decoded)
+                self._note_differences(self._comparison)
+                if self._comparison.more:
+                    return {rank: encode_inner(ranges) for rank, ranges in self._comparison.more.items()}
+            self._merged = self._merger.merge(union, decoded, self._comparison)
+        return {}
+
+    def _note_differences(self, found: Comparison) -> None:
+        shards = [each for each in found.differences if each.is_shard]
+        if shards and self._on_divergence == "raise":
+            raise UsageError(
+                f"replicas of the state differ: {shards[0]}",
+                todo="find the rank with faulty memory or other arithmetic; restore the newest checkpoint on all ranks",
+                paths=[each.path for each in shards],
+                ranks=shards[0].ranks,
+            )
+        # From the next commit on, each rank writes its own value.
+        self._differing.update(each.path for each in found.differences if not each.is_shard)
+
+    def publish(self, request: RankRequest, watch: Stopwatch) -> bytes:
+        """Publish what was merged. Return the encoded receipt.
+
+        Raises:
+            ConflictError: Another writer has the run, or packs vanished during the commit.
+        """
+        repository, merged = self._repository, self._merged
+        assert merged is not None, "merge comes first"
+        seq: int | None = None
+
+        def is_visible() -> bool:
+            return seq is not None and repository.manifests.is_visible(seq)
+
+        with watch("publish"), packs_removed_on_failure(repository, (), is_visible):
+            repository.lease.check()
+            seq = repository.manifests.claim(repository.seq_next())  # 8a
+            repository.note_seq(seq)
+            now_ns = repository.clock.now_ns()
+            record = LogicalRecord(
+                run=repository.run,
+                seq=seq,
+                step=request.step,
+                time_ns=now_ns if request.time_ns is None else min(request.time_ns, now_ns),
+                parent=request.parent,
+                origin_id=None,
+                is_archival=False,
+                fidelity=EXACT_FIDELITY,
+                metrics=dict(request.metrics),
+            )
+            header, encoded = merged.encode(record, repository.store_id, limits=repository.limits)
+            name = repository.manifests.publish_encoded(ManifestName(repository.run, seq, request.step, 0), encoded)
+        with watch("verify"):
+            packs = merged.packs
+            gone = repository.rescue_local_packs({pack.pack_id: pack.nbytes for pack in packs})  # 9
+        if gone:
+            repository.manifests.withdraw(name)
+            raise ConflictError(
+                "packs vanished during the commit",
+                where=repository.backend.root,
+                todo="find the process that removes files from the store, then commit again",
+                pack_ids=sorted(pack_id.hex() for pack_id in gone),
+            )
+        repository.manifests.note_published(seq)
+        repository.renew_file_times(packs)
+        receipt = Receipt(
+            step=header.step,
+            seq=header.seq,
+            checkpoint_id=header.checkpoint_id.hex(),
+            bytes_state=header.bytes_state,
+            bytes_written=header.bytes_written,
+            chunks_new=header.chunks_new,
+            chunks_reused=header.chunks_reused,
+            chunks_delta=merged.chunks_delta,
+            chunks_derived=merged.chunks_derived,
+            seconds={**watch.seconds, "total": watch.total()},
+            engine=repository.engine_name,
+            warnings=merged.warnings,
+        )
+        return encode_inner(receipt)
+
+
+def decode_receipt(content: bytes) -> Receipt:
+    """Return the receipt that rank 0 has sent."""
+    return decode_inner(content, Receipt, where="a receipt of rank 0")
+
+
+def decode_more(content: bytes) -> MoreRanges:
+    """Return the ranges that rank 0 asks for."""
+    return decode_inner(content, MoreRanges, where="a request of rank 0")
