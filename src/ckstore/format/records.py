@@ -297,8 +297,8 @@ class LossRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     numbers: dict[ShortText, float]
 
 
-PathKeys = list[str | int | bytes]
-"""A path: its keys; a key that is neither text nor an integer is an encoded node."""
+PathKeys = list[str | int | tuple[bytes]]
+"""A path: its keys; a key that is neither text nor an integer is an encoded node, in a tuple of its own."""
 
 
 class UnitRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -340,6 +340,8 @@ class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     host: ShortText
     bytes_written: Count
     chunks_new: Count
+    chunks_delta: Count
+    chunks_derived: Count
     chunks_planned: Count
     warnings: list[str]
     decisions: DecisionsRecord | None

@@ -37,10 +37,11 @@ from ckstore.format.columns import (
     numbered,
 )
 from ckstore.format.header import ManifestHeader
-from ckstore.format.location import NO_BASE_INDEX, NO_BITS
+from ckstore.format.location import NO_BASE_INDEX, NO_BITS, PackRef
 from ckstore.format.many_ranks import RankFacts, root_node
 from ckstore.format.records import DecisionsRecord, LogicalRecord
 from ckstore.format.tree import place_of
+from ckstore.hashing import PackId
 from ckstore.ranks.arrays import Unit
 from ckstore.ranks.part import RANGE, Part, Skeleton
 from ckstore.ranks.replicas import Comparison, compare
@@ -67,6 +68,8 @@ class Merged:
     Args:
         columns: The content.
         chunks_new: Chunks that the ranks wrote.
+        chunks_delta: Those of them that are differences from a base.
+        chunks_derived: Those of them that are roundings.
         chunks_reused: Chunks in the plans of the ranks that they did not write.
         bytes_written: Bytes of the packs that the ranks wrote.
         warnings: The warnings of all ranks, and one for each difference.
@@ -74,9 +77,19 @@ class Merged:
 
     columns: Columns
     chunks_new: int
+    chunks_delta: int
+    chunks_derived: int
     chunks_reused: int
     bytes_written: int
     warnings: tuple[str, ...]
+
+    @property
+    def packs(self) -> list[PackRef]:
+        """The packs that the manifest names. All are local."""
+        return [
+            PackRef(PackId(bytes(row["pack_id"])), int(row["nbytes"]), bytes(row["directory_digest"]), LOCAL_TIER)
+            for row in self.columns.packs
+        ]
 
     def encode(self, record: LogicalRecord, store_id: bytes, *, limits: Limits) -> tuple[ManifestHeader, bytes]:
         """Return the header and the bytes of the manifest; see ``encode_columns``."""
@@ -184,6 +197,8 @@ class Merger:
         return Merged(
             columns,
             chunks_new=chunks_new,
+            chunks_delta=sum(part.chunks_delta for part in parts),
+            chunks_derived=sum(part.chunks_derived for part in parts),
             chunks_reused=max(0, sum(part.chunks_planned for part in parts) - chunks_new),
             bytes_written=sum(part.bytes_written for part in parts),
             warnings=tuple(

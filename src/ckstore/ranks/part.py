@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,15 @@ from ckstore.config import MIB
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
 from ckstore.format.columns import CHUNK, DECISION, FRAME, PACK, Rows
 from ckstore.format.frame import ELEMENT_WIDTHS
-from ckstore.format.location import DECISION_ROW, Decisions, decision_rows, decisions_record, frame_rows, pack_rows
+from ckstore.format.location import (
+    DECISION_ROW,
+    NO_BASE_INDEX,
+    Decisions,
+    decision_rows,
+    decisions_record,
+    frame_rows,
+    pack_rows,
+)
 from ckstore.format.logical import check_tensors, distinct_chunks, row_of, tensor_of
 from ckstore.format.records import (
     DecisionsRecord,
@@ -193,12 +201,12 @@ def _unit_of(row: UnitRow, where: object) -> Unit:
 
 
 def _keys_of(path: Path) -> PathKeys:
-    return [encode_tree(key.node) if isinstance(key, OtherKey) else key for key in path]
+    return [(encode_tree(key.node),) if isinstance(key, OtherKey) else key for key in path]
 
 
 def _path_of(keys: PathKeys, where: object) -> Path:
     return tuple(
-        OtherKey(decode_tree(key, tensor_count=0, where=where)) if isinstance(key, bytes) else key for key in keys
+        OtherKey(decode_tree(key[0], tensor_count=0, where=where)) if isinstance(key, tuple) else key for key in keys
     )
 
 
@@ -220,6 +228,8 @@ class Part:
         unit_decisions: The same for its units, as ``UNIT_DECISION``.
         bytes_written: Bytes of the packs that it wrote.
         chunks_new: Chunks that it wrote.
+        chunks_delta: Those of them that are differences from a base.
+        chunks_derived: Those of them that are roundings.
         chunks_planned: Chunks of its plan.
         warnings: For the receipt, in whole sentences.
     """
@@ -237,8 +247,32 @@ class Part:
     unit_decisions: Rows
     bytes_written: int
     chunks_new: int
+    chunks_delta: int
+    chunks_derived: int
     chunks_planned: int
     warnings: tuple[str, ...] = ()
+
+    def joined(self, later: Part) -> Part:
+        """Return this part and what the same rank wrote later for the same attempt, as one part."""
+        first_pack, first_frame, first_chunk = len(self.packs), len(self.frames), len(self.chunks)
+        ranges, frames = later.ranges.copy(), later.frames.copy()
+        ranges["chunk"] += np.uint32(first_chunk)
+        frames["pack"] += np.uint32(first_pack)
+        frames["base"][frames["base"] != NO_BASE_INDEX] += np.uint32(first_frame)
+        return replace(
+            self,
+            ranges=np.concatenate((self.ranges, ranges)),
+            chunks=np.concatenate((self.chunks, later.chunks)),
+            packs=np.concatenate((self.packs, later.packs)),
+            frames=np.concatenate((self.frames, frames)),
+            checks=np.concatenate((self.checks, later.checks)),
+            bytes_written=self.bytes_written + later.bytes_written,
+            chunks_new=self.chunks_new + later.chunks_new,
+            chunks_delta=self.chunks_delta + later.chunks_delta,
+            chunks_derived=self.chunks_derived + later.chunks_derived,
+            chunks_planned=self.chunks_planned + later.chunks_planned,
+            warnings=(*self.warnings, *later.warnings),
+        )
 
     def encode(self) -> bytes:
         """Return the part as it is sent."""
@@ -249,6 +283,8 @@ class Part:
                 host=self.host,
                 bytes_written=self.bytes_written,
                 chunks_new=self.chunks_new,
+                chunks_delta=self.chunks_delta,
+                chunks_derived=self.chunks_derived,
                 chunks_planned=self.chunks_planned,
                 warnings=list(self.warnings),
                 decisions=self.decisions,
@@ -293,6 +329,8 @@ class Part:
             unit_decisions=unit_decisions,
             bytes_written=record.bytes_written,
             chunks_new=record.chunks_new,
+            chunks_delta=record.chunks_delta,
+            chunks_derived=record.chunks_derived,
             chunks_planned=record.chunks_planned,
             warnings=tuple(record.warnings),
         )
@@ -374,6 +412,8 @@ def make_part(
         unit_decisions=_unit_decisions(decisions, places),
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
+        chunks_delta=stored.chunks_delta,
+        chunks_derived=stored.chunks_derived,
         chunks_planned=len(plan.chunks),
         warnings=(*stored.warnings, *warnings),
     )

@@ -1,7 +1,7 @@
 """What the ranks do in one commit, without saying when: ``protocol.py`` decides the order.
 
-``RankWork`` is one rank's commit: capture is done; it says what it holds, writes its share, and sends its part. ``Root``
-is rank 0's work for all: it plans who writes what, merges the parts, and publishes the manifest.
+``RankWork`` is one rank's work for a captured state: it says what it holds, writes its share, and makes its part.
+``Root`` is rank 0's work for all: it plans who writes what, merges the parts, and publishes the manifest.
 
 Invariants:
 - A rank's packs are durable before it sends its part.
@@ -267,7 +267,7 @@ class Root:
     def __init__(self, repository: Repository, *, on_divergence: str = "warn") -> None:
         self._repository = repository
         self._on_divergence = on_divergence
-        self._merger = Merger()
+        self._merger = Merger(repository.limits)
         self._skeletons: dict[bytes, Skeleton] = {}
         self._holdings: dict[bytes, Holdings] = {}
         self._planned: tuple[tuple[object, ...], list[bytes]] | None = None

@@ -1,0 +1,97 @@
+"""Many ranks commit one checkpoint: whole data path without processes or sockets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import ckstore
+from tests.support.rank_jobs import PlayedJob
+
+
+@pytest.fixture
+def path(tmp_path):
+    ckstore.open(tmp_path / "store").close()
+    return tmp_path / "store"
+
+
+def model(seed: int, count: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"w{index}": torch.randn(700, 1000, generator=generator) for index in range(count)}
+
+
+def test_equal_states_are_stored_once_and_written_in_equal_shares(path):
+    job = PlayedJob(path, 4)
+    state = {"model": model(1), "step": torch.tensor(7), "epoch": 3}
+    receipt = job.commit([state] * 4, step=7)
+    job.close()
+    store = ckstore.open(path)
+    restored = store.restore(7)
+    assert all(torch.equal(restored["model"][name], value) for name, value in state["model"].items())
+    assert restored["step"] == 7
+    assert restored["epoch"] == 3
+    assert receipt.bytes_state == sum(value.nbytes for value in state["model"].values()) + 8
+    assert receipt.warnings == ()
+    assert [info.step for info in store.log()] == [7]
+
+
+def test_values_that_differ_are_kept_for_each_rank(path):
+    job = PlayedJob(path, 3)
+    states = [
+        {"rng": torch.full((5000,), rank), "pos": rank, "shared": torch.arange(10), "name": "run"} for rank in range(3)
+    ]
+    first = job.commit(states, step=1)
+    assert any("rng" in warning for warning in first.warnings)
+    asked = job.asked_for_more
+    assert asked > 0
+    job.commit(states, step=2)
+    assert job.asked_for_more == asked, "what differed before is written by each rank at once"
+    job.close()
+    restored = ckstore.open(path).restore(2)
+    assert {rank: int(value[0]) for rank, value in restored["rng"].items()} == {0: 0, 1: 1, 2: 2}
+    assert dict(restored["pos"]) == {0: 0, 1: 1, 2: 2}
+    assert torch.equal(restored["shared"], torch.arange(10))
+
+
+def test_keys_of_some_ranks_only_are_united(path):
+    job = PlayedJob(path, 2)
+    job.commit([{"a": torch.zeros(3), "both": 1}, {"b": np.ones(4), "both": 1}], step=1)
+    job.close()
+    restored = ckstore.open(path).restore(1)
+    assert set(restored) == {"a", "b", "both"}
+
+
+def test_an_unchanged_state_writes_nothing_again(path):
+    job = PlayedJob(path, 4)
+    state = {"model": model(1)}
+    job.commit([state] * 4, step=1)
+    again = job.commit([state] * 4, step=2)
+    assert again.bytes_written == 0
+    assert again.chunks_new == 0
+    job.close()
+
+
+def test_a_changed_state_is_stored_as_differences(path):
+    job = PlayedJob(path, 2)
+    state = {"model": model(1)}
+    whole = job.commit([state] * 2, step=1)
+    for value in state["model"].values():
+        value += torch.randn(value.shape) * 1e-4
+    second = job.commit([state] * 2, step=2)
+    assert second.chunks_delta > 0
+    assert second.bytes_written < whole.bytes_written
+    job.close()
+    restored = ckstore.open(path).restore(2)
+    assert all(torch.equal(restored["model"][name], value) for name, value in state["model"].items())
+
+
+def test_a_later_job_continues_from_the_bases_of_an_earlier_one(path):
+    state = {"model": model(1)}
+    job = PlayedJob(path, 2)
+    job.commit([state] * 2, step=1)
+    job.close()
+    job = PlayedJob(path, 3)
+    receipt = job.commit([state] * 3, step=2)
+    assert receipt.bytes_written == 0
+    job.close()
