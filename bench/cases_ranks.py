@@ -147,6 +147,8 @@ def _part(
         unit_decisions=decisions,
         bytes_written=int(packs["nbytes"][0]),
         chunks_new=len(lengths),
+        chunks_delta=0,
+        chunks_derived=0,
         chunks_planned=len(lengths),
     )
 

@@ -106,6 +106,8 @@ class PartMaker:
             "unit_decisions": np.array([(unit, 1, 0, 256 * 9, 0xFFFF, 0xFFFF, 0) for unit in units], UNIT_DECISION),
             "bytes_written": nbytes if self.frames else 0,
             "chunks_new": len(self.chunks),
+            "chunks_delta": 0,
+            "chunks_derived": 0,
             "chunks_planned": len(self.ranges),
             "warnings": (),
         }
