@@ -188,9 +188,17 @@ class Coordinator:
 
     # Events from the ranks
 
-    def joined(self, rank: int) -> None:
+    def joined(self, rank: int) -> list[Action]:
         """A rank has connected."""
         self._connected.add(rank)
+        actions: list[Action] = []
+        for topic, question in self._questions.items():
+            actions += self._send([rank], Asked(topic, question.number))
+        return actions
+
+    def how_lost(self, rank: int) -> str | None:
+        """Return what ``lost`` said about a rank. None: it is not lost."""
+        return self._lost.get(rank)
 
     def received(self, rank: int, message: Message, now: float) -> list[Action]:
         """A rank has sent a message.

@@ -1,0 +1,283 @@
+"""This rank's connection to the other ranks of the job: pass events, wait for actions, agree on values.
+
+It needs no torch, and works in a trainer and in a saver process alike. A thread of its own does all communication
+(``io_loop.py``), so heartbeats go on during long calls of the main thread, and a stopped peer never blocks a caller. A
+rank that loses its connection does not come back: the job must be started again.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from select import POLLIN, poll
+
+from ckstore import __version__
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.concurrency import start_thread
+from ckstore.errors import CkstoreError, RankError, UsageError
+from ckstore.format.error_records import ErrorRecord, record_of, restored_error
+from ckstore.ranks.connection import Connection
+from ckstore.ranks.handshake import (
+    GREETING_NBYTES,
+    PROOF_NBYTES,
+    is_answer,
+    new_claim,
+    new_greeting,
+    parse_greeting,
+)
+from ckstore.ranks.io_loop import IoLoop, Job, Key, Timing, prepare
+from ckstore.ranks.messages import PROTOCOL_VERSION, TO_RANK, Agreed, Refused, Welcome, version_error
+from ckstore.ranks.protocol import Action, Coordinator, Decide, Finish, Member, attempt_id
+
+_RETRY_SECONDS = 0.2
+_WAIT_SECONDS = 5.0
+
+Address = tuple[str, int]
+
+
+class Link:
+    """A rank's connection to its job. Thread-safe. Close it on every rank.
+
+    Args:
+        job: Who this rank is.
+        timing: How long things may take.
+        listener: Rank 0: a socket that listens for the others. It belongs to the link from now on.
+        addresses: Other ranks: where rank 0 may be; the first that answers with the token is used.
+
+    Raises:
+        RankError: Rank 0 could not be reached in ``join_seconds``.
+        UnsupportedError: Rank 0 runs another version of ckstore.
+        UsageError: Rank 0 refused this rank.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        timing: Timing | None = None,
+        *,
+        listener: socket.socket | None = None,
+        addresses: Sequence[Address] = (),
+    ) -> None:
+        timing = Timing() if timing is None else timing
+        self.rank, self.world = job.rank, job.world
+        self._token = job.token
+        self._number = 0
+        self._questions: dict[str, int] = {}
+        self._pid = os.getpid()
+        connection = None if job.rank == 0 else connect(job, addresses, timing)
+        self._loop = IoLoop(job, timing, listener=listener, connection=connection)
+        self._thread = threading.Thread(target=self._loop.run, name="ckstore-ranks", daemon=True)
+        start_thread(self._thread)
+        # The thread keeps the loop alive, and not the link.
+        self._end = weakref.finalize(self, _end, self._loop, self._thread, os.getpid(), timing.close_seconds + 1)
+
+    def next_number(self) -> int:
+        """Return the number of the next commit. Call it on every rank for every commit, also for one that fails."""
+        self._require_own()
+        self._number += 1
+        self._loop.boxes[self._number] = SimpleQueue()
+        return self._number
+
+    def attempt_id(self, number: int) -> bytes:
+        """Return the 16 bytes by which a commit is found in the store."""
+        return attempt_id(self._token, number)
+
+    def send(self, event: Callable[[Member], list[Action]]) -> None:
+        """Pass an event to this rank's state machine, such as ``lambda member: member.part(number, content)``."""
+        self._require_own()
+        self._loop.post(event)
+
+    def lead(self, event: Callable[[Coordinator], list[Action]]) -> None:
+        """Rank 0: pass an event to the state machine for all ranks."""
+        self._require_own()
+        self._loop.lead(event)
+
+    def wait(self, until: Key, seconds: float) -> Action | None:
+        """Return the next action for a commit or question, or None if there is none in time.
+
+        Finish is the last action of a commit, Agreed that of a question.
+
+        Args:
+            until: The number of the commit, or topic and number of the question.
+            seconds: How long to wait.
+        """
+        self._require_own()
+        try:
+            action = self._loop.boxes[until].get(timeout=max(0.0, seconds))
+        except Empty:
+            return None
+        if isinstance(action, (Finish, Agreed)):
+            del self._loop.boxes[until]
+        return action
+
+    def agree(self, topic: str, value: bytes, decide: Callable[[tuple[bytes, ...]], bytes]) -> bytes:
+        """Return the same bytes on all ranks, or raise the same error. Called by all ranks.
+
+        Args:
+            topic: What is asked.
+            value: This rank's value.
+            decide: Called on rank 0 with the values of all ranks. What it raises is raised on all ranks.
+        """
+        self._require_own()
+        number = self._questions[topic] = self._questions.get(topic, 0) + 1
+        key = (topic, number)
+        self._loop.boxes[key] = SimpleQueue()
+        self.send(lambda member: member.ask(topic, number, value))
+        while True:
+            # Ends: rank 0 answers in join_seconds, or is lost.
+            action = self.wait(key, _WAIT_SECONDS)
+            if isinstance(action, Agreed):
+                return self._answer(action)
+            if isinstance(action, Decide):
+                decided: bytes | ErrorRecord
+                try:
+                    decided = decide(action.values)
+                except BaseException as error:
+                    record = record_of(error)
+                    self.lead(lambda coordinator, record=record: coordinator.decided(topic, number, record))
+                    if not isinstance(error, Exception):
+                        raise
+                    continue
+                self.lead(lambda coordinator, decided=decided: coordinator.decided(topic, number, decided))
+
+    def is_asked(self, topic: str) -> bool:
+        """Whether another rank asks a question that this rank has not asked yet."""
+        return self._loop.asked.get(topic, 0) > self._questions.get(topic, 0)
+
+    def error_of(self, rank: int | None, record: ErrorRecord) -> Exception:
+        """Return the exception of an action.
+
+        Args:
+            rank: The rank that caused it, if one did.
+            record: The error.
+        """
+        return restored_error(record, source="the job" if rank is None else f"rank {rank}", other=RankError)
+
+    def close(self) -> None:
+        """Send what is queued, and close the connections. Commits that have not ended fail. May be called again."""
+        self._end()
+
+    def _answer(self, agreed: Agreed) -> bytes:
+        if agreed.error is not None:
+            raise self.error_of(agreed.rank, agreed.error)
+        assert agreed.value is not None, "an answer has a value or an error"
+        return agreed.value
+
+    def _require_own(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "a forked child cannot use its parent's connection to the other ranks", todo="open a store"
+            )
+
+
+def _end(loop: IoLoop, thread: threading.Thread, pid: int, seconds: float) -> None:
+    if os.getpid() == pid:
+        loop.stop()
+        thread.join(seconds)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket on which rank 0 accepts the other ranks.
+
+    Args:
+        host: The address to listen at; empty: all of this machine.
+        port: 0: a free one.
+
+    Raises:
+        OSError: The port is taken, or the address is not of this machine.
+    """
+    if host:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=4096)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", port), backlog=4096)
+
+
+def connect(job: Job, addresses: Sequence[Address], timing: Timing) -> Connection:
+    """Connect to rank 0, trying all addresses again until one answers.
+
+    Raises:
+        RankError: None did in ``join_seconds``.
+        UnsupportedError: Rank 0 runs another version of ckstore.
+        UsageError: Rank 0 refused this rank.
+    """
+    deadline = SYSTEM_CLOCK.monotonic() + timing.join_seconds
+    reasons: dict[Address, str] = {}
+    while True:
+        for address in addresses:
+            left = deadline - SYSTEM_CLOCK.monotonic()
+            try:
+                return _connect(job, address, min(left, timing.handshake_seconds))
+            except OSError as error:
+                reasons[address] = error.strerror or str(error)
+            if SYSTEM_CLOCK.monotonic() + _RETRY_SECONDS >= deadline:
+                tried = ", ".join(f"{host}:{port} ({reason})" for (host, port), reason in reasons.items())
+                raise RankError(
+                    f"rank {job.rank} could not reach rank 0 within {timing.join_seconds:g} s",
+                    where=tried,
+                    todo="check that rank 0 runs, and that a firewall lets ranks connect to it",
+                    rank=0,
+                )
+        SYSTEM_CLOCK.sleep(_RETRY_SECONDS)
+
+
+def _connect(job: Job, address: Address, seconds: float) -> Connection:
+    """Connect and prove who this is.
+
+    Raises:
+        OSError: Nobody there, or a stranger.
+    """
+    deadline = SYSTEM_CLOCK.monotonic() + seconds
+    end = socket.create_connection(address, timeout=max(0.01, seconds))
+    try:
+        prepare(end)
+        theirs = _read_exactly(end, GREETING_NBYTES, deadline)
+        greeting = parse_greeting(theirs)
+        if greeting is None:
+            raise ConnectionRefusedError("not a rank of ckstore")
+        ours = new_greeting(__version__)
+        claim = new_claim(job.token, theirs, ours, job.rank, job.world)
+        end.sendall(claim)
+        if not is_answer(job.token, theirs, claim, _read_exactly(end, PROOF_NBYTES, deadline)):
+            raise ConnectionRefusedError("not rank 0 of this job")
+        if greeting.version != PROTOCOL_VERSION:
+            raise version_error(job.rank, PROTOCOL_VERSION, __version__, greeting.version, greeting.release)
+        connection = Connection(end, "rank 0", TO_RANK, SYSTEM_CLOCK.monotonic())
+        _read_welcome(connection, deadline)
+        return connection
+    except BaseException:
+        end.close()
+        raise
+
+
+def _read_exactly(end: socket.socket, count: int, deadline: float) -> bytes:
+    content = b""
+    while len(content) < count:
+        end.settimeout(max(0.01, deadline - SYSTEM_CLOCK.monotonic()))
+        received = end.recv(count - len(content))
+        if not received:
+            raise ConnectionAbortedError("the connection was closed: another token, or not rank 0")
+        content += received
+    return content
+
+
+def _read_welcome(connection: Connection, deadline: float) -> None:
+    waiting = poll()
+    waiting.register(connection.end, POLLIN)
+    while (left := deadline - SYSTEM_CLOCK.monotonic()) > 0:
+        if not waiting.poll(left * 1000):
+            break
+        first, *connection.early = connection.receive(SYSTEM_CLOCK.monotonic()) or [None]
+        if isinstance(first, Refused):
+            error = restored_error(first.error, source="rank 0", other=RankError)
+            raise error if isinstance(error, CkstoreError) else RankError(str(error))
+        if isinstance(first, Welcome):
+            return
+        if connection.is_ended:
+            raise ConnectionAbortedError("the connection was closed")
+    raise TimeoutError("no answer")
