@@ -8,7 +8,7 @@ of the line. So a rank writes the same neighbouring chunks at each commit.
 Invariants:
 - Every byte of every group is assigned to exactly one of its holders.
 - A range is divided at multiples of the grid step of its unit only, where every replica ends a chunk. A range below
-  ``SHARED_NBYTES_MAX`` is not divided, because it shares a chunk with others.
+  ``SHARED_NBYTES_MAX`` and below the grid step is not divided. ``writing.pieces_of`` has the same rule.
 - Pure: the same layout gives the same spans, on every machine.
 """
 
@@ -100,7 +100,7 @@ def _snap(wanted: Integers, line: Integers, ranges: Integers, grid: Integers) ->
     place = hi - (line[row] - wanted)
     below = place - place % grid[unit]
     above = np.minimum(below + grid[unit], hi)
-    is_whole = hi - lo < SHARED_NBYTES_MAX
+    is_whole = hi - lo < np.minimum(SHARED_NBYTES_MAX, grid[unit])
     below = np.where(is_whole, lo, np.maximum(below, lo))
     above = np.where(is_whole, hi, above)
     nearest = np.where(place - below <= above - place, below, above)

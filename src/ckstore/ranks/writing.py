@@ -4,8 +4,9 @@ Every byte of the checkpoint is written by one rank. A rank *owns* the ranges th
 and its spans of those that others hold, too. Of all other ranges that it holds it sends digests, *checks*. Rank 0
 compares them with what the owners wrote.
 
-Both sides cut a range into the same pieces: a range below ``SHARED_NBYTES_MAX`` is one piece, a larger one is cut on
-the grid of its unit. Owners cut their spans there, too. So the digest of a piece is usually the start of a chunk id.
+Both sides cut a range into the same pieces: a range below ``SHARED_NBYTES_MAX`` and below the grid step of its unit is
+one piece, a larger one is cut on the grid. Owners cut their spans there, too. So the digest of a piece is usually the
+start of a chunk id.
 """
 
 from __future__ import annotations
@@ -165,10 +166,10 @@ def gaps(lo: int, hi: int, covered: Iterable[tuple[int, int]]) -> Iterator[tuple
 
 def pieces_of(state: RankState, held: Held, limits: Limits) -> Iterator[tuple[int, int]]:
     """Yield the pieces of a held range by which replicas are compared: offset and length."""
-    if held.nbytes < SHARED_NBYTES_MAX:
+    step = grid_nbytes(_shape_of(state, held), limits.chunk_nbytes_max)
+    if held.nbytes < min(SHARED_NBYTES_MAX, step):
         yield held.offset, held.nbytes
         return
-    step = grid_nbytes(_shape_of(state, held), limits.chunk_nbytes_max)
     end = held.offset + held.nbytes
     offset = held.offset
     while offset < end:
@@ -199,12 +200,15 @@ def checks_of_owned(
         if len(held.holders) == 1:
             continue
         storage = state.captured.storages[held.storage]
+        ids: dict[tuple[int, int], bytes] = {}
         offset = held.offset
         for piece in plan.storages[index].pieces:
             if len(plan.chunks[piece.chunk].sources) == 1:
-                digest = bytes(stored.frames[piece.chunk].frame.chunk_id[:CHECK_NBYTES])
-            else:
-                begin = held.begin + offset - held.offset
-                digest = bytes(chunk_id_of(storage.read(begin, begin + piece.nbytes))[:CHECK_NBYTES])
-            yield Check(held.unit, offset, piece.nbytes, digest)
+                ids[offset, piece.nbytes] = stored.frames[piece.chunk].frame.chunk_id
             offset += piece.nbytes
+        for offset, nbytes in pieces_of(state, held, limits):
+            chunk_id = ids.get((offset, nbytes))
+            if chunk_id is None:
+                begin = held.begin + offset - held.offset
+                chunk_id = chunk_id_of(storage.read(begin, begin + nbytes))
+            yield Check(held.unit, offset, nbytes, bytes(chunk_id[:CHECK_NBYTES]))

@@ -70,7 +70,9 @@ def check_plan(groups, steps, assigned):
         assert ranks == sorted(ranks)
     spans_of_all = set(itertools.chain.from_iterable(assigned))
     for each in itertools.chain.from_iterable(groups.values()):
-        assert each in spans_of_all or each.hi - each.lo >= SHARED_NBYTES_MAX or each.hi == each.lo
+        assert (
+            each in spans_of_all or each.hi - each.lo >= min(SHARED_NBYTES_MAX, steps[each.unit]) or each.hi == each.lo
+        )
     for spans in assigned:
         assert spans == sorted(spans)
 
@@ -93,7 +95,7 @@ def any_groups(draw):
     holders = draw(st.sets(st.frozensets(st.integers(0, world - 1), min_size=1), max_size=5))
     groups = {tuple(sorted(each)): draw(ranges_of_units(units, MIB)) for each in sorted(holders, key=sorted)}
     own = draw(st.lists(st.integers(0, 2 * MIB), min_size=world, max_size=world))
-    steps = [draw(st.sampled_from([STEP, 2 * STEP])) for _ in range(next(units))]
+    steps = [draw(st.sampled_from([STEP, 2 * STEP, 8 * STEP])) for _ in range(next(units))]
     return groups, steps, own
 
 
