@@ -81,8 +81,15 @@ def placements_of(text):
     return made
 
 
-def commit_ranks(store, states, step=1, partial=()):
-    """Commit what all ranks captured as one checkpoint; their trees may differ in declared parts only."""
+def commit_ranks(store, states, step=1, **facts):
+    """Commit what all ranks captured as one checkpoint; their trees may differ in declared parts only.
+
+    Args:
+        store: The store.
+        states: What each rank captured.
+        step: The step.
+        **facts: Fields of the checkpoint's ``World``.
+    """
     first = states[min(states)]
     buffers = [np.full(unit.nbytes, 0xEE, np.uint8) for unit in first.units]
     written = [np.zeros(unit.nbytes, np.bool_) for unit in first.units]
@@ -95,7 +102,7 @@ def commit_ranks(store, states, step=1, partial=()):
     tree = first.captured.tree
     for path in first.per_rank:
         tree = _with(tree, path, {rank: _at(state.captured.tree, path) for rank, state in states.items()})
-    root = root_node(tree, World(len(states), bytes(16), partial=tuple(partial)))
+    root = root_node(tree, World(len(states), bytes(16), **facts))
     spans = [
         MemorySpan(each.ctypes.data, each.nbytes, unit.element_width, unit.is_float, [each], None)
         for each, unit in zip(buffers, first.units, strict=True)

@@ -33,6 +33,7 @@ from ckstore.errors import CorruptError
 from ckstore.store.refs import describe_best
 
 if TYPE_CHECKING:
+    from ckstore.format.many_ranks import MeshFacts
     from ckstore.ops.inspect.contents import Contents
     from ckstore.ops.inspect.diff import Diff, TensorDiff
     from ckstore.ops.inspect.stats import Coding, Stats
@@ -66,6 +67,12 @@ _LOSSES = Table(
     Column("kept", "kept", "{:.1%}".format, is_number=True, worth=1),
     Column("hops", is_number=True, worth=0),
     Column("next step", "spike", three_digits, is_number=True, worth=3),
+)
+_RANKS = Table(
+    Column("rank", lambda row: row[0], is_number=True),
+    Column("host", lambda row: row[1].host or None, is_elastic=True),
+    Column("bytes", lambda row: row[1].nbytes, size, is_number=True),
+    Column("written", lambda row: row[1].written, size, is_number=True),
 )
 _PACKS = Table(
     Column("pack", "pack_id"),
@@ -108,6 +115,7 @@ def show(
 
     \b
     stored     bytes on disk; "-": the tensor shares a stored chunk with others
+    written    bytes of packs that a rank wrote; its bytes are those of the state that it stored
     used       bytes of a pack that this checkpoint needs
     rms error  of a tensor stored with a loss, relative to the RMS of its values
     kept       share of elements not quantized to zero; 100% with method outer
@@ -132,7 +140,7 @@ def show(
         render.print_json(_json_of_contents(contents))
         return
     chosen = [("chosen as", words)] if (words := describe_best(ref)) else []
-    render.print_facts([*chosen, *_facts(contents.info, contents.base_nbytes)])
+    render.print_facts([*chosen, *_facts(contents.info, contents.base_nbytes), *_facts_of_ranks(contents)])
     _print_tables(contents, render.row_limit(limit))
 
 
@@ -163,6 +171,23 @@ def _facts(info: Info, base_nbytes: int) -> list[tuple[str, str]]:
     return facts
 
 
+def _facts_of_ranks(contents: Contents) -> list[tuple[str, str]]:
+    world = contents.world
+    if world is None:
+        return []
+    hosts = len({rank.host for rank in world.ranks})
+    facts = [("ranks", f"{world.size}" + (f" on {hosts} host{'s' if hosts > 1 else ''}" if hosts else ""))]
+    if world.meshes:
+        facts.append(("meshes", "; ".join(dict.fromkeys(map(_mesh, world.meshes)))))
+    return facts
+
+
+def _mesh(mesh: MeshFacts) -> str:
+    """Return the dimensions of a mesh, such as ``dp 2 x tp 4``."""
+    names = mesh.names or ("",) * len(mesh.shape)
+    return " x ".join(f"{name} {length}".strip() for name, length in zip(names, mesh.shape, strict=False))
+
+
 def _print_tables(contents: Contents, limit: int | None) -> None:
     has_shared = any(row.shares_with is not None for row in contents.tensors)
     tensors = Table(*(_TENSORS if has_shared else _TENSORS[:-1]))
@@ -172,6 +197,9 @@ def _print_tables(contents: Contents, limit: int | None) -> None:
     if contents.tensors:
         render.say("")
         tensors.print(contents.tensors, title="tensors", limit=limit)
+    if contents.world is not None and contents.world.ranks:
+        render.say("")
+        _RANKS.print(list(enumerate(contents.world.ranks)), title="ranks", limit=limit)
     if contents.losses:
         render.say("")
         _LOSSES.print(contents.losses, title="stored with a loss", limit=limit)
@@ -192,7 +220,11 @@ def _print_coding(coding: Coding, ref: str, limit: int | None, *, as_json: bool)
 
 
 def _json_of_contents(contents: Contents) -> dict[str, Any]:
-    return {**json_of_info(contents.info), **json_of(contents, "groups", "tensors", "packs", "base_nbytes", "losses")}
+    found = {**json_of_info(contents.info), **json_of(contents, "groups", "tensors", "packs", "base_nbytes", "losses")}
+    if (world := contents.world) is not None:
+        rows = {"meshes": [json_of(mesh) for mesh in world.meshes], "ranks": [json_of(rank) for rank in world.ranks]}
+        found["world"] = {"size": world.size, "attempt": world.attempt, **rows}
+    return found
 
 
 def _changed_share(row: TensorDiff) -> float | None:

@@ -6,7 +6,7 @@ manifest of the state alone, in which tiles are tensors of their global shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -193,9 +193,18 @@ def plain_manifest(manifest: Manifest) -> Manifest:
     Raises:
         MalformedError: The root or a tensor in tiles is malformed.
     """
-    tensors = list(manifest.tensors)
-    tree = _without_tiles(state_of(manifest.tree), tensors)
-    return manifest if tree is manifest.tree else replace(manifest, tree=tree, tensors=tuple(tensors))
+    tree, tensors = plain_state(manifest.tree, manifest.tensors)
+    return manifest if tree is manifest.tree else replace(manifest, tree=tree, tensors=tensors)
+
+
+def plain_state(tree: Node, tensors: Sequence[TensorSpec]) -> tuple[Node, tuple[TensorSpec, ...]]:
+    """Return the tree of the state alone, and its tensors.
+
+    Raises:
+        MalformedError: The root or a tensor in tiles is malformed.
+    """
+    made = list(tensors)
+    return _without_tiles(state_of(tree), made), tuple(made)
 
 
 def _without_tiles(node: Node, tensors: list[TensorSpec]) -> Node:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckstore.display import repr_of_summary
 from ckstore.format.manifest import Manifest
+from ckstore.format.many_ranks import World, plain_manifest, world_of
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import TensorNode, format_path, leaves_of
 from ckstore.results import Info
@@ -90,7 +91,8 @@ class LossRow:
 class Contents:
     """The contents of a checkpoint.
 
-    ``base_nbytes`` are the bytes of frames that are needed only as bases.
+    ``base_nbytes`` are the bytes of frames that are needed only as bases. ``world`` says which ranks saved it; None: a
+    single process.
     """
 
     info: Info
@@ -99,16 +101,18 @@ class Contents:
     packs: tuple[PackRow, ...]
     base_nbytes: int
     losses: tuple[LossRow, ...] = ()
+    world: World | None = None
 
     __repr__ = repr_of_summary
 
 
 def contents_of(manifest: Manifest, info: Info) -> Contents:
     """Return the contents of a checkpoint."""
+    world, manifest = world_of(manifest.tree), plain_manifest(manifest)
     own = {chunk.chunk_id for chunk in manifest.chunks}
     base_nbytes = sum(frame.frame_nbytes for frame in manifest.frames if frame.chunk_id not in own)
     tensors, groups, packs = _tensor_rows(manifest), _group_rows(manifest), _pack_rows(manifest)
-    return Contents(info, tensors, groups, packs, base_nbytes, _loss_rows(manifest))
+    return Contents(info, tensors, groups, packs, base_nbytes, _loss_rows(manifest), world)
 
 
 def _loss_rows(manifest: Manifest) -> tuple[LossRow, ...]:

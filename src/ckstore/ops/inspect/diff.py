@@ -19,11 +19,14 @@ from ckstore.display import repr_of_summary
 from ckstore.errors import NotFoundError
 from ckstore.format.logical import itemsize_of
 from ckstore.format.manifest import Manifest
+from ckstore.format.many_ranks import plain_manifest
 from ckstore.format.tensors import TensorSpec, byte_strides_of, count_of, extent_of
+from ckstore.format.tiles import Box, views_of
 from ckstore.format.tree import Node, Selection, TensorNode, ValueNode, format_path, leaves_of
 from ckstore.ops.stored_checkpoint import StoredState, stored_state
 from ckstore.quant.error_stats import Distance, distance_of, floats_of
 from ckstore.results import Info
+from ckstore.state.tensors import HostStorage
 from ckstore.state.values import decode_plain
 from ckstore.store.repository import Repository
 
@@ -138,14 +141,15 @@ def diff_of(
         NotFoundError: Nothing matches ``only``.
         CorruptError: Part of them is damaged.
     """
-    selection = None if only is None else Selection(only, *(manifest.tree for manifest in manifests))
-    chosen = [_leaves(manifest, selection) for manifest in manifests]
+    plain = plain_manifest(manifests[0]), plain_manifest(manifests[1])
+    selection = None if only is None else Selection(only, *(manifest.tree for manifest in plain))
+    chosen = [_leaves(manifest, selection) for manifest in plain]
     if only is not None and not any(chosen):
         raise NotFoundError(
             "no leaf of either checkpoint matches", where=repr(only), todo="list paths with `ckstore show`"
         )
     pairs = {path: (chosen[0].get(path), chosen[1].get(path)) for path in (*chosen[0], *chosen[1])}
-    with stored_state(repository, manifests[0]) as one, stored_state(repository, manifests[1]) as other:
+    with stored_state(repository, plain[0]) as one, stored_state(repository, plain[1]) as other:
         comparison = _Comparison(one, other)
         total = sum(comparison.nbytes(pair) for pair in pairs.values())
         tensors: list[TensorDiff] = []
@@ -231,7 +235,7 @@ class _Comparison:
 
     def _is_same(self, first: TensorSpec, second: TensorSpec) -> bool:
         """Return whether both have the same chunk ids."""
-        if (first.strides, first.offset) != (second.strides, second.offset):
+        if (first.strides, first.offset, first.cuts) != (second.strides, second.offset, second.cuts):
             return False
         pieces = [
             [
@@ -258,6 +262,9 @@ class _Comparison:
         strides = byte_strides_of(spec.library, spec.strides, itemsize)
         if 0 in spec.shape:
             return
+        if spec.cuts:
+            yield from self._values_in_tiles(storage, spec, itemsize)
+            return
         if _is_contiguous(spec.shape, strides, itemsize):
             end = spec.offset + count_of(spec.shape) * itemsize
             step = max(1, PIECE_NBYTES // itemsize) * itemsize
@@ -270,10 +277,25 @@ class _Comparison:
         plain = storage.read(spec.offset + low, spec.offset + high)
         self.bytes_read += len(plain)
         raw = np.ndarray(spec.shape, f"V{itemsize}", plain, -low, strides)
-        flat = np.ascontiguousarray(raw).reshape(-1)
-        count = max(1, PIECE_NBYTES // itemsize)
-        for begin in range(0, len(flat), count):
-            yield _elements(memoryview(flat[begin : begin + count].tobytes()), spec, itemsize)
+        yield from _pieces_of(raw, spec, itemsize)
+
+    def _values_in_tiles(self, storage: HostStorage, spec: TensorSpec, itemsize: int) -> Iterator[NDArray[Any]]:
+        """Yield the elements of a tensor in tiles, which is read whole."""
+        plain = storage.read(spec.offset, spec.offset + count_of(spec.shape) * itemsize)
+        self.bytes_read += len(plain)
+        whole = np.empty(spec.shape, f"V{itemsize}")
+        for view in views_of(spec.shape, itemsize, spec.cuts, Box((0,) * len(spec.shape), spec.shape)):
+            steps = tuple(step * itemsize for step in view.strides)
+            block = tuple(slice(begin, begin + count) for begin, count in zip(*view.box, strict=True))
+            whole[block] = np.ndarray(view.box.sizes, whole.dtype, plain, view.offset, steps)
+        yield from _pieces_of(whole, spec, itemsize)
+
+
+def _pieces_of(raw: NDArray[np.void], spec: TensorSpec, itemsize: int) -> Iterator[NDArray[Any]]:
+    flat = np.ascontiguousarray(raw).reshape(-1)
+    count = max(1, PIECE_NBYTES // itemsize)
+    for begin in range(0, len(flat), count):
+        yield _elements(memoryview(flat[begin : begin + count].tobytes()), spec, itemsize)
 
 
 def _itemsize(spec: TensorSpec, storage_nbytes: int) -> int:

@@ -35,6 +35,7 @@ from ckstore.hashing import new_token
 from ckstore.io.syscalls import medium_errors
 from ckstore.ops.interop.safetensors import NUMPY_DTYPES, SAME_TENSORS, TORCH_DTYPES, encode_header
 from ckstore.ops.interop.weights import check_name, without_prefix
+from ckstore.state.markers import PerRankValues
 from ckstore.state.named_types import StandIn
 from ckstore.state.standard_types import convert_standard
 
@@ -133,7 +134,7 @@ def sync_folder(folder: Path) -> None:
 _CHOOSE = "choose other leaves with --only"
 SUFFIXES = (".pt", ".pth", ".ckpt", ".npz")
 
-_REPLACED: dict[type, type[Any]] = {defaultdict: dict, frozenset: set, deque: list}
+_REPLACED: dict[type, type[Any]] = {defaultdict: dict, PerRankValues: dict, frozenset: set, deque: list}
 """Types that torch.load(weights_only=True) refuses, and types with the same content that it reads."""
 
 

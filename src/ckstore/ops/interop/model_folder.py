@@ -25,6 +25,7 @@ from typing import Any
 from ckstore.config import Policy
 from ckstore.errors import UsageError
 from ckstore.format.manifest import Manifest
+from ckstore.format.many_ranks import plain_manifest
 from ckstore.format.tree import DictNode, TensorNode, items_of, tensors_of
 from ckstore.hashing import new_token
 from ckstore.ops.interop.adapters import ADAPTER_CONFIG, ADAPTER_STEM, adapters_of, has_adapters_part, is_adapter
@@ -103,7 +104,7 @@ def export_model_folder(
         CapacityError: The disk is full. The folder is unchanged.
         CkstoreError: As for ``Store.restore``.
     """
-    return _Export(repository, policy, manifest, info, request).run()
+    return _Export(repository, policy, plain_manifest(manifest), info, request).run()
 
 
 @dataclass(slots=True)

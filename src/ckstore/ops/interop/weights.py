@@ -75,7 +75,7 @@ def select_weights(
     """Return the weights to export, in the order of the state, and path -> reason for selected leaves without weights.
 
     Args:
-        manifest: The checkpoint.
+        manifest: The checkpoint; see ``plain_manifest``.
         only: Globs over dotted paths. None: the part ``model``, or the whole state if it is one flat dict of tensors;
             with ``has_adapters``, the parts ``adapters`` and ``model``.
         strip_prefix: Removed from every path. None: the key of the part ``model``.
@@ -207,7 +207,7 @@ def _weight(manifest: Manifest, index: int, name: str) -> Weight:
     nbytes = count_of(spec.shape) * itemsize
     # safetensors counts four-bit elements, torch counts pairs of them.
     shape = (*spec.shape[:-1], 2 * spec.shape[-1]) if dtype == "F4" else spec.shape
-    identity: tuple[object, ...] = (spec.library, dtype, spec.shape, spec.strides, spec.storage, spec.offset)
+    identity: tuple[object, ...] = (spec.library, dtype, spec.shape, spec.strides, spec.storage, spec.offset, spec.cuts)
     return Weight(name, index, identity if nbytes else (name,), dtype, shape, itemsize, nbytes, nbytes)
 
 
