@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 from ckstore.commit.commit import CommitRequest, decisions_of, refresh_bases, write_unpublished
 from ckstore.commit.pipeline import WriteBlocks
-from ckstore.commit.unpublished import Unpublished, packs_removed_on_failure, remove_packs
+from ckstore.commit.unpublished import Unpublished, remove_packs
 from ckstore.concurrency import ThreadLimit, collector_paused
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
-from ckstore.errors import CkstoreError, ConflictError, MalformedError, UsageError
+from ckstore.errors import BackendError, CkstoreError, ConflictError, MalformedError, UsageError
 from ckstore.format.logical import EXACT_FIDELITY
 from ckstore.format.manifest import Manifest, build_manifest
 from ckstore.format.paths import ManifestName
@@ -41,6 +41,9 @@ from ckstore.store.chunk_index import locate
 from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
+
+MAY_BE_VISIBLE = "may_be_visible"
+"""Fact of an error: the manifest may be in the store, so packs must stay."""
 
 MoreRanges = tuple[tuple[int, int, int], ...]
 """What a rank must write beside its share: unit, offset and length of each range."""
@@ -256,6 +259,16 @@ class RankWork:
             _log.warning("packs of an unpublished checkpoint are left for `ckstore gc` to remove: %s", failure)
 
 
+def _may_be_visible(repository: Repository, seq: int, error: CkstoreError) -> bool:
+    """Return True unless the manifest of a failed commit is certainly not in place."""
+    if isinstance(error, BackendError) and error.facts.get("is_uncertain"):
+        return True
+    try:
+        return repository.manifests.is_visible(seq)
+    except (CkstoreError, OSError):
+        return True
+
+
 class Root:
     """Rank 0's work for the commits of all ranks, one after another.
 
@@ -342,12 +355,7 @@ class Root:
         """
         repository, merged = self._repository, self._merged
         assert merged is not None, "merge comes first"
-        seq: int | None = None
-
-        def is_visible() -> bool:
-            return seq is not None and repository.manifests.is_visible(seq)
-
-        with watch("publish"), packs_removed_on_failure(repository, (), is_visible):
+        with watch("publish"):
             repository.lease.check()
             seq = repository.manifests.claim(repository.seq_next())  # 8a
             repository.note_seq(seq)
@@ -364,7 +372,13 @@ class Root:
                 metrics=dict(request.metrics),
             )
             header, encoded = merged.encode(record, repository.store_id, limits=repository.limits)
-            name = repository.manifests.publish_encoded(ManifestName(repository.run, seq, request.step, 0), encoded)
+            name = ManifestName(repository.run, seq, request.step, 0)
+            try:
+                repository.manifests.publish_encoded(name, encoded)
+            except CkstoreError as error:
+                # Then no rank removes its packs.
+                error.facts[MAY_BE_VISIBLE] = _may_be_visible(repository, seq, error)
+                raise
         with watch("verify"):
             packs = merged.packs
             gone = repository.rescue_local_packs({pack.pack_id: pack.nbytes for pack in packs})  # 9
@@ -392,7 +406,12 @@ class Root:
             engine=repository.engine_name,
             warnings=merged.warnings,
         )
-        return encode_inner(receipt)
+        return encode_receipt(receipt)
+
+
+def encode_receipt(receipt: Receipt) -> bytes:
+    """Return a receipt as rank 0 sends it."""
+    return encode_inner(receipt)
 
 
 def decode_receipt(content: bytes) -> Receipt:

@@ -1,0 +1,275 @@
+"""One rank's commits: react to what the protocol asks for, until the commit has ended on all ranks.
+
+The same code runs in the trainer (``Store.commit``) and in the saver (``Store.commit_async``).
+
+Invariants:
+- Every rank that calls gets the same receipt, or an error that names the rank that caused it. No call waits without
+  limit: the connection finds ranks that are dead, stopped, or never join.
+- An error of this rank is told to the others before it is raised here.
+- Packs are removed only if the manifest is certainly not in the store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from ckstore.config import Policy, policy_row
+from ckstore.errors import CkstoreError, CorruptError, UnsupportedError
+from ckstore.format.error_records import record_of
+from ckstore.format.many_ranks import world_of
+from ckstore.ranks.link import Link
+from ckstore.ranks.messages import AllStaged, Begin, More, Wanted, Write
+from ckstore.ranks.protocol import Action, Finish, LookUp, Merge, Plan, Publish
+from ckstore.ranks.work import (
+    MAY_BE_VISIBLE,
+    RankRequest,
+    RankTools,
+    RankWork,
+    Root,
+    decode_more,
+    decode_receipt,
+    encode_receipt,
+)
+from ckstore.results import Receipt, Stopwatch
+from ckstore.store.repository import Repository
+
+_log = logging.getLogger("ckstore")
+
+LOOK_SECONDS = 0.5
+"""How often a waiting rank checks whether its own commit was given up."""
+
+_MANIFESTS_MAX = 8
+"""Manifests, newest first, that are searched for a commit whose outcome is not known."""
+
+
+class Progress(Protocol):
+    """What a commit tells its caller."""
+
+    def check(self) -> None:
+        """Raise if the caller has given up the commit."""
+        ...
+
+    def all_staged(self) -> None:
+        """All ranks are staged: the checkpoint is published even if all trainers die."""
+        ...
+
+
+class Untold:
+    """A caller that waits until the end."""
+
+    def check(self) -> None:
+        """Never raise."""
+
+    def all_staged(self) -> None:
+        """Tell nobody."""
+
+
+class RankCommits:
+    """The commits of one rank, one after another.
+
+    Args:
+        link: The connection to the other ranks.
+        tools: What this rank keeps from one commit for the next.
+        on_divergence: What to do if shards differ that must be equal: ``"warn"`` or ``"raise"``.
+    """
+
+    def __init__(self, link: Link, tools: RankTools, *, on_divergence: str = "warn") -> None:
+        self._link, self._tools = link, tools
+        self._root = Root(tools.repository, on_divergence=on_divergence) if link.rank == 0 else None
+
+    def commit(
+        self,
+        step: int,
+        policy: Policy,
+        make_request: Callable[[], RankRequest],
+        *,
+        wait_staged: Callable[[], None] | None = None,
+        progress: Progress | None = None,
+    ) -> Receipt:
+        """Commit this rank's state as its part of a checkpoint. Called by all ranks.
+
+        Args:
+            step: The trainer's step.
+            policy: How to store the state.
+            make_request: Captures the state. What it raises is raised on all ranks.
+            wait_staged: Returns when all bytes of the state are staged; None: they are in place.
+            progress: Is told about the commit.
+
+        Raises:
+            CkstoreError: The commit failed on one of the ranks; the message names it.
+        """
+        number = self._link.next_number()
+        commit = _RankCommit(self._link, self._tools, self._root, number, step)
+        try:
+            if self._root is not None:
+                self._take_run()
+            request = make_request()
+            commit.begin(request, _facts(self._tools.repository, policy), wait_staged)
+        except BaseException as error:
+            return commit.give_up(error)
+        return commit.run(progress or Untold())
+
+    def _take_run(self) -> None:
+        self._tools.repository.prepare_run()
+        self._tools.repository.lease.take()
+
+
+def _facts(repository: Repository, policy: Policy) -> dict[str, str]:
+    """Return what must be equal on all ranks."""
+    return {
+        "store": repository.store_id.hex(),
+        "run": repository.run,
+        "policy": repr(sorted(policy_row(policy).items())),
+    }
+
+
+class _RankCommit:
+    """One commit of this rank."""
+
+    def __init__(self, link: Link, tools: RankTools, root: Root | None, number: int, step: int) -> None:
+        self._link, self._tools, self._root = link, tools, root
+        self._number, self._step = number, step
+        self._watch = Stopwatch(tools.repository.clock)
+        self._work: RankWork | None = None
+        self._request: RankRequest | None = None
+        self._wait_staged: Callable[[], None] | None = None
+        self._may_be_visible = False
+
+    def begin(self, request: RankRequest, facts: dict[str, str], wait_staged: Callable[[], None] | None) -> None:
+        """Take part in the commit."""
+        self._request, self._wait_staged = request, wait_staged
+        work = self._work = RankWork(self._tools, request, self._link.attempt_id(self._number))
+        begin = Begin(self._number, self._step, wait_staged is not None, facts, work.digests)
+        self._link.send(lambda member: member.begin(begin))
+
+    def run(self, progress: Progress) -> Receipt:
+        """Do what the protocol asks for, until the commit has ended."""
+        while True:
+            action = self._link.wait(self._number, LOOK_SECONDS)
+            if isinstance(action, Finish):
+                return self._finish(action)
+            try:
+                progress.check()
+                if isinstance(action, AllStaged):
+                    progress.all_staged()
+                elif action is not None:
+                    self._do(action)
+            except BaseException as error:
+                return self.give_up(error)
+
+    def give_up(self, error: BaseException) -> Receipt:
+        """Tell all ranks that this one has failed. Raise the error, unless the checkpoint was published before.
+
+        Raises:
+            BaseException: ``error``.
+        """
+        number, step, record = self._number, self._step, record_of(error)
+        self._link.send(lambda member: member.abort(number, step, record))
+        while True:
+            action = self._link.wait(number, LOOK_SECONDS)
+            if isinstance(action, LookUp):
+                self._look_up()
+            elif isinstance(action, Publish | Merge | Plan) and self._root is not None:
+                self._link.lead(lambda coordinator: coordinator.failed(number, record))
+            elif isinstance(action, Finish):
+                break
+        if action.receipt is not None and isinstance(error, Exception):
+            return self._finish(action)
+        if self._work is not None:
+            self._work.fail(is_unpublished=action.receipt is None and not self._may_be_visible)
+        raise error
+
+    def _do(self, action: Action) -> None:
+        assert self._work is not None, "begin comes first"
+        number, work = self._number, self._work
+        if isinstance(action, Wanted):
+            contents = {digest: work.content(digest) for digest in action.digests}
+            self._link.send(lambda member: member.contents(number, contents))
+        elif isinstance(action, Write):
+            assert action.spans is not None, "the member remembers the spans"
+            self._send_part(work.write(action.spans))
+        elif isinstance(action, More):
+            self._send_part(work.write_more(decode_more(action.content)))
+        elif isinstance(action, LookUp):
+            self._look_up()
+        else:
+            self._lead(action)
+
+    def _send_part(self, part: bytes) -> None:
+        number = self._number
+        if self._wait_staged is not None:
+            # Hashing and coding have read everything, but only the slot says that nothing changes it any more.
+            self._wait_staged()
+        self._link.send(lambda member: member.part(number, part))
+
+    def _lead(self, action: Action) -> None:
+        """Rank 0: do the work for all ranks. What it raises fails the commit on all of them."""
+        number, root = self._number, self._root
+        assert root is not None, "only rank 0 leads"
+        assert self._request is not None
+        assert self._work is not None
+        try:
+            if isinstance(action, Plan):
+                spans = root.plan(action.digests, action.contents)
+                self._link.lead(lambda coordinator: coordinator.planned(number, spans))
+            elif isinstance(action, Merge):
+                more = root.merge([action.parts[rank] for rank in sorted(action.parts)])
+                if more:
+                    self._link.lead(lambda coordinator: coordinator.more(number, more))
+                else:
+                    self._link.lead(lambda coordinator: coordinator.merged(number))
+            elif isinstance(action, Publish):
+                receipt = root.publish(self._request, self._work.watch)
+                self._link.lead(lambda coordinator: coordinator.published(number, receipt))
+        except BaseException as error:
+            record = record_of(error)
+            self._link.lead(lambda coordinator: coordinator.failed(number, record))
+            if not isinstance(error, Exception):
+                raise
+
+    def _look_up(self) -> None:
+        number = self._number
+        receipt = None
+        try:
+            receipt = find_attempt(self._tools.repository, self._link.attempt_id(number))
+        except CkstoreError as error:
+            _log.warning("could not look for the checkpoint of step %d: %s", self._step, error)
+        if receipt is None:
+            # Rank 0 may only be slow. So this rank keeps its packs; gc removes them if nothing names them.
+            self._may_be_visible = True
+            self._link.send(lambda member: member.not_found(number))
+        else:
+            encoded = receipt
+            self._link.send(lambda member: member.found(number, encoded))
+
+    def _finish(self, finish: Finish) -> Receipt:
+        work = self._work
+        if finish.receipt is not None:
+            receipt = decode_receipt(finish.receipt)
+            if work is not None:
+                work.finish(receipt)
+            return receipt
+        assert finish.error is not None, "a commit ends with a receipt or an error"
+        error = self._link.error_of(finish.rank, finish.error)
+        may_be_visible = self._may_be_visible or bool(getattr(error, "facts", {}).get(MAY_BE_VISIBLE))
+        if work is not None:
+            work.fail(is_unpublished=not may_be_visible)
+        raise error
+
+
+def find_attempt(repository: Repository, attempt: bytes) -> bytes | None:
+    """Return the encoded receipt of a commit if its checkpoint is in the store; None: it is not there now."""
+    names = repository.manifests.listing().names[-_MANIFESTS_MAX:]
+    for name in reversed(names):
+        try:
+            manifest = repository.manifests.load(name)
+        except (FileNotFoundError, CorruptError, UnsupportedError):
+            continue
+        world = world_of(manifest.tree)
+        if world is not None and world.attempt == attempt:
+            watch, engine = Stopwatch(repository.clock), repository.engine_name
+            found = Receipt.of(manifest, watch, engine=engine, warnings=(), chunks_delta=0, chunks_derived=0)
+            return encode_receipt(found)
+    return None
