@@ -63,11 +63,10 @@ class PlayedJob:
         ]
         contents = {digest: work.content(digest) for work in works for digest in work.digests}
         spans = self.root.plan([work.digests for work in works], contents)
-        parts = [work.write(each) for work, each in zip(works, spans, strict=True)]
+        parts = {rank: work.write(each) for rank, (work, each) in enumerate(zip(works, spans, strict=True))}
         while more := self.root.merge(parts):
-            for rank, content in more.items():
-                self.asked_for_more += 1
-                parts[rank] = works[rank].write_more(decode_more(content))
+            self.asked_for_more += len(more)
+            parts = {rank: works[rank].write_more(decode_more(content)) for rank, content in more.items()}
         receipt = decode_receipt(self.root.publish(requests[0], works[0].watch))
         for work in works:
             work.finish(receipt)

@@ -215,7 +215,7 @@ class _RankCommit:
                 spans = root.plan(action.digests, action.contents)
                 self._link.lead(lambda coordinator: coordinator.planned(number, spans))
             elif isinstance(action, Merge):
-                more = root.merge([action.parts[rank] for rank in sorted(action.parts)])
+                more = root.merge(action.parts)
                 if more:
                     self._link.lead(lambda coordinator: coordinator.more(number, more))
                 else:

@@ -29,7 +29,7 @@ from ckstore.format.manifest import Manifest, build_manifest
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import LogicalRecord, decode_inner, encode_inner
 from ckstore.format.tree import ListNode, Path
-from ckstore.hashing import PackId
+from ckstore.hashing import digest_of
 from ckstore.ranks.arrays import Held, RankState
 from ckstore.ranks.merge import Merged, Merger
 from ckstore.ranks.part import Part, Skeleton, make_part
@@ -112,6 +112,8 @@ class RankWork:
         self._tools, self._request, self._attempt = tools, request, attempt
         self._watch = Stopwatch(tools.repository.clock)
         self._skeleton = Skeleton.of(request.state)
+        # Without the number of the rank, so that ranks with equal states send equal bytes.
+        self._encoded_skeleton = self._skeleton.encode()
         self._holdings = request.state.captured.structure.once("holdings", lambda: Holdings.of(request.state))
         self._written: list[Unpublished] = []
         self._share: Share | None = None
@@ -124,14 +126,12 @@ class RankWork:
 
     @property
     def digests(self) -> tuple[bytes, bytes]:
-        """The digests of skeleton and holdings."""
-        return self._skeleton.digest, self._holdings.digest
+        """The digests of the encoded skeleton and holdings."""
+        return digest_of(self._encoded_skeleton), self._holdings.digest
 
     def content(self, digest: bytes) -> bytes:
         """Return what one of the digests stands for."""
-        return (
-            self._holdings.encoded if digest == self._holdings.digest else self._skeleton.encode(rank=self._tools.rank)
-        )
+        return self._holdings.encoded if digest == self._holdings.digest else self._encoded_skeleton
 
     def write(self, spans: bytes) -> bytes:
         """Write this rank's share. Its packs are durable when this returns its part.
@@ -287,7 +287,7 @@ class Root:
         self._differing: set[Path] = set()
         self._comparison: Comparison | None = None
         self._merged: Merged | None = None
-        self._packs: dict[PackId, int] = {}
+        self._parts: dict[int, Part] = {}
 
     def plan(self, digests: Sequence[Sequence[bytes]], contents: Mapping[bytes, bytes]) -> list[bytes]:
         """Return for each rank which bytes it writes, of those that others hold, too.
@@ -297,6 +297,7 @@ class Root:
             contents: What the digests stand for that are new.
         """
         self._comparison = self._merged = None
+        self._parts = {}
         for rank, (skeleton, holdings) in enumerate(digests):
             where = f"rank {rank}"
             if skeleton in contents and skeleton not in self._skeletons:
@@ -317,16 +318,21 @@ class Root:
             self._planned = key, spans_by_rank(plan)
         return self._planned[1]
 
-    def merge(self, parts: Sequence[bytes]) -> Mapping[int, bytes]:
+    def merge(self, parts: Mapping[int, bytes]) -> Mapping[int, bytes]:
         """Merge the parts of all ranks. Return what ranks must write before that can succeed; empty: it did.
+
+        Args:
+            parts: The new parts by rank: at first those of all ranks, later those of ranks that wrote more.
 
         Raises:
             MalformedError: A part is damaged, or contradicts itself.
             UsageError: The ranks do not hold the whole state, or replicas differ and ``on_divergence`` is ``"raise"``.
         """
-        decoded = [Part.decode(part, where=f"rank {rank}") for rank, part in enumerate(parts)]
+        self._parts |= {rank: Part.decode(part, where=f"rank {rank}") for rank, part in parts.items()}
+        decoded = [self._parts[rank] for rank in sorted(self._parts)]
         with collector_paused():
-            union = self._merger.unite(decoded, self._skeletons)
+            skeletons = {skeleton.digest: skeleton for skeleton in self._skeletons.values()}
+            union = self._merger.unite(decoded, skeletons)
             if self._comparison is None:
                 self._comparison = compare(union, decoded)
                 self._note_differences(self._comparison)

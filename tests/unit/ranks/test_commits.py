@@ -1,0 +1,90 @@
+"""Ranks commit together over real connections, and all of them get one answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.thread_ranks import ThreadJob
+
+import ckstore
+from ckstore.errors import CkstoreError, RankError, UsageError
+from ckstore.results import Receipt
+
+
+@pytest.fixture
+def path(tmp_path):
+    ckstore.open(tmp_path / "store").close()
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def job(path):
+    job = ThreadJob(path, 4)
+    yield job
+    job.close()
+
+
+def states(world=4):
+    weights = torch.arange(300_000, dtype=torch.float32)
+    return [{"w": weights, "rng": torch.full((10,), rank), "step": 5} for rank in range(world)]
+
+
+def test_all_ranks_get_the_same_receipt_of_one_checkpoint(job, path):
+    found = job.commit(states(), step=5)
+    assert all(isinstance(each, Receipt) for each in found), found
+    assert len({(each.seq, each.checkpoint_id) for each in found}) == 1
+    again = job.commit(states(), step=6)
+    assert len({each.seq for each in again}) == 1
+    store = ckstore.open(path)
+    assert store.steps() == [5, 6]
+    assert {rank: int(value[0]) for rank, value in store.restore(6)["rng"].items()} == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_different_steps_are_refused_on_all_ranks_and_named(job, path):
+    found = job.each(lambda rank: rank.commit(states()[rank.link.rank], 7 if rank.link.rank == 2 else 5))
+    assert all(isinstance(each, CkstoreError) for each in found), found
+    assert all("5" in str(each) and "7" in str(each) for each in found)
+    assert ckstore.open(path).steps() == []
+
+
+def test_a_state_that_cannot_be_stored_on_one_rank_fails_all_and_names_it(job, path):
+    bad = states()
+    bad[3]["w"] = object()
+    found = job.commit(bad, step=5)
+    assert all(isinstance(each, CkstoreError) for each in found), found
+    assert all("rank 3" in str(each) for each in found[:3]), [str(each) for each in found]
+    assert all(isinstance(each, Receipt) for each in job.commit(states(), step=6))
+    assert ckstore.open(path).steps() == [6]
+
+
+def test_a_rank_that_does_not_commit_is_named(job, path):
+    found = job.each(lambda rank: None if rank.link.rank == 1 else rank.commit(states()[rank.link.rank], 5))
+    errors = [each for rank, each in enumerate(found) if rank != 1]
+    assert all(isinstance(each, RankError) and "rank 1" in str(each) for each in errors), found
+    assert ckstore.open(path).steps() == []
+
+
+def test_packs_of_a_failed_commit_are_removed(job, path):
+    job.commit([*states()[:3], {"w": object()}], step=5)
+    assert not list((path / "packs").rglob("*.pack"))
+
+
+def test_ranks_agree_on_a_value(job):
+    found = job.each(lambda rank: rank.link.agree("latest", bytes([rank.link.rank]), max))
+    assert found == [b"\x03"] * 4
+
+
+def test_shards_that_differ_can_be_refused(path):
+    job = ThreadJob(path, 2, on_divergence="raise")
+    # Plain tensors that differ are kept for each rank; only declared replicas and shards are refused.
+    found = job.commit([{"x": torch.zeros(4)}, {"x": torch.ones(4)}], step=1)
+    assert all(isinstance(each, Receipt) for each in found), found
+    job.close()
+
+
+def test_different_runs_are_refused(path):
+    job = ThreadJob(path, 2)
+    job.ranks[1].tools.repository.run = "other"
+    found = job.commit(states(2), step=1)
+    assert all(isinstance(each, UsageError) and "other" in str(each) for each in found), found
+    job.close()
