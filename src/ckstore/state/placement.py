@@ -116,7 +116,9 @@ def _with_shards(tree: Node, storages: Sequence[StorageSpec], builder: _Builder,
     needed = [number for number in tensors_of(tree) if number in match.targets or number in match.created]
     used = [*needed, *split.views]
     if split.views:
-        builder.tensors, storages = narrow(split.tensors, storages, used, is_exact=True)
+        parted = {split.tensors[number].storage for number in split.views}
+        chosen = [number for number in used if split.tensors[number].storage in parted]
+        builder.tensors, storages = narrow(split.tensors, storages, chosen, is_exact=True)
     return RestoreTargets(tree, storages, builder, match, used)
 
 

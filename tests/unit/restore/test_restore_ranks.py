@@ -19,6 +19,7 @@ from ckstore.errors import UsageError  # noqa: E402
 from ckstore.io.memory import MemoryBackend  # noqa: E402
 from ckstore.ranks.capture import RankCapture  # noqa: E402
 from ckstore.restore import restore as restore_module  # noqa: E402
+from ckstore.state import shard_targets  # noqa: E402
 from ckstore.state.markers import PerRank, PerRankValues  # noqa: E402
 from ckstore.state.placement import RestoreTargets  # noqa: E402
 from ckstore.state.train_state import TrainState  # noqa: E402
@@ -76,10 +77,12 @@ def is_same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@given(saved=LAYOUTS, wanted=LAYOUTS)
-def test_any_layout_restores_into_any_other_bit_for_bit(saved, wanted):
+@given(saved=LAYOUTS, wanted=LAYOUTS, bounds=st.sampled_from([(1 << 30, 1 << 30), (40, 1 << 30), (40, 8), (0, 0)]))
+def test_any_layout_restores_into_any_other_bit_for_bit(saved, wanted, bounds):
     full = full_state()
-    with ckstore.open(MemoryBackend()) as store:
+    with ckstore.open(MemoryBackend()) as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_targets, "WINDOW_NBYTES_MAX", bounds[0])
+        patch.setattr(shard_targets, "GAP_NBYTES_MAX", bounds[1])
         commit_ranks(store, capture_all(full, *saved))
         lengths, text = wanted
         world = math.prod(lengths)
@@ -138,6 +141,32 @@ def test_a_rank_of_another_world_reads_hardly_more_than_its_shards(world, tmp_pa
     assert read / needed <= 1.10
 
 
+@pytest.mark.parametrize(("saved", "wanted"), [("S0", "S1"), ("S1", "S0"), ("S1", "S1")])
+def test_parts_of_rows_are_read_in_short_windows_without_the_gaps_between(saved, wanted, tmp_path, monkeypatch):
+    # Rows of 2 MiB, of which a rank needs a quarter, and 64 of them in all: no window may have more than 4 MiB.
+    monkeypatch.setattr(shard_targets, "WINDOW_NBYTES_MAX", 4 << 20)
+    monkeypatch.setattr(shard_targets, "GAP_NBYTES_MAX", 128 << 10)
+    full = {"w": torch.randint(0, 1 << 62, (16, 1 << 18))}
+    plans, longest = [], []
+    plan = restore_module.plan_restore
+
+    def watched(manifest, storages, **how):
+        longest.append(max(manifest.storages[each].nbytes for each in storages))
+        plans.append(plan(manifest, storages, **how))
+        return plans[-1]
+
+    monkeypatch.setattr(restore_module, "plan_restore", watched)
+    with open_small(tmp_path / "store", 64 << 10) as store:
+        commit_ranks(store, capture_all(full, (4,), saved))
+        with rank_of(1, 3):
+            into = {"model": placed(full, mesh_of(3), wanted, fill=False)}
+            restore_as(store, 1, 3, into)
+            check_shards(into["model"], full)
+    read = sum(group.nbytes for each in plans for group in each.groups)
+    assert read / into["model"]["w"]._local_tensor.nbytes <= 1.25
+    assert max(longest) <= (12 << 20)
+
+
 def net():
     return torch.nn.Sequential(torch.nn.Linear(10, 23), torch.nn.LayerNorm(23), torch.nn.Linear(23, 7))
 
@@ -182,6 +211,22 @@ def test_fsdp_modules_and_new_optimizers_get_their_shards(store, is_named):
         place = its.state[next(mine.parameters())]["exp_avg"]._local_tensor.data_ptr()
         restore_as(store, 1, 3, into)
         assert its.state[next(mine.parameters())]["exp_avg"]._local_tensor.data_ptr() == place
+
+
+def test_an_optimizer_with_hooks_is_given_shards(store):
+    model, optimizer = trained()
+    store.commit({"optimizer": optimizer}, 1)
+    with rank_of(1, 2):
+        mine, its = fsdp_of(mesh_of(2))
+        seen = []
+        its.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append(state["state"][0]["exp_avg"]))
+        for _ in range(2):
+            restore_as(store, 1, 2, {"optimizer": its})
+            for ours, theirs in zip(mine.parameters(), model.parameters(), strict=True):
+                moment = its.state[ours]["exp_avg"]
+                want = local_of(optimizer.state[theirs]["exp_avg"], ours.device_mesh, ours.placements)
+                assert torch.equal(moment._local_tensor, want)
+        assert [type(each) for each in seen] == [DTensor, DTensor]
 
 
 class Wrapper:
