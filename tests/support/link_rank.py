@@ -1,8 +1,12 @@
 """A rank that commits through a link, as a process of its own: the protocol is real, the checkpoint is an empty file.
 
-``python link_rank.py RANK WORLD PORT TOKEN FOLDER TIMING COMMITS PAUSES`` runs it. TIMING and PAUSES are JSON: the
-fields of ``Timing``, and the phases at which this rank prints ``at PHASE`` and waits for a line. It prints one JSON
-line for the outcome of each commit. Rank 0 listens on the inherited descriptor PORT.
+``python link_rank.py RANK WORLD PORT TOKEN FOLDER OPTIONS`` runs it. Rank 0 listens on the inherited descriptor
+PORT. It prints one JSON line for the outcome of each commit, and ``closed`` at the end. OPTIONS is JSON:
+
+- timing: the fields of ``Timing``.
+- commits: how many.
+- meets: whether the ranks wait for each other before the first.
+- pauses: phases at which this rank prints ``at PHASE`` and waits for a line.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from ckstore.format.error_records import record_of
+from ckstore.errors import CkstoreError
 from ckstore.hashing import digest_of
 from ckstore.ranks.io_loop import Job, Timing
 from ckstore.ranks.link import Link
@@ -77,8 +81,9 @@ def on_action(link, action, content, path, pause):
         assert isinstance(action, AllStaged)
 
 
-def main(rank, world, port, token, folder, timing, commits, pauses):
+def main(rank, world, port, token, folder, options):
     """Run the commits."""
+    pauses = options["pauses"]
 
     def pause(phase):
         if phase in pauses:
@@ -86,32 +91,25 @@ def main(rank, world, port, token, folder, timing, commits, pauses):
             print(f"at {phase}", flush=True)
             sys.stdin.readline()
 
+    pause("connect")
     listener = socket.socket(fileno=port) if rank == 0 else None
     addresses = [("127.0.0.1", port)]
     try:
-        link = Link(Job(rank, world, token), Timing(**timing), listener=listener, addresses=addresses)
-    except Exception as error:
-        print(json.dumps({"rank": rank, "refused": record_of(error)}), flush=True)
+        link = Link(Job(rank, world, token), Timing(**options["timing"]), listener=listener, addresses=addresses)
+        if options["meets"]:
+            link.agree("start", b"", lambda _: b"")
+    except CkstoreError as error:
+        print(json.dumps({"is_done": False, "cause": error.facts.get("rank"), "what": error.what}), flush=True)
         return
-    for index in range(commits):
+    for index in range(options["commits"]):
         finish = commit(link, 100 + index, folder, pause=pause)
         what = None if finish.error is None else finish.error.what
-        outcome = {"rank": rank, "is_done": finish.receipt is not None, "cause": finish.rank, "what": what}
-        print(json.dumps(outcome), flush=True)
-    print("finished", flush=True)
-    sys.stdin.readline()
+        print(json.dumps({"is_done": finish.receipt is not None, "cause": finish.rank, "what": what}), flush=True)
+    pause("close")
     link.close()
+    print("closed", flush=True)
 
 
 if __name__ == "__main__":
-    own, of, place, secret, store, times, count, phases = sys.argv[1:]
-    main(
-        int(own),
-        int(of),
-        int(place),
-        bytes.fromhex(secret),
-        Path(store),
-        json.loads(times),
-        int(count),
-        json.loads(phases),
-    )
+    own, of, place, secret, store, chosen = sys.argv[1:]
+    main(int(own), int(of), int(place), bytes.fromhex(secret), Path(store), json.loads(chosen))

@@ -299,7 +299,7 @@ class IoLoop:
 
     def _take(self, rank: int, message: Message, now: float) -> None:
         if isinstance(message, Bye):
-            self._do(self._lost(rank, "has closed its store"))
+            self._do(self._lost(rank, "has closed its store" + (f", after {message.why}" if message.why else "")))
         elif self._job.rank == 0:
             self._do(self._coordinator.received(rank, message, now))
         else:
@@ -433,7 +433,7 @@ class IoLoop:
         self._run_commands()
         deadline = SYSTEM_CLOCK.monotonic() + self._timing.close_seconds
         for rank, peer in self._peers.items():
-            peer.queue(Bye())
+            peer.queue(Bye(self._coordinator.first_loss))
             self._unsent.add(rank)
         is_open = set(self._peers)
         while self._peers and (now := SYSTEM_CLOCK.monotonic()) < deadline:

@@ -139,7 +139,9 @@ class Beat(NamedTuple):
 
 
 class Bye(NamedTuple):
-    """Both: this side closes the connection in an orderly way."""
+    """Both: this side closes the connection in an orderly way. ``why`` names the rank that rank 0 lost first."""
+
+    why: ShortText = ""
 
 
 class Welcome(NamedTuple):

@@ -28,7 +28,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ckstore.errors import counted
-from ckstore.format.error_records import ErrorRecord, Fact
+from ckstore.format.error_records import ErrorRecord, Fact, cut_text
 from ckstore.hashing import digest_of
 from ckstore.ranks.messages import (
     Abort,
@@ -61,6 +61,7 @@ _NAMED_MAX = 8
 """Ranks that a message names."""
 
 _ATTEMPT_NBYTES = 16
+_WHY_NBYTES_MAX = 1000
 
 
 def attempt_id(token: bytes, number: int) -> bytes:
@@ -261,6 +262,12 @@ class Coordinator:
         opened = [commit.opened for commit in self._live.values() if len(commit.begun) < self._world]
         opened += [question.opened for question in self._questions.values() if len(question.values) < self._world]
         return min(opened) + self._join_seconds if opened else None
+
+    @property
+    def first_loss(self) -> str:
+        """The rank that was lost first, and how. Empty: none was."""
+        rank = next(iter(self._lost), None)
+        return "" if rank is None else cut_text(f"rank {rank} {self._lost[rank]}", _WHY_NBYTES_MAX)
 
     # Events from rank 0's caller
 
@@ -721,7 +728,8 @@ class Member:
         del self._live[number]
         if share.error is not None:
             return [Finish(number, None, self._rank, _of_rank(share.error, self._rank))]
-        what = f"rank 0 {self._lost} before it acknowledged the commit of step {share.step}, which is not in the store"
+        what = f"rank 0 {self._lost} before it acknowledged the commit of step {share.step}"
+        what += ", which was not in the store then" if share.duty is Duty.LOOKING else ""
         return [Finish(number, None, 0, _record(what, _START_AGAIN, rank=0))]
 
     def _unanswered(self, topic: str) -> list[Action]:

@@ -1,0 +1,182 @@
+"""Protects the connection between ranks, with real processes: whatever happens to one, the others get an answer.
+
+Short heartbeats make the quick tests take seconds. One test uses the real times.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import ckstore
+from ckstore.ranks.io_loop import Timing
+from ckstore.ranks.link import listen
+from support import link_rank
+
+WORLD = 4
+TOKEN = secrets.token_bytes(16)
+QUICK = {
+    "join_seconds": 8.0,
+    "beat_seconds": 0.3,
+    "silent_seconds": 1.5,
+    "handshake_seconds": 1.5,
+    "close_seconds": 1.0,
+}
+SECONDS_MAX = 6.0
+"""Quick answers take silent_seconds, and the time of a loaded machine."""
+
+
+class Rank:
+    """One process, whose lines are read by a thread."""
+
+    def __init__(self, rank, place, folder, *, world=WORLD, token=TOKEN, **options):
+        arguments = [rank, world, place, token.hex(), folder, json.dumps(options)]
+        sources = (Path(ckstore.__file__).parents[1], Path(link_rank.__file__).parents[1])
+        self.rank = rank
+        self.process = subprocess.Popen(
+            [sys.executable, link_rank.__file__, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[place] if rank == 0 else [],
+            env={"PYTHONPATH": ":".join(map(str, sources))},
+        )
+        self._lines = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self._lines.put(line.strip())
+
+    def line(self, seconds=30):
+        return self._lines.get(timeout=seconds)
+
+    def go(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def outcome(self, deadline):
+        return json.loads(self.line(max(0.01, deadline - time.monotonic())))
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Return what starts the processes of a job. They are killed at the end."""
+    started = []
+
+    def start(*, pauses=None, timing=QUICK, commits=1, absent=()):
+        with listen("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+            for rank in range(WORLD):
+                if rank not in absent:
+                    place = listener.fileno() if rank == 0 else port
+                    options = {"timing": timing, "commits": commits, "meets": not absent}
+                    started.append(Rank(rank, place, tmp_path, pauses=(pauses or {}).get(rank, []), **options))
+        return started
+
+    yield start
+    for rank in started:
+        rank.end()
+
+
+def hit(job, tmp_path, role, phase, number, *, timing=QUICK, seconds_max=SECONDS_MAX):
+    """Stop or kill one rank at a phase, and check that the others get the same answer in time. Return all ranks."""
+    # A part has arrived when rank 0 merges.
+    paused = 0 if (role, phase) == (2, "wait") else role
+    pauses = {rank: ["close"] for rank in range(WORLD)}
+    pauses[paused] = ["merge" if phase == "wait" else phase, "close"]
+    ranks = job(pauses=pauses, timing=timing)
+    assert ranks[paused].line() == f"at {pauses[paused][0]}"
+    ranks[role].process.send_signal(number)
+    deadline = time.monotonic() + seconds_max
+    if paused != role:
+        ranks[paused].go()
+    found = [rank.outcome(deadline) for rank in ranks if rank.rank != role]
+    is_published = (tmp_path / "1").exists()
+    assert is_published == (phase in ("wait", "published"))
+    assert {outcome["is_done"] for outcome in found} == {is_published}
+    if not is_published:
+        assert {outcome["cause"] for outcome in found} == {role}
+        assert all(outcome["what"].startswith(f"rank {role} ") for outcome in found)
+    return ranks
+
+
+HITS = [(2, phase) for phase in ("begin", "write", "wait")]
+HITS += [(0, phase) for phase in ("begin", "write", "merge", "publish", "published")]
+NUMBERS = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+
+
+@NUMBERS
+@pytest.mark.parametrize(("role", "phase"), HITS)
+def test_others_get_the_same_answer(job, tmp_path, role, phase, number):
+    hit(job, tmp_path, role, phase, number)
+
+
+@pytest.mark.deep(parts=16)
+@NUMBERS
+@pytest.mark.parametrize(("role", "phase"), HITS)
+def test_others_get_the_same_answer_in_20_seconds(job, tmp_path, role, phase, number):
+    hit(job, tmp_path, role, phase, number, timing=Timing()._asdict(), seconds_max=20.0)
+
+
+def test_rank_that_goes_on_after_a_stop_gets_an_error(job, tmp_path):
+    ranks = hit(job, tmp_path, 2, "write", signal.SIGSTOP)
+    ranks[2].process.send_signal(signal.SIGCONT)
+    ranks[2].go()
+    outcome = ranks[2].outcome(time.monotonic() + SECONDS_MAX)
+    assert (outcome["is_done"], outcome["cause"]) == (False, 0)
+    assert "was not in the store" in outcome["what"]
+
+
+def test_stopped_rank_0_that_goes_on_may_publish_what_the_others_gave_up(job, tmp_path):
+    # Section 13 of FORMAT.md names this case. The checkpoint is complete, and the next start of the job finds it.
+    ranks = hit(job, tmp_path, 0, "merge", signal.SIGSTOP)
+    ranks[0].process.send_signal(signal.SIGCONT)
+    ranks[0].go()
+    assert ranks[0].outcome(time.monotonic() + SECONDS_MAX)["is_done"]
+    assert (tmp_path / "1").exists()
+
+
+def test_absent_rank_is_named(job, tmp_path):
+    ranks = job(absent=[3])
+    found = [rank.outcome(time.monotonic() + 30) for rank in ranks]
+    assert {outcome["cause"] for outcome in found} == {3}
+    assert {outcome["what"] for outcome in found} == {
+        "rank 3 did not begin the commit of step 100 within 8 s, and 1 rank never connected, rank 3 first"
+    }
+    assert not (tmp_path / "1").exists()
+
+
+def test_absent_rank_0_is_named(job):
+    ranks = job(absent=[0])
+    found = [rank.outcome(time.monotonic() + 30) for rank in ranks]
+    assert {outcome["cause"] for outcome in found} == {0}
+    assert all("could not reach rank 0 within 8 s" in outcome["what"] for outcome in found)
+
+
+def test_ranks_may_close_in_any_order(job):
+    ranks = job(commits=3, pauses={rank: ["close"] for rank in range(WORLD)})
+    for rank in ranks:
+        assert [rank.outcome(time.monotonic() + 30)["is_done"] for _ in range(3)] == [True] * 3
+        assert rank.line() == "at close"
+    for rank in ranks:
+        rank.go()
+        assert rank.line() == "closed"
+        assert rank.process.wait(10) == 0
