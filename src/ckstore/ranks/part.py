@@ -28,6 +28,7 @@ from ckstore.format.location import (
     DECISION_ROW,
     NO_BASE_INDEX,
     Decisions,
+    check_decisions,
     decision_rows,
     decisions_record,
     frame_rows,
@@ -314,6 +315,8 @@ class Part:
         reader.done()
         if len(record.attempt) != ATTEMPT_NBYTES or len(record.skeleton) != DIGEST_NBYTES:
             raise MalformedError(f"the part of rank {rank} has ids of another length", where=where)
+        if record.decisions is not None:
+            check_decisions(record.decisions, where)
         ranges, chunks, packs, frames, checks, unit_decisions = map(np.frombuffer, views, dtypes)
         return cls(
             rank=rank,
