@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -295,6 +295,11 @@ def _check_places(packs: Rows, frames: Rows, limits: Limits) -> None:
     directory = -(-(counts.astype(np.int64) * DIRECTORY_ENTRY_NBYTES) // PACK_ALIGN) * PACK_ALIGN
     if (last.astype(np.int64) > packs["nbytes"].astype(np.int64) - TAIL_NBYTES - directory).any():
         raise MalformedError("a frame reaches into the directory or beyond the end of its pack")
+
+
+def joined(columns: Iterable[Rows], dtype: np.dtype[Any]) -> Rows:
+    """Return the rows of all ranks. Joining bytes is much faster than joining rows."""
+    return np.concatenate([np.empty(0, np.uint8), *(rows.view(np.uint8) for rows in columns)]).view(dtype)
 
 
 def numbered(ids: Rows) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """Merge the parts of all ranks into the columns of one manifest.
 
-Every byte of every storage must be contributed exactly once; ``_tiling`` checks this for each byte. A chunk or a frame
-that several ranks list is listed once.
+Every byte of every storage must be contributed exactly once, which ``tiling.py`` checks. A chunk or a frame that
+several ranks list is listed once.
 
 Invariants:
 - The numbers in parts come from other processes. None is used as an index, or added up, before it was checked.
@@ -12,44 +12,42 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.concurrency import collector_paused
 from ckstore.config import Limits
-from ckstore.errors import MalformedError, UsageError
+from ckstore.errors import MalformedError
 from ckstore.format.columns import (
     CHUNK,
     DECISION,
     FRAME,
     PACK,
-    PIECE,
-    STORAGE,
     Columns,
     Facts,
     Pieces,
     Rows,
     encode_columns,
+    joined,
     numbered,
 )
 from ckstore.format.header import ManifestHeader
 from ckstore.format.location import NO_BASE_INDEX, NO_BITS, PackRef
 from ckstore.format.many_ranks import RankFacts, root_node
 from ckstore.format.records import DecisionsRecord, LogicalRecord
-from ckstore.format.tree import place_of
 from ckstore.hashing import PackId
-from ckstore.ranks.arrays import Unit
-from ckstore.ranks.part import RANGE, Part, Skeleton
+from ckstore.ranks.part import Part, Skeleton
 from ckstore.ranks.replicas import Comparison, compare
+from ckstore.ranks.tiling import Tiling, tile
 from ckstore.ranks.union import (
     MergedTree,
     Numbers,
     Union,
     Variants,
+    copies_of,
     first_storages,
     merge_trees,
     storages_of,
@@ -57,8 +55,6 @@ from ckstore.ranks.union import (
     world_of_union,
 )
 from ckstore.store.chunk_index import LOCAL_TIER
-
-_PIECE_NBYTES_LIMIT = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -98,29 +94,6 @@ class Merged:
             return encode_columns(self.columns, facts, limits=limits)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """What follows from the ranges of all ranks, without the numbers of the chunks.
-
-    Args:
-        ranges: The encoded ranges of each rank.
-        chunk_counts: The number of chunks of each rank.
-        variants: The copies of units.
-        storages: The storages, without names.
-        chunk_rows: For each piece, its chunk's row in the chunks of all ranks.
-        pieces: The pieces, whose chunks are not set.
-        contributed: Bytes that each rank contributed.
-    """
-
-    ranges: tuple[bytes, ...]
-    chunk_counts: Numbers
-    variants: Variants
-    storages: Rows
-    chunk_rows: NDArray[np.uint32]
-    pieces: Rows
-    contributed: Numbers
-
-
 class Merger:
     """Merges the parts of the commits of one run, one after another."""
 
@@ -128,8 +101,8 @@ class Merger:
         self._limits = limits
         self._united: tuple[tuple[bytes, ...], tuple[int, ...], Union] | None = None
         self._tree: tuple[Union, Variants, MergedTree] | None = None
-        self._layout: tuple[bytes, _Layout] | None = None
-        self._pieces: tuple[_Layout, Numbers, Pieces] | None = None
+        self._layout: tuple[bytes, Tiling] | None = None
+        self._pieces: tuple[Tiling, Numbers, Pieces] | None = None
 
     def unite(self, parts: Sequence[Part], skeletons: Mapping[bytes, Skeleton]) -> Union:
         """Return the units of all ranks.
@@ -174,7 +147,7 @@ class Merger:
     def _merge(self, union: Union, parts: Sequence[Part], comparison: Comparison) -> Merged:
         variants = comparison.variants
         layout = self._layout_of(union, parts, variants)
-        chunks, chunk_numbers = _merged_chunks(parts, layout.chunk_counts)
+        chunks, chunk_numbers = _merged_chunks(parts, layout.is_used)
         packs, frames = _merged_frames(parts, chunks["chunk_id"], self._limits.depth_max)
         merged = self._tree_of(union, variants)
         ranks = [
@@ -211,7 +184,7 @@ class Merger:
             self._tree = union, variants, merge_trees(union, variants)
         return self._tree[2]
 
-    def _layout_of(self, union: Union, parts: Sequence[Part], variants: Variants) -> _Layout:
+    def _layout_of(self, union: Union, parts: Sequence[Part], variants: Variants) -> Tiling:
         # A skeleton with other plain values has the same units.
         tables = b"".join([union.skeletons[index].tables_digest for index in union.skeleton_of.tolist()])
         counts = np.array([len(part.chunks) for part in parts], np.int64)
@@ -224,11 +197,11 @@ class Merger:
                 and all(part.ranges.tobytes() == rows for part, rows in zip(parts, layout.ranges, strict=True))
             ):
                 return layout
-        layout = _tiling(union, parts, variants, counts)
+        layout = tile(union, parts, variants, counts)
         self._layout = tables, layout
         return layout
 
-    def _pieces_of(self, layout: _Layout, chunk_numbers: Numbers) -> Pieces:
+    def _pieces_of(self, layout: Tiling, chunk_numbers: Numbers) -> Pieces:
         if self._pieces is None or self._pieces[0] is not layout or not np.array_equal(self._pieces[1], chunk_numbers):
             rows = layout.pieces.copy()
             rows["chunk"] = chunk_numbers.astype(np.uint32)[layout.chunk_rows]
@@ -240,199 +213,21 @@ def _are_equal(left: Variants, right: Variants) -> bool:
     return left.keys() == right.keys() and all(np.array_equal(copies, right[unit]) for unit, copies in left.items())
 
 
-def _joined(columns: Iterable[Rows], dtype: np.dtype[Any]) -> Rows:
-    """Return the rows of all ranks. Joining bytes is much faster than joining rows."""
-    return np.concatenate([np.empty(0, np.uint8), *(rows.view(np.uint8) for rows in columns)]).view(dtype)
-
-
-@dataclass(frozen=True)
-class _Ranges:
-    """The ranges of all ranks, in one address space in which storages follow each other."""
-
-    address: NDArray[np.uint64]
-    nbytes: NDArray[np.uint32]
-    chunk_row: NDArray[np.uint32]
-    chunk_offset: NDArray[np.uint32]
-    rank: NDArray[np.int32]
-
-    def mapped(self, change: Callable[[Any], Any]) -> _Ranges:
-        """Return the ranges with every column changed."""
-        columns = (self.address, self.nbytes, self.chunk_row, self.chunk_offset, self.rank)
-        return _Ranges(*map(change, columns))
-
-    def in_order(self, rank_count: int) -> _Ranges:
-        """Return the ranges by address."""
-        found = self
-        if rank_count and len(self.address) % rank_count == 0:
-            # Ranks usually have a range of each tensor: then this is the order, or nearly so.
-            found = self.mapped(lambda column: column.reshape(rank_count, -1).T.ravel())
-        if (found.address[1:] > found.address[:-1]).all():
-            return found
-        order = np.argsort(found.address, kind="stable")
-        return found.mapped(lambda column: column[order])
-
-
-def _tiling(union: Union, parts: Sequence[Part], variants: Variants, chunk_counts: Numbers) -> _Layout:
-    """Sort the ranges of all ranks, and check that they cover every byte of every storage exactly once.
-
-    Raises:
-        MalformedError: A range is empty, or beyond its unit or the chunks of its part.
-        UsageError: Bytes are missing, or contributed twice.
-    """
-    unit_of = storages_of(union, variants)
-    units = [union.units[unit] for unit in unit_of.tolist()]
-    if sum(unit.nbytes for unit in units) >= 1 << 62:
-        raise MalformedError("the units of all ranks have an impossible length together")
-    sizes = np.array([unit.nbytes for unit in units], np.uint64)
-    starts = np.append(np.zeros(1, np.uint64), np.cumsum(sizes, dtype=np.uint64))
-    found, contributed = _ranges_of(union, parts, variants, starts, unit_of, chunk_counts)
-    ranges = found.in_order(len(parts))
-    ends = ranges.address + ranges.nbytes
-    # Storages follow each other without gaps, and no range is in two of them.
-    is_tiled = np.array_equal(ends[:-1], ranges.address[1:])
-    is_tiled = is_tiled and bool(ranges.address[0] == 0 and ends[-1] == starts[-1] if len(ends) else starts[-1] == 0)
-    if not is_tiled:
-        _raise_untiled(units, starts, ranges, ends)
-    storages = np.zeros(len(sizes), STORAGE)
-    storages["nbytes"] = sizes
-    storages["pieces"] = np.diff(np.searchsorted(ranges.address, starts))
-    storages["element_width"] = [unit.element_width for unit in units]
-    storages["is_float"] = [unit.is_float for unit in units]
-    pieces = np.empty(len(ends), PIECE)
-    pieces["offset"] = ranges.chunk_offset
-    pieces["nbytes"] = ranges.nbytes
-    encoded = tuple([part.ranges.tobytes() for part in parts])
-    return _Layout(encoded, chunk_counts, variants, storages, ranges.chunk_row, pieces, contributed)
-
-
-def _ranges_of(
-    union: Union,
-    parts: Sequence[Part],
-    variants: Variants,
-    starts: NDArray[np.uint64],
-    unit_of: Numbers,
-    chunk_counts: Numbers,
-) -> tuple[_Ranges, Numbers]:
-    """Return the ranges of all ranks, and the bytes that each rank contributes.
-
-    Raises:
-        MalformedError: A range is empty, or beyond its unit or the chunks of its part.
-    """
-    counts = np.array([len(part.ranges) for part in parts], np.int64)
-    rows = _joined((part.ranges for part in parts), RANGE)
-    rank = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
-    tables = _UnitTables.of(union, variants, starts, unit_of)
-    unit, offset, nbytes = rows["unit"], rows["offset"], rows["nbytes"]
-    is_wrong = (unit >= tables.counts[rank]) | (rows["chunk"] >= chunk_counts[rank])
-    place = tables.begins[rank]
-    place += unit
-    # An index that is wrong is refused below.
-    length = tables.lengths.take(place, mode="clip") if len(tables.lengths) else np.zeros(len(rows), np.uint64)
-    is_wrong |= (nbytes == 0) | (nbytes >= _PIECE_NBYTES_LIMIT) | (offset > length) | (nbytes > length - offset)
-    if is_wrong.any():
-        first = int(rank[np.flatnonzero(is_wrong)[0]])
-        raise MalformedError(
-            f"the part of rank {first} has a range that is empty, or beyond its unit or its chunks", rank=first
-        )
-    address = tables.addresses[place]
-    address += offset
-    chunk_starts = (np.cumsum(chunk_counts) - chunk_counts).astype(np.uint32)
-    ranges = _Ranges(
-        address, nbytes.astype(np.uint32), rows["chunk"] + chunk_starts[rank], rows["chunk_offset"].copy(), rank
-    )
-    ends = np.append(0, np.cumsum(ranges.nbytes, dtype=np.int64))
-    return ranges, np.diff(ends[np.append(0, np.cumsum(counts))])
-
-
-@dataclass(frozen=True)
-class _UnitTables:
-    """For the units of all skeletons, one table after another: lengths, and addresses.
-
-    If there are several copies of units, each rank has a table of its own.
-
-    Args:
-        lengths: The lengths of the units.
-        addresses: Where the storage of each unit begins.
-        begins: Where the table of each rank begins.
-        counts: The number of units in the table of each rank.
-    """
-
-    lengths: NDArray[np.uint64]
-    addresses: NDArray[np.uint64]
-    begins: Numbers
-    counts: Numbers
-
-    @classmethod
-    def of(cls, union: Union, variants: Variants, starts: NDArray[np.uint64], unit_of: Numbers) -> _UnitTables:
-        first = first_storages(union, unit_of)
-        indices = union.skeleton_of.tolist() if variants else range(len(union.skeletons))
-        table_of = np.arange(union.world) if variants else union.skeleton_of
-        lengths = [union.lengths[index] for index in indices]
-        storages = [
-            first[union.numbers[index]] + (_copies_of(union, variants, rank, index) if variants else 0)
-            for rank, index in enumerate(indices)
-        ]
-        counts = np.array([len(each) for each in lengths], np.int64)
-        addresses = [starts[each] for each in storages]
-        begins = np.cumsum(counts) - counts
-        return cls(np.concatenate(lengths), np.concatenate(addresses), begins[table_of], counts[table_of])
-
-
-def _copies_of(union: Union, variants: Variants, rank: int, index: int) -> Numbers:
-    """Return the copy that a rank has of each unit of its skeleton."""
-    numbers = union.numbers[index]
-    copies = np.zeros(len(numbers), np.int64)
-    for local in np.flatnonzero(np.isin(numbers, [*variants])).tolist():
-        copies[local] = variants[int(numbers[local])][rank]
-    return copies
-
-
-def _raise_untiled(
-    units: Sequence[Unit], starts: NDArray[np.uint64], ranges: _Ranges, ends: NDArray[np.uint64]
-) -> None:
-    """Name the first byte that no rank contributes, or that several contribute."""
-    begins, expected = np.append(ranges.address, starts[-1]), np.append(np.zeros(1, np.uint64), ends)
-    at = int(np.flatnonzero(expected != begins)[0])
-    lo, hi = sorted((int(expected[at]), int(begins[at])))
-    storage = int(np.searchsorted(starts, lo, side="right")) - 1
-    unit, begin, end = units[storage], int(starts[storage]), int(starts[storage + 1])
-    # The ranges before and after the place, if there are any.
-    ranks = sorted(set(ranges.rank[max(0, at - 1) : at + 1].tolist()))
-    if int(expected[at]) < int(begins[at]):
-        what = "no rank contributes"
-        where = f"; its neighbours are of rank {' and '.join(map(str, ranks))}" if ranks else ""
-    else:
-        what, where = "several ranks contribute", f": {' and '.join(map(str, ranks))}"
-    raise UsageError(
-        f"{what} bytes {lo - begin} to {min(hi, end) - begin} of {unit.nbytes}{_box_text(unit, lo - begin)}{where}",
-        where=place_of(unit.path),
-        todo="let all ranks that hold a part of this tensor commit it, with one device mesh",
-        ranks=ranks,
-    )
-
-
-def _box_text(unit: Unit, offset: int) -> str:
-    """Return where a byte of a row-major array is, for people; empty for others."""
-    if unit.array is None or unit.array.cuts or not unit.nbytes:
-        return ""
-    element = offset * int(np.prod([*unit.array.shape], dtype=np.int64)) // unit.nbytes
-    index = [int(each) for each in np.unravel_index(element, unit.array.shape)] if unit.array.shape else []
-    return f", from element {index} of {list(unit.array.shape)}"
-
-
-def _merged_chunks(parts: Sequence[Part], counts: Numbers) -> tuple[Rows, Numbers]:
-    """Return the distinct chunks of all ranks, and the number of the chunk in each row of their tables.
+def _merged_chunks(parts: Sequence[Part], is_used: NDArray[np.bool_]) -> tuple[Rows, Numbers]:
+    """Return the distinct chunks that pieces need, and for each row in the tables of all ranks the number of its chunk.
 
     Raises:
         MalformedError: Ranks give one chunk different lengths.
     """
-    rows = _joined((part.chunks for part in parts), CHUNK)
-    chosen, numbers = _distinct(rows["chunk_id"])
-    if len(chosen) == len(rows):
-        return rows, np.arange(len(rows))
+    rows = joined((part.chunks for part in parts), CHUNK)
+    needed = np.flatnonzero(is_used)
+    rows = rows[needed]
+    chosen, places = _distinct(rows["chunk_id"])
     distinct = rows[chosen]
-    if (distinct["nbytes"][numbers] != rows["nbytes"]).any():
+    if (distinct["nbytes"][places] != rows["nbytes"]).any():
         raise MalformedError("ranks give one chunk different lengths")
+    numbers = np.zeros(len(is_used), np.int64)
+    numbers[needed] = places
     return distinct, numbers
 
 
@@ -500,7 +295,7 @@ def _checked_frames(parts: Sequence[Part], depth_max: int) -> tuple[Rows, Number
     """Return the frames of all ranks, the row of the base of each (-1: none), and the row of its pack."""
     counts = np.array([len(part.frames) for part in parts], np.int64)
     pack_counts = np.array([len(part.packs) for part in parts], np.int64)
-    frames = _joined((part.frames for part in parts), FRAME)
+    frames = joined((part.frames for part in parts), FRAME)
     rank_of = np.repeat(np.arange(len(parts)), counts)
     base = np.where(frames["base"] == NO_BASE_INDEX, -1, frames["base"] + np.repeat(np.cumsum(counts) - counts, counts))
     depth = frames["depth"].astype(np.int64)
@@ -527,7 +322,7 @@ def _depths(base: Numbers) -> Numbers:
 
 def _merged_packs(parts: Sequence[Part]) -> tuple[Rows, Numbers]:
     """Return the distinct packs of all ranks, and the number of the pack in each row of their tables."""
-    rows = _joined((part.packs for part in parts), PACK)
+    rows = joined((part.packs for part in parts), PACK)
     chosen, numbers = _distinct(rows["pack_id"])
     distinct = rows[chosen]
     if rows.tobytes() != distinct[numbers].tobytes():
@@ -555,7 +350,7 @@ def _merged_decisions(
         own, index = part.unit_decisions, int(union.skeleton_of[rank])
         if len(own) and int(own["unit"].max()) >= len(union.numbers[index]):
             raise MalformedError(f"the part of rank {rank} names a unit that it does not have", rank=rank)
-        storage = (first[union.numbers[index]] + _copies_of(union, variants, rank, index))[own["unit"]]
+        storage = (first[union.numbers[index]] + copies_of(union, variants, rank, index))[own["unit"]]
         own, storage = own[is_open[storage]], storage[is_open[storage]]
         for name in DECISION.names or ():
             rows[name][storage] = own[name]

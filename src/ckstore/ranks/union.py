@@ -204,6 +204,15 @@ def first_storages(union: Union, storages: Numbers) -> Numbers:
     return np.searchsorted(storages, np.arange(len(union.units)))
 
 
+def copies_of(union: Union, variants: Variants, rank: int, index: int) -> Numbers:
+    """Return the copy that a rank has of each unit of its skeleton."""
+    numbers = union.numbers[index]
+    copies = np.zeros(len(numbers), np.int64)
+    for local in np.flatnonzero(np.isin(numbers, [*variants])).tolist():
+        copies[local] = variants[int(numbers[local])][rank]
+    return copies
+
+
 def merge_trees(union: Union, variants: Variants) -> MergedTree:
     """Merge the trees of all ranks."""
     storages = storages_of(union, variants)

@@ -340,6 +340,38 @@ def test_replicas_that_differ_are_named_and_completed():
     assert [storage.nbytes for storage in manifest.storages] == [64, 64]
 
 
+@pytest.mark.parametrize("contents", ["xxx", "xyx", "xyz"])
+def test_copies_that_every_rank_has_written_are_stored_once_for_each_content(contents):
+    skeleton = skeleton_of({"rng": Entry((4,)), "w": Entry((12, 4), is_shard=True)})
+    makers = [PartMaker(rank, skeleton) for rank in range(3)]
+    for maker, content in zip(makers, contents, strict=True):
+        maker.write(0, 0, 16, f"{content}")
+        maker.check(0, 0, 16, content)
+        maker.write(1, 64 * maker.rank, 64)
+    found = merged([maker.part() for maker in makers], by_digest([skeleton]))
+    manifest = manifest_of(found)
+    assert len(manifest.storages) == 1 + len(set(contents))
+    node = item(state_of(manifest), "rng")
+    if len(set(contents)) == 1:
+        assert node == TensorNode(0)
+        assert found.warnings == ()
+        return
+    storages = [manifest.tensors[each.tensor].storage for each in per_rank(node).values()]  # type: ignore[union-attr]
+    assert [[a == b for b in storages] for a in storages] == [[a == b for b in contents] for a in contents]
+
+
+def test_a_chunk_that_only_repeats_what_another_rank_has_written_is_not_listed():
+    skeleton = skeleton_of({"rng": Entry((4,)), "w": Entry((8, 4), is_shard=True)})
+    makers = [PartMaker(rank, skeleton) for rank in range(2)]
+    for maker in makers:
+        # The same bytes, but in another chunk.
+        maker.write(0, 0, 16, f"{maker.rank}")
+        maker.check(0, 0, 16, "x")
+        maker.write(1, 64 * maker.rank, 64)
+    manifest = manifest_of(merged([maker.part() for maker in makers], by_digest([skeleton])))
+    assert (len(manifest.chunks), len(manifest.frames), len(manifest.packs)) == (3, 3, 2)
+
+
 def test_shards_that_differ_are_named_and_stored_once():
     parts, skeletons = replicas(["x", "y", "x"], is_shard=True)
     found = merged(parts, skeletons)
