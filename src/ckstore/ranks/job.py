@@ -1,0 +1,254 @@
+"""The verbs of a store that all ranks of a job call together.
+
+Invariants:
+- All ranks get the same checkpoint, or an error. Which one it is, rank 0 decides.
+- What one rank raises is raised on all, and names the rank.
+- Nothing here uses a process group of the training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckstore.config import Policy
+from ckstore.errors import (
+    BackendError,
+    CapacityError,
+    CkstoreError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    UsageError,
+)
+from ckstore.format.error_records import ErrorRecord, record_of, restored_error
+from ckstore.format.records import decode_inner, encode_inner
+from ckstore.hashing import PackId
+from ckstore.ranks.capture import RankCapture
+from ckstore.ranks.commits import RankCommits
+from ckstore.ranks.work import RankRequest, RankTools
+from ckstore.restore.own_part import RankPlace
+from ckstore.restore.restore import Restored, RestoreRequest, restore_reference
+from ckstore.results import Receipt
+from ckstore.store.manifests import EmptyRunError
+from ckstore.store.refs import Reference, newest_whole, resolve
+from ckstore.store.repository import Repository
+
+if TYPE_CHECKING:
+    from ckstore.format.manifest import Manifest
+    from ckstore.ranks.world import Ranks
+
+Result = TypeVar("Result")
+
+_log = logging.getLogger("ckstore")
+
+VISIBLE_SECONDS = 30.0
+"""How long to wait for a checkpoint of rank 0 in a shared folder that shows another host's files late."""
+
+_LOOK_SECONDS = 0.2
+
+
+class Job:
+    """This handle's part in its job.
+
+    Args:
+        repository: The open run.
+        ranks: The job.
+    """
+
+    def __init__(self, repository: Repository, ranks: Ranks) -> None:
+        self._repository = repository
+        self._ranks = ranks
+        self._link = ranks.connect()
+        self._tools = RankTools(repository, ranks.rank)
+        self._capture = RankCapture()
+        self._commits = RankCommits(self._link, self._tools, on_divergence=ranks.on_divergence)
+
+    @property
+    def place(self) -> RankPlace:
+        """This rank's place, for a restore."""
+        return RankPlace(self._ranks.rank, self._ranks.world, self._ranks.per_rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._ranks.rank == 0
+
+    def commit(
+        self,
+        state: Any,
+        step: int,
+        policy: Policy,
+        *,
+        parent: int | None,
+        metrics: Mapping[str, float],
+        make_room: Callable[[int, CapacityError], object],
+    ) -> Receipt:
+        """Commit the states of all ranks as one checkpoint.
+
+        Args:
+            state: This rank's state.
+            step: The trainer's step, the same on all ranks.
+            policy: How to store it, the same on all ranks.
+            parent: The seq that training continued from.
+            metrics: Numbers to find the checkpoint by; those of rank 0 count.
+            make_room: Rank 0: frees space for a number of bytes after a disk was full.
+        """
+        nbytes = 0
+
+        def make_request() -> RankRequest:
+            nonlocal nbytes
+            captured = self._capture.capture(state)
+            nbytes = captured.captured.nbytes
+            return RankRequest(captured, step, policy, parent, metrics)
+
+        for is_last in (False, True):
+            try:
+                return self._commits.commit(step, policy, make_request)
+            except CapacityError as error:
+                if is_last or not self._has_made_room(nbytes, error, make_room):
+                    raise
+            except ConflictError as error:
+                gone = [PackId(bytes.fromhex(name)) for name in error.facts.get("pack_ids", ())]
+                if is_last or not gone:
+                    raise
+                _log.warning("packs vanished during the commit of step %d; repeating it without them", step)
+                self._repository.chunk_index.forget_packs(gone)
+        raise AssertionError("unreachable")
+
+    def _has_made_room(
+        self, nbytes: int, error: CapacityError, make_room: Callable[[int, CapacityError], object]
+    ) -> bool:
+        """Have rank 0 free space for what all ranks want to write. Return whether it could."""
+
+        def decide(values: tuple[bytes, ...]) -> bytes:
+            try:
+                room = make_room(sum(int.from_bytes(value, "little") for value in values), error)
+            except CapacityError:
+                return b""
+            _log.warning("the disk was full: %s; what was in the trash can no longer be restored", room)
+            return b"freed"
+
+        return bool(self._link.agree("room on the disk", nbytes.to_bytes(8, "little"), decide))
+
+    def together(self, topic: str, call: Callable[[], Result], encode: Callable[[Result], bytes]) -> bytes:
+        """Call a function on rank 0, and return its encoded result on all ranks.
+
+        Args:
+            topic: What it does, for messages.
+            call: The function. What it raises is raised on all ranks.
+            encode: Returns its result as bytes.
+        """
+        return self._link.agree(topic, b"", lambda values: encode(call()))
+
+    def newest(self) -> Manifest | None:
+        """Return the newest whole checkpoint, the same on all ranks; None in an empty run."""
+
+        def find() -> int | None:
+            self._repository.wait_for_orphan()
+            try:
+                return newest_whole(self._repository)[0].header.seq
+            except EmptyRunError:
+                return None
+
+        seq = decode_inner(self.together("latest", find, encode_inner), int | None)  # type: ignore[arg-type]
+        return None if seq is None else self.manifest_of(seq)
+
+    def manifest_of(self, seq: int) -> Manifest:
+        """Return a manifest that rank 0 has seen.
+
+        Raises:
+            NotFoundError: This rank does not see it.
+        """
+        self._wait_visible(seq)
+        return self._repository.manifests.load(resolve(self._repository, f"seq:{seq}"))
+
+    def restore(self, policy: Policy, ref: Reference | None, request: RestoreRequest, *, fallback: bool) -> Restored:
+        """Restore one checkpoint on all ranks.
+
+        Args:
+            policy: Threads, memory and checks.
+            ref: The checkpoint, the same on all ranks; None: the newest whole one.
+            request: What this rank restores.
+            fallback: If it is damaged on any rank, restore the newest one that all ranks can read.
+
+        Raises:
+            CkstoreError: As for ``Store.restore``, on all ranks.
+        """
+        tried: list[int] = []
+        while True:
+            seq = int(
+                self._link.agree("restore", encode_inner(str(ref)), lambda values: self._choose(ref, values, tried))
+            )
+            tried.append(seq)
+            restored, error = self._try_restore(policy, seq, request)
+            problem = b"" if error is None else encode_inner(record_of(error))
+            verdict = self._link.agree("outcome of restore", problem, _first_problem, is_patient=True)
+            if not verdict:
+                assert restored is not None, "a rank without a problem has restored"
+                return restored
+            failed = restored_error(decode_inner(verdict, ErrorRecord), source="another rank", other=CkstoreError)
+            if not fallback or not isinstance(failed, CorruptError | BackendError):
+                raise error or failed
+            _log.warning("seq %d was skipped: %s", seq, failed)
+
+    def _choose(self, ref: Reference | None, values: tuple[bytes, ...], tried: Sequence[int]) -> bytes:
+        """Rank 0: return the seq of the checkpoint to restore."""
+        asked = [decode_inner(value, str) for value in values]
+        other = next((rank for rank, each in enumerate(asked) if each != asked[0]), None)
+        if other is not None:
+            raise UsageError(
+                f"ranks restore different checkpoints: rank 0 {asked[0]}, rank {other} {asked[other]}",
+                todo="call restore with the same reference on all ranks",
+                ranks=[0, other],
+            )
+        repository = self._repository
+        repository.wait_for_orphan()
+        if tried:
+            from ckstore.store.refs import headers_newest_first
+
+            for header in headers_newest_first(repository.manifests):
+                if header.seq < tried[-1] and not header.is_archival:
+                    return str(header.seq).encode()
+            raise NotFoundError("no older checkpoint is left to restore", where=repository.backend.root)
+        if ref is not None:
+            return str(resolve(repository, ref).seq).encode()
+        manifest, skipped = newest_whole(repository)
+        for sentence in skipped:
+            _log.warning("%s", sentence)
+        return str(manifest.header.seq).encode()
+
+    def _try_restore(
+        self, policy: Policy, seq: int, request: RestoreRequest
+    ) -> tuple[Restored | None, BaseException | None]:
+        try:
+            self._wait_visible(seq)
+            return restore_reference(self._repository, policy, f"seq:{seq}", request, []), None
+        except Exception as error:
+            return None, error
+
+    def _wait_visible(self, seq: int) -> None:
+        clock = self._repository.clock
+        deadline = clock.monotonic() + VISIBLE_SECONDS
+        while not self._repository.manifests.is_visible(seq):
+            if clock.monotonic() >= deadline:
+                raise NotFoundError(
+                    f"rank {self._ranks.rank} does not see seq {seq}, which rank 0 sees",
+                    where=self._repository.backend.root,
+                    todo="check that all hosts have mounted the same store",
+                )
+            clock.sleep(_LOOK_SECONDS)
+
+    def close(self) -> None:
+        """Leave the job. Never raises."""
+        self._link.close()
+
+
+def _first_problem(values: tuple[bytes, ...]) -> bytes:
+    """Return the error of the lowest rank that has one, with its number; empty: all ranks succeeded."""
+    for rank, value in enumerate(values):
+        if value:
+            record = decode_inner(value, ErrorRecord)
+            return encode_inner(record._replace(what=f"rank {rank}: {record.what}"))
+    return b""
