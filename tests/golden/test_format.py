@@ -16,12 +16,24 @@ from ckstore.config import Limits
 from ckstore.format.header import PREAMBLE_NBYTES, decode_preamble
 from ckstore.format.location import plain_location
 from ckstore.format.manifest import decode_manifest, encode_manifest
+from ckstore.format.many_ranks import (
+    LayoutFacts,
+    MeshFacts,
+    per_rank_nodes,
+    plain_manifest,
+    state_of,
+    values_of,
+    world_of,
+)
 from ckstore.format.pack import decode_directory, decode_superheader, decode_tail, scan_frames
+from ckstore.format.paths import ManifestName
 from ckstore.format.records import FORMAT_VERSION, READABLE_VERSIONS, decode_record, encode_record
+from ckstore.format.tree import ValueNode
 from ckstore.format.zstd import plain_section
 from ckstore.hashing import digest_of
 from support import format_example
 from support.format_samples import PACK_ID, STORE_ID, sample_frames, sample_manifest, sample_pack, sample_records
+from support.rank_parts import sample_ranks_manifest
 
 GOLDEN = Path(__file__).parent
 FOLDER = GOLDEN / f"v{FORMAT_VERSION}" / "format"
@@ -58,6 +70,24 @@ def test_golden_manifest_round_trip():
     assert found.tree == sample_manifest().tree
     assert found.frames == sample_manifest().frames
     assert plain_bytes(encode_manifest(found)) == plain_bytes(encode_manifest(sample_manifest())) == plain_bytes(golden)
+
+
+def test_golden_manifest_of_many_ranks():
+    golden = (FOLDER / "ranks.ckm").read_bytes()
+    found = decode_manifest(golden, expect=ManifestName("main", 4, 42_000, 0))
+    assert plain_bytes(sample_ranks_manifest()) == plain_bytes(encode_manifest(found)) == plain_bytes(golden)
+    world = world_of(found.tree)
+    assert (world.size, world.meshes) == (4, (MeshFacts(("dp",), (4,)),))
+    assert world.layouts == (LayoutFacts(0, "(Shard(dim=0),)", (0, 1)),)
+    assert [rank.host for rank in world.ranks] == ["node0", "node0", "node1", "node1"]
+    assert world.partial == ((("head",), (3,)),)
+    per_rank = {path: values_of(node) for path, node in per_rank_nodes(state_of(found.tree))}
+    assert list(per_rank) == [("rng",), ("differs",), ("epoch",)]
+    assert per_rank["epoch",] == {rank: ValueNode("int", rank // 2) for rank in range(4)}
+    storages = [found.tensors[node.tensor].storage for node in per_rank["differs",].values()]
+    assert storages == [storages[0], storages[0] + 1, storages[0], storages[0]]
+    plain = plain_manifest(found)
+    assert (plain.tensors[1].shape, plain.tensors[1].cuts) == ((4, 6), ((), (2, 4)))
 
 
 def plain_bytes(encoded):

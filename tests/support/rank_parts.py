@@ -7,17 +7,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ckstore.config import Limits
 from ckstore.format.columns import CHUNK, FRAME, PACK
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.location import NO_BASE_INDEX
+from ckstore.format.many_ranks import tiles_node
 from ckstore.format.pack import DIRECTORY_ENTRY_NBYTES, PACK_ALIGN, SUPERHEADER_NBYTES, TAIL_NBYTES
-from ckstore.format.records import DecisionsRecord
+from ckstore.format.records import DecisionsRecord, LogicalRecord
 from ckstore.format.tensors import TensorSpec, count_of
+from ckstore.format.tiles import Cuts
 from ckstore.format.tree import DictNode, Node, TensorNode, ValueNode
 from ckstore.format.wire import align_up
 from ckstore.hashing import chunk_id_of, digest_of
 from ckstore.ranks.arrays import ArraySpec, Layout, Unit
+from ckstore.ranks.merge import Merger
 from ckstore.ranks.part import CHECK, RANGE, UNIT_DECISION, Part, Skeleton
+from support.format_samples import STORE_ID, TIME_NS
 
 ATTEMPT = bytes(range(16))
 MESH = Layout(("dp",), (4,), (0, 1, 2, 3), "(Shard(dim=0),)")
@@ -25,11 +30,12 @@ MESH = Layout(("dp",), (4,), (0, 1, 2, 3), "(Shard(dim=0),)")
 
 @dataclass
 class Entry:
-    """One leaf of a state: a plain tensor of float32, a shard of a row-major tensor, or a plain value."""
+    """One leaf of a state: a plain tensor of float32, a shard of a tensor, row-major or in tiles, or a plain value."""
 
     shape: tuple[int, ...] = ()
     is_shard: bool = False
     value: object = None
+    cuts: Cuts = ()
 
 
 def skeleton_of(entries: Mapping[str, Entry], *, layout: Layout = MESH, **options: object) -> Skeleton:
@@ -41,10 +47,12 @@ def skeleton_of(entries: Mapping[str, Entry], *, layout: Layout = MESH, **option
         if entry.value is not None:
             children.append(ValueNode(type(entry.value).__name__, entry.value))  # type: ignore[arg-type]
             continue
-        strides = tuple(count_of(entry.shape[axis + 1 :]) for axis in range(len(entry.shape)))
-        children.append(TensorNode(len(tensors)))
-        tensors.append(TensorSpec("torch", "float32", entry.shape, strides, len(units), 0))
-        array = ArraySpec(entry.shape, (), 0) if entry.is_shard else None
+        stored = (count_of(entry.shape),) if entry.cuts else entry.shape
+        strides = tuple(count_of(stored[axis + 1 :]) for axis in range(len(stored)))
+        node = TensorNode(len(tensors))
+        children.append(tiles_node(node, entry.shape, entry.cuts) if entry.cuts else node)
+        tensors.append(TensorSpec("torch", "float32", stored, strides, len(units), 0))
+        array = ArraySpec(entry.shape, entry.cuts, 0) if entry.is_shard else None
         units.append(Unit((name,), 4 * count_of(entry.shape), 4, True, array))
     layouts = (layout,) if any(entry.is_shard for entry in entries.values()) else ()
     tree = DictNode("dict", tuple(entries), tuple(children))
@@ -129,6 +137,53 @@ def sample_parts(world: int = 4) -> tuple[list[Part], dict[bytes, Skeleton]]:
     makers[0].write(1, 0, 12, "step")
     record = DecisionsRecord(base="none", base_seq=None, keyframe_seq=None, reason="keyframe: the first checkpoint")
     return [maker.part(record) for maker in makers], {skeleton.digest: skeleton}
+
+
+def sample_ranks_manifest() -> bytes:
+    """Return the manifest of four ranks that uses everything that only checkpoints by many ranks have."""
+    makers = []
+    for rank in range(4):
+        entries = {
+            "w": Entry((8, 16), is_shard=True),
+            "t": Entry((4, 6), is_shard=True, cuts=((), (2, 4))),
+            "step": Entry((3,)),
+            "rng": Entry((2,)),
+            "differs": Entry((1,)),
+            "epoch": Entry(value=rank // 2),
+        }
+        if rank == 3:
+            entries["head"] = Entry((2, 2))
+        maker = PartMaker(rank, skeleton_of(entries, per_rank=(("rng",),)))
+        makers.append(maker)
+        maker.write(0, 128 * rank, 128)
+        if rank < 3:
+            maker.write(1, 32 * rank, 32)
+        if rank == 2:
+            maker.write(2, 0, 12, "step")
+        maker.check(2, 0, 12, "step")
+        maker.write(3, 0, 8)
+        content = "odd" if rank == 1 else "usual"
+        maker.check(4, 0, 4, content)
+        if rank < 2:
+            maker.write(4, 0, 4, content)
+        if rank == 3:
+            maker.write(5, 0, 16, "head")
+    record = DecisionsRecord(base="none", base_seq=None, keyframe_seq=None, reason="keyframe: the first checkpoint")
+    parts = [maker.part(record, host=f"node{maker.rank // 2}") for maker in makers]
+    merger = Merger(Limits())
+    merged = merger.merge(merger.unite(parts, by_digest([maker.skeleton for maker in makers])), parts)
+    facts = LogicalRecord(
+        run="main",
+        seq=4,
+        step=42_000,
+        time_ns=TIME_NS,
+        parent=3,
+        origin_id=None,
+        is_archival=False,
+        fidelity="exact",
+        metrics={"loss": 2.0},
+    )
+    return merged.encode(facts, STORE_ID, limits=Limits())[1]
 
 
 def by_digest(skeletons: Sequence[Skeleton]) -> dict[bytes, Skeleton]:
