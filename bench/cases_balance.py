@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -110,6 +111,7 @@ def ranks_balance(bench: Bench) -> Result:
 
 def _measure(result: Result, name: str, layout: RankLayout, way: Way) -> None:
     """Add one sample. A way that fails is recorded with the reason."""
+    gc.collect()
     try:
         loads, seconds = way(layout)
     except Exception as error:
