@@ -10,6 +10,7 @@ import pickle
 import traceback
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,9 +48,10 @@ def save_by(ranks, store, step, *, alter=None):
     plans = [SavePlan(rank.items) for rank in ranks]
     for number, writer in enumerate(writers):
         writer.set_up_storage_writer(number == 0, rank=number, use_collectives=True)
-    plans = writers[0].prepare_global_plan([writer.prepare_local_plan(plan) for writer, plan in zip(writers, plans)])
+    plans = writers[0].prepare_global_plan(plans)
     plans, metadata = create_default_global_save_plan(plans)
-    results = [writer.write_data(plan, rank).value() for writer, plan, rank in zip(writers, plans, ranks)]
+    triples = zip(writers, plans, ranks, strict=True)
+    results = [writer.write_data(plan, rank).value() for writer, plan, rank in triples]
     results = pickle.loads(pickle.dumps(results))
     if alter is not None:
         alter(results)
@@ -60,20 +62,17 @@ def save_by(ranks, store, step, *, alter=None):
 def _run(rank, target, world, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous-{os.path.basename(folder)}", rank=rank, world_size=world
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     try:
         target(rank)
     except BaseException:
-        (folder and open(f"{folder}/error-{rank}", "w")).write(traceback.format_exc())
+        Path(folder, f"error-{rank}").write_text(traceback.format_exc())
         raise
     dist.destroy_process_group()
 
 
 def run_ranks(target, world, folder):
     """Call ``target(rank)``, a function of a module, in this many processes of one group. Every one must succeed."""
-    os.makedirs(folder, exist_ok=True)
-    mp.start_processes(
-        partial(_run, target=target, world=world, folder=str(folder)), nprocs=world, start_method="spawn"
-    )
+    Path(folder).mkdir(parents=True)
+    call = partial(_run, target=target, world=world, folder=str(folder))
+    mp.start_processes(call, nprocs=world, start_method="spawn")

@@ -6,20 +6,40 @@ With any other storage than ckstore's they do what torch's default planners do.
 from __future__ import annotations
 
 import io
+import logging
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
-from ckstore.errors import NotFoundError, UnsupportedError, UsageError, counted
+from ckstore.config import KIB
+from ckstore.errors import CkstoreError, NotFoundError, UnsupportedError, UsageError, counted
+from ckstore.format.tree import encode_tree
+from ckstore.hashing import digest_of
+from ckstore.state.capture import capture
+from ckstore.state.torch_adapter import PLAIN_KINDS, TorchAdapter
+
+_log = logging.getLogger("ckstore")
 
 _NAMED_MAX = 5
+
+COMPARED_NBYTES_MAX = 64 * KIB
+"""Larger tensors are not compared between ranks: states of random number generators and data loaders are smaller."""
 
 
 class StoreMeta(StorageMeta):
@@ -40,10 +60,14 @@ class SavePlanner(DefaultSavePlanner):
     Args:
         cache_key: Names the cached plans, with ``enable_plan_caching``. Saves of different states need different keys.
         options: As for torch's DefaultSavePlanner.
+
+    Attributes:
+        warnings: On the coordinator: values of which ranks had different ones. DCP saves one of them.
     """
 
     def __init__(self, *, cache_key: str | None = None, **options: Any) -> None:
         super().__init__(**options)
+        self.warnings: list[str] = []
         self._is_typed = False
         if cache_key is not None:
             self._cached_plans_key = f"{type(self).__qualname__}:{cache_key}"
@@ -55,11 +79,55 @@ class SavePlanner(DefaultSavePlanner):
         self._is_typed = isinstance(storage_meta, StoreMeta)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
+    def create_local_plan(self) -> SavePlan:
+        """Return the plan of this rank, with digests of what DCP takes for equal on all ranks."""
+        plan = super().create_local_plan()
+        if not (self._is_typed and torch.distributed.is_initialized()):
+            return plan
+        # The coordinator removes the digests again.
+        return replace(plan, storage_data=_digests(self.state_dict))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return the plans of all ranks, and note values that differ between ranks."""
+        self.warnings = list(_differences([plan.storage_data or {} for plan in all_plans]))
+        for sentence in self.warnings:
+            _log.warning("%s", sentence)
+        return super().create_global_plan([replace(plan, storage_data=None) for plan in all_plans])
+
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return a tensor, or a value as the storage wants it."""
         if self._is_typed and write_item.type == WriteItemType.BYTE_IO:
             return PlainValue(object)
         return super().transform_object(write_item, object)
+
+
+def _digests(state: dict[str, Any]) -> dict[str, bytes]:
+    """Return digests of the values and small tensors that are not shards, by name."""
+    found: dict[str, bytes] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and not (type(value) in PLAIN_KINDS and value.nbytes <= COMPARED_NBYTES_MAX):
+            continue
+        try:
+            captured = capture(value, [TorchAdapter()])
+        except CkstoreError:
+            # The save will name it.
+            continue
+        contents = [bytes(storage.read(0, storage.nbytes)) for storage in captured.storages]
+        found[name] = digest_of(repr(captured.tensors).encode() + encode_tree(captured.tree) + b"".join(contents))
+    return found
+
+
+def _differences(found: list[dict[str, bytes]]) -> Iterator[str]:
+    names = dict.fromkeys(name for digests in found for name in digests)
+    for name in names:
+        ranks = [rank for rank, digests in enumerate(found) if name in digests]
+        others = [rank for rank in ranks if found[rank][name] != found[ranks[0]][name]]
+        if others:
+            listed = ", ".join(map(str, others[:_NAMED_MAX])) + (", ..." if len(others) > _NAMED_MAX else "")
+            yield (
+                f"{name} of rank {listed} differs from that of rank {ranks[0]}, and torch.distributed.checkpoint saves "
+                "one of them. Give it another name on each rank to save all."
+            )
 
 
 class LoadPlanner(DefaultLoadPlanner):

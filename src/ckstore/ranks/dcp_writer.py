@@ -12,9 +12,10 @@ Invariants:
 from __future__ import annotations
 
 import io
+import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from ckstore.commit.commit import CommitRequest, decisions_of, refresh_bases, wr
 from ckstore.commit.unpublished import Unpublished
 from ckstore.config import Policy, check_metrics, check_policy, check_step
 from ckstore.delta.base_cache import BaseCache, first_paths
-from ckstore.errors import UnsupportedError, UsageError
+from ckstore.errors import CorruptError, UnsupportedError, UsageError
 from ckstore.format.tensors import count_of
 from ckstore.format.tiles import Box
 from ckstore.format.tree import DictNode, ListNode, Path
@@ -44,6 +45,8 @@ from ckstore.state.memory import MemorySpan, Spans
 from ckstore.state.tensors import HostStorage
 from ckstore.state.torch_adapter import TorchAdapter, wait_for_devices
 from ckstore.store.repository import Repository
+
+_log = logging.getLogger("ckstore")
 
 
 class Writer(StorageWriter):
@@ -169,7 +172,7 @@ class Writer(StorageWriter):
         finally:
             bases.discard_drafts()
         self._written = unpublished
-        part = gathered.part(unpublished)
+        part = gathered.part(unpublished, getattr(planner, "warnings", ()))
         sizes = gathered.nbytes_by_item
         return [
             WriteResult(item.index, nbytes, part if number == 0 else None)
@@ -219,10 +222,15 @@ def _catch_up(repository: Repository, bases: BaseCache, written: Unpublished | N
     names = repository.manifests.listing().names
     newest = repository.newest
     if names and (newest is None or names[-1].seq > newest.header.seq):
-        manifest = repository.manifests.load(names[-1])
-        repository.chunk_index.add(manifest)
-        repository.newest = newest = manifest
-        repository.note_seq(max(repository.seq_next() - 1, names[-1].seq))
+        try:
+            newest = repository.manifests.load(names[-1])
+        except (CorruptError, UnsupportedError, FileNotFoundError) as error:
+            # Chunks that are not indexed are simply written again.
+            _log.warning("chunks of seq %d cannot be reused: %s", names[-1].seq, error)
+        else:
+            repository.chunk_index.add(newest)
+            repository.newest = newest
+            repository.note_seq(max(repository.seq_next() - 1, names[-1].seq))
     if newest is not None and newest.header.seq != bases.seq:
         state, _ = state_and_facts(newest.tree)
         paths = first_paths(state, [tensor.storage for tensor in newest.tensors])
@@ -318,8 +326,8 @@ class _Gathered:
             starts=tuple(self._starts),
         )
 
-    def part(self, unpublished: Unpublished) -> Part:
-        """Return what this rank wrote."""
+    def part(self, unpublished: Unpublished, warnings: Iterable[str]) -> Part:
+        """Return what this rank wrote, with the planner's warnings."""
         stored = unpublished.stored
         tree = self._values.tree
         assert isinstance(tree, DictNode)
@@ -338,5 +346,5 @@ class _Gathered:
             pack_names=tuple(stored.pack_names),
             counts=(stored.chunks_new, stored.chunks_delta, stored.chunks_derived),
             decisions=decisions_of(unpublished),
-            warnings=(*self._values.warnings, *stored.warnings),
+            warnings=(*self._values.warnings, *stored.warnings, *warnings),
         )

@@ -73,7 +73,7 @@ def test_a_missing_box_is_named(drawn, data):
     shape, found = drawn
     _, _, parts = written(shape, found)
     missing = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
-    with pytest.raises(UsageError, match="no rank wrote a part of a tensor: layer.w") as caught:
+    with pytest.raises(UsageError, match=r"no rank wrote a part of a tensor: layer\.w") as caught:
         arranged("layer.w", shape, ITEMSIZE, parts)
     assert caught.value.tensor == "layer.w"
     index = literal_eval(str(caught.value).partition("from index ")[2].partition(" on")[0])
