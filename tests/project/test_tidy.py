@@ -47,6 +47,7 @@ DOORS = {
         "background/cuda.py",
         "background/optimizer_guard.py",
         "integrations/",
+        "ranks/world.py",
         "ops/interop/",
     },
     "safetensors": {"ops/interop/"},
@@ -57,8 +58,14 @@ DOORS = {
     "pytorch_lightning": LIGHTNING,
     "omegaconf": {"integrations/leaves.py"},
     "time": {"clock.py"},
-    # obstore takes timeouts as timedeltas; it reads no clock.
-    "datetime": {"cli/", "io/remote/client.py", "state/standard_types.py", "ops/interop/plain_fields.py"},
+    # obstore and torch's store take timeouts as timedeltas; they read no clock.
+    "datetime": {
+        "cli/",
+        "io/remote/client.py",
+        "ranks/world.py",
+        "state/standard_types.py",
+        "ops/interop/plain_fields.py",
+    },
     "pickle": set(),
     "marshal": set(),
     "shelve": set(),

@@ -284,8 +284,8 @@ def failed_of(ticket: int, error: BaseException) -> Failed:
 
 def error_of(failed: Failed) -> Exception:
     """Return the error of a message, with its own class if that is a class of ckstore or an OSError."""
-    _, *fields = failed
-    return restored_error(ErrorRecord(*fields), source="the saver", other=SaverError)
+    record = ErrorRecord(failed.kind, failed.what, failed.where, failed.todo, failed.facts)
+    return restored_error(record, source="the saver", other=SaverError)
 
 
 def log_of(level: int, text: str) -> Log:

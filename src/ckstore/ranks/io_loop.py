@@ -18,6 +18,7 @@ import logging
 import os
 import selectors
 import socket
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
@@ -124,6 +125,8 @@ class IoLoop:
         self._is_stopping = self._has_ended = False
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not closed before, because another thread may be about to write to this number.
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._listener, self._is_listening, self._accept_again = listener, False, 0.0
         self._peers: dict[int, Connection] = {}
@@ -159,8 +162,8 @@ class IoLoop:
             self._run_commands()
 
     def _wake(self) -> None:
-        # Fails if the loop has ended meanwhile. If this is interrupted, the loop finds the command at its next tick.
-        with contextlib.suppress(OSError):
+        # If this is interrupted, the loop finds the command at its next tick.
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake_fd, 1)
 
     def close_in_child(self) -> None:
@@ -169,7 +172,7 @@ class IoLoop:
         ends = [peer.end for peer in list(self._peers.values())] + [guest.end for guest in list(self._guests.values())]
         for end in [*ends, *([] if self._listener is None else [self._listener])]:
             end.close()
-        self._close_fds()
+        self._selector.close()
 
     # The thread
 
@@ -480,13 +483,7 @@ class IoLoop:
         # Events that were posted meanwhile are answered here, later ones by the thread that posts them.
         self._has_ended = True
         self._run_commands()
-        self._close_fds()
-
-    def _close_fds(self) -> None:
         self._selector.close()
-        wake_fd, self._wake_fd = self._wake_fd, -1
-        if wake_fd >= 0:
-            os.close(wake_fd)
 
 
 def prepare(end: socket.socket) -> None:

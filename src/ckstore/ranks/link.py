@@ -133,16 +133,7 @@ class Link:
             if isinstance(action, Agreed):
                 return self._answer(action)
             if isinstance(action, Decide):
-                decided: bytes | ErrorRecord
-                try:
-                    decided = decide(action.values)
-                except BaseException as error:
-                    record = record_of(error)
-                    self.lead(lambda coordinator, record=record: coordinator.decided(topic, number, record))
-                    if not isinstance(error, Exception):
-                        raise
-                    continue
-                self.lead(lambda coordinator, decided=decided: coordinator.decided(topic, number, decided))
+                self._decide(action, decide)
 
     def is_asked(self, topic: str) -> bool:
         """Whether another rank asks a question that this rank has not asked yet."""
@@ -160,6 +151,18 @@ class Link:
     def close(self) -> None:
         """Send what is queued, and close the connections. Commits that have not ended fail. May be called again."""
         self._end()
+
+    def _decide(self, question: Decide, decide: Callable[[tuple[bytes, ...]], bytes]) -> None:
+        topic, number = question.topic, question.number
+        try:
+            value = decide(question.values)
+        except BaseException as error:
+            record = record_of(error)
+            self.lead(lambda coordinator: coordinator.decided(topic, number, record))
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self.lead(lambda coordinator: coordinator.decided(topic, number, value))
 
     def _answer(self, agreed: Agreed) -> bytes:
         if agreed.error is not None:
@@ -272,11 +275,12 @@ def _read_welcome(connection: Connection, deadline: float) -> None:
     while (left := deadline - SYSTEM_CLOCK.monotonic()) > 0:
         if not waiting.poll(left * 1000):
             break
-        first, *connection.early = connection.receive(SYSTEM_CLOCK.monotonic()) or [None]
-        if isinstance(first, Refused):
-            error = restored_error(first.error, source="rank 0", other=RankError)
+        messages = connection.receive(SYSTEM_CLOCK.monotonic())
+        if messages and isinstance(messages[0], Refused):
+            error = restored_error(messages[0].error, source="rank 0", other=RankError)
             raise error if isinstance(error, CkstoreError) else RankError(str(error))
-        if isinstance(first, Welcome):
+        if messages and isinstance(messages[0], Welcome):
+            connection.early = messages[1:]
             return
         if connection.is_ended:
             raise ConnectionAbortedError("the connection was closed")
