@@ -20,8 +20,10 @@ from ckstore.format.tree import (
     TILES,
     ConvertedNode,
     DictNode,
+    Key,
     ListNode,
     Node,
+    OtherKey,
     Path,
     TensorNode,
     TupleNode,
@@ -142,7 +144,10 @@ def root_node(state: Node, world: World) -> ConvertedNode:
         "ranks": ListNode(tuple([_rank_node(each) for each in world.ranks])),
     }
     if world.partial:
-        fields["partial"] = [{"path": list(path), "ranks": list(ranks)} for path, ranks in world.partial]
+        fields["partial"] = [
+            {"path": [key.node if isinstance(key, OtherKey) else key for key in path], "ranks": list(ranks)}
+            for path, ranks in world.partial
+        ]
     return ConvertedNode(RANKS, _node(fields))
 
 
@@ -295,10 +300,9 @@ def _int(node: Any) -> int:
     return int(found)
 
 
-def _key(node: Node) -> Any:
-    if not isinstance(node, ValueNode) or type(node.value) not in (str, int):
-        raise TypeError
-    return node.value
+def _key(node: Node) -> Key:
+    is_bare = isinstance(node, ValueNode) and type(node.value) is {"int": int, "str": str}.get(node.type)
+    return node.value if is_bare else OtherKey(node)  # type: ignore[union-attr, return-value]
 
 
 def _node(value: Any) -> Node:

@@ -167,7 +167,7 @@ class _Chooser:
             return values[rank]
         if policy == "own":
             raise UsageError(
-                f"the checkpoint has no value of rank {rank}: it was saved by {saved} ranks, and this job has "
+                f"the checkpoint has no value of rank {rank}: it was saved by {_ranks(saved)}, and this job has "
                 f"{self.place.world}",
                 where=place_of(path),
                 todo="restore with as many ranks, mark the value with ckstore.PerRank(value, on_new_world='nearest'), "
@@ -195,12 +195,16 @@ class _Chooser:
         if self.place.world == self.world.size and not self.borrowed:
             return []
         found = []
-        first = f"The checkpoint was saved by {self.world.size} ranks, and this job has {self.place.world}"
+        first = f"The checkpoint was saved by {_ranks(self.world.size)}, and this job has {self.place.world}"
         if self.chosen:
             found.append(f"{first}: rank {self.place.rank} got its own values of {_named(self.chosen)}.")
         if self.borrowed:
             found.append(f"{first}: rank {self.place.rank} got another rank's values of {_named(self.borrowed)}.")
         return found
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _named(paths: Iterable[Path]) -> str:

@@ -242,6 +242,10 @@ class NumpyAdapter:
         """Return None: numpy has no objects with ``load_state_dict``."""
         return None
 
+    def assemble(self, spec: TensorSpec, adopted: object) -> object:
+        """Raise MalformedError: arrays are never in tiles."""
+        raise MalformedError("an array is in tiles", where=repr(spec.dtype[:80]))
+
     takes_shards = False
 
     def local_parts(self, item: object) -> None:

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckstore.errors import MalformedError, NotFoundError, UnsupportedError
@@ -133,6 +134,8 @@ class _Builder:
         }
         self.memories: dict[int, NDArray[np.uint8]] = {}
         self._adopted: dict[tuple[int, str], object] = {}
+        self._whole: dict[tuple[object, ...], object] = {}
+        self._views_of: dict[int, set[tuple[object, ...]]] = {}
         self._built: dict[int, object] = {}
 
     def adapter_of(self, library: str) -> LeafAdapter:
@@ -202,9 +205,25 @@ class _Builder:
         """Build a tensor, once."""
         if index not in self._built:
             spec = self.tensors[index]
-            adopted = self.adopt(spec.storage, spec.library)
+            if spec.cuts:
+                spec, adopted = replace(spec, offset=0, cuts=()), self._assembled(spec)
+            else:
+                adopted = self.adopt(spec.storage, spec.library)
             self._built[index] = self.adapters[spec.library].build(spec, adopted)
         return self._built[index]
+
+    def _assembled(self, spec: TensorSpec) -> object:
+        """Return the memory of a tensor in tiles, once for all tensors that view it; free that of the tiles."""
+        view = _view_of(spec)
+        if view not in self._whole:
+            self._whole[view] = self.adapters[spec.library].assemble(spec, self.adopt(spec.storage, spec.library))
+            if not self._views_of:
+                for each in self.tensors:
+                    self._views_of.setdefault(each.storage, set()).add(_view_of(each))
+            if len(self._views_of[spec.storage]) == 1:
+                self.memories.pop(spec.storage, None)
+                del self._adopted[spec.storage, spec.library]
+        return self._whole[view]
 
     def make(self, node: Node) -> object:
         """Build a part of the state."""
@@ -268,6 +287,10 @@ class _Builder:
             # Not by setattr, which would run property setters.
             attributes: Any = self.make(node.attributes)
             getattr(made, "__dict__", {}).update(attributes)
+
+
+def _view_of(spec: TensorSpec) -> tuple[object, ...]:
+    return spec.storage, spec.offset, spec.dtype, spec.shape, spec.strides, spec.cuts
 
 
 def _is_built_in(node: Node) -> bool:

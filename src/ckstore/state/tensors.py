@@ -244,6 +244,10 @@ class LeafAdapter(Protocol):
         """Build the tensor as a view of the adopted memory; the caller has checked the spec against its length."""
         ...
 
+    def assemble(self, spec: TensorSpec, adopted: object) -> object:
+        """Return the argument of ``build`` for a tensor in tiles: a contiguous tensor that begins with its bytes."""
+        ...
+
     def check_device(self, device: object) -> object:
         """Return the device in the form that ``adopt`` takes; UsageError if it does not exist."""
         ...

@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -254,14 +254,30 @@ class TorchAdapter:
         # torch warns when it creates a complex32 tensor, but not when it views integers as complex32.
         first = torch.int32 if dtype == torch.complex32 else dtype
         tensor = torch.empty(0, dtype=first, device=adopted.device)
-        layout = ((count_of(spec.shape),), (1,)) if spec.cuts else (spec.shape, spec.strides)
-        tensor.set_(adopted.untyped_storage(), spec.offset // dtype.itemsize, *layout)
+        tensor.set_(adopted.untyped_storage(), spec.offset // dtype.itemsize, spec.shape, spec.strides)
         tensor = tensor if first == dtype else tensor.view(dtype)
-        if spec.cuts:
-            tensor = _assembled(tensor, spec)
         if spec.is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=spec.requires_grad)
         return tensor.requires_grad_(spec.requires_grad) if spec.requires_grad else tensor
+
+    def assemble(self, spec: TensorSpec, adopted: object) -> object:
+        """Return the bytes of a tensor in tiles as those of a contiguous one that begins with them."""
+        count = count_of(spec.shape)
+        flat = self.build(
+            replace(spec, shape=(count,), strides=(1,), cuts=(), is_parameter=False, requires_grad=False), adopted
+        )
+        assert isinstance(flat, torch.Tensor)
+        whole, source, itemsize = (
+            torch.empty(spec.shape, dtype=flat.dtype, device=flat.device),
+            as_words(flat),
+            flat.dtype.itemsize,
+        )
+        for view in views_of(spec.shape, itemsize, spec.cuts, Box((0,) * len(spec.shape), spec.shape)):
+            block = self.block_of(as_words(whole), view.box)
+            assert isinstance(block, torch.Tensor)
+            begin = int(source.storage_offset()) + view.offset // itemsize
+            block.copy_(source.as_strided(view.box.sizes, view.strides, begin))
+        return whole.reshape(-1).view(torch.uint8)
 
     def check_device(self, device: Any) -> object:
         """Return the device, or None for the CPU."""
@@ -440,17 +456,6 @@ def wait_for_devices(storages: Iterable[object]) -> None:
     for device in {reader.device for reader in readers if isinstance(reader, DeviceBytes)}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-
-
-def _assembled(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor whose tiles follow one another in a flat one."""
-    whole, itemsize = torch.empty(spec.shape, dtype=flat.dtype, device=flat.device), flat.dtype.itemsize
-    words, source = as_words(whole), as_words(flat)
-    for view in views_of(spec.shape, itemsize, spec.cuts, Box((0,) * len(spec.shape), spec.shape)):
-        block = words[tuple(slice(begin, begin + count) for begin, count in zip(*view.box, strict=True))]
-        begin = int(source.storage_offset()) + view.offset // itemsize
-        block.copy_(source.as_strided(view.box.sizes, view.strides, begin))
-    return whole
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -27,6 +27,7 @@ from ckstore.format.tree import (
     ConvertedNode,
     DictNode,
     ListNode,
+    OtherKey,
     Selection,
     TensorNode,
     TupleNode,
@@ -42,7 +43,7 @@ WORLD = World(
     meshes=(MeshFacts(("dp", "tp"), (2, 2)), MeshFacts((), (4,))),
     layouts=(LayoutFacts(0, "(Shard(dim=0), Replicate())", (0, 2)),),
     ranks=(RankFacts("node1", 1 << 40, 5),),
-    partial=((("model", "layers.1"), (1, 3)), (("order", 0), (2,))),
+    partial=((("model", "layers.1"), (1, 3)), (("order", 0, OtherKey(ValueNode("bool", True))), (2,))),
 )
 STATE = DictNode("dict", ("w",), (tiles_node(TensorNode(0), (4, 6), ((2,), (2, 4))),))
 FLAT = TensorSpec("torch", "float32", (24,), (1,), 0, 0)

@@ -1,0 +1,137 @@
+"""Protects the way of a state through a commit by all ranks of one job and a restore by those of another."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+
+import ckstore  # noqa: E402
+from ckstore.errors import UsageError  # noqa: E402
+from ckstore.format.many_ranks import world_of  # noqa: E402
+from ckstore.state.markers import PerRank, PerRankValues, Replicated  # noqa: E402
+from support.fake_ranks import local_of, mesh_of, placements_of, rank_of, restore_as, sharded  # noqa: E402
+from support.rank_jobs import PlayedJob  # noqa: E402
+from support.small_chunks import open_small  # noqa: E402
+
+LAYOUTS = st.sampled_from(
+    [
+        *(((world,), text) for world in (1, 2, 3, 4) for text in ("S0", "R")),
+        ((3,), "S1"),
+        *(((2, 2), text) for text in ("S0 S0", "S0 S1", "S1 S0", "R S0", "T0:2 S0", "S1 S1", "R S1")),
+    ]
+)
+
+
+@pytest.fixture
+def path(tmp_path):
+    ckstore.open(tmp_path / "store").close()
+    return tmp_path / "store"
+
+
+def play(path, states, step=1):
+    """Commit states that ranks have; return the receipt."""
+    job = PlayedJob(path, len(states))
+    try:
+        return job.commit(states, step)
+    finally:
+        job.close()
+
+
+def states_of(lengths, make):
+    """Return what each rank of a job makes; a mesh and its rank are given."""
+    made, world = [], math.prod(lengths)
+    for rank in range(world):
+        with rank_of(rank, world):
+            made.append(make(rank, mesh_of(*lengths)))
+    return made
+
+
+@given(saved=LAYOUTS, wanted=LAYOUTS, shape=st.sampled_from([(13, 6), (7, 2), (600, 130), (1, 5)]))
+def test_any_job_restores_what_any_other_committed(saved, wanted, shape):
+    full, plain = torch.randn(shape), torch.arange(5)
+
+    def make(text, *, fill):
+        def state(rank, mesh):
+            shard = sharded(full, mesh, placements_of(text), fill=fill)
+            same = plain.clone() if fill else torch.zeros(5, dtype=torch.int64)
+            return {"w": shard, "tied": shard.detach(), "x": same, "r": Replicated([same]), "rng": PerRank([rank])}
+
+        return state
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "store"
+        ckstore.open(path).close()
+        play(path, states_of(saved[0], make(saved[1], fill=True)))
+        world = math.prod(wanted[0])
+        with ckstore.open(path) as store:
+            for rank, into in enumerate(states_of(wanted[0], make(wanted[1], fill=False))):
+                restore_as(store, rank, world, into, per_rank="nearest")
+                want = local_of(full, into["w"].device_mesh, into["w"].placements)
+                assert torch.equal(into["w"]._local_tensor, want)
+                assert torch.equal(into["x"], plain)
+                assert into["r"].value[0] is into["x"]
+                assert into["rng"].value == [rank % math.prod(saved[0])]
+            found = store.restore()
+            assert torch.equal(found["w"], full)
+            assert found["tied"].data_ptr() == found["w"].data_ptr()
+            assert found["rng"] == {rank: [rank] for rank in range(math.prod(saved[0]))}
+            assert type(found["rng"]) is PerRankValues
+
+
+def test_stages_of_a_pipeline_get_their_own_layers_back(path):
+    def stage_of(rank, mesh=None, fill=1.0):
+        layers = {
+            f"layers.{number}": torch.full((3,), fill * (10 * rank + number))
+            for number in range(2 * rank, 2 * rank + 2)
+        }
+        return {"model": layers, "step": int(7 * fill)}
+
+    play(path, [stage_of(rank) for rank in range(3)])
+    with ckstore.open(path) as store:
+        for rank in range(3):
+            into = stage_of(rank, fill=0.0)
+            restore_as(store, rank, 3, into)
+            want = stage_of(rank)
+            assert into["model"].keys() == want["model"].keys()
+            assert all(torch.equal(into["model"][key], want["model"][key]) for key in want["model"])
+            assert into["step"] == 7
+        assert list(store.restore()["model"]) == [f"layers.{number}" for number in range(6)]
+        with pytest.raises(UsageError, match=r"that the checkpoint lacks: model\.layers\.9"):
+            restore_as(store, 0, 3, {"model": {**stage_of(0)["model"], "layers.9": torch.ones(1)}, "step": 0})
+
+
+def test_values_that_differ_come_back_to_their_ranks(path):
+    states = [{"rng": torch.full((4,), float(rank)), "pos": rank, "same": [1, "a"]} for rank in range(4)]
+    play(path, states)
+    with ckstore.open(path) as store:
+        assert world_of(store._repository.manifests.load(store._repository.manifests.listing().names[0]).tree).size == 4
+        for rank in range(4):
+            into = {"rng": torch.zeros(4), "pos": -1, "same": []}
+            place = into["rng"].data_ptr()
+            restore_as(store, rank, 4, into)
+            assert into["rng"].tolist() == [float(rank)] * 4
+            assert into["rng"].data_ptr() == place
+            assert (into["pos"], into["same"]) == (rank, [1, "a"])
+
+
+def test_another_world_writes_hardly_anything_again(tmp_path):
+    # Shards of 1 MiB and more with chunks of 64 KiB: as shards of 64 MiB with chunks of 4 MiB.
+    path = tmp_path / "store"
+    open_small(path, 64 << 10).close()
+    full = torch.randint(0, 1 << 62, (4096, 256))
+    shares = []
+    for step, world in enumerate((8, 6, 1)):
+        states = states_of((world,), lambda rank, mesh: {"w": sharded(full, mesh, placements_of("S0"))})
+        shares.append(play(path, states, step).bytes_written / full.nbytes)
+    assert shares[0] > 0.9
+    # Only chunks at the edges of shards.
+    assert shares[1] <= 0.10
+    assert shares[2] <= 0.04
