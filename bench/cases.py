@@ -25,6 +25,7 @@ from bench import (
     cases_gpu,
     cases_history,
     cases_loops,
+    cases_merge,
     cases_stages,
     cases_stall,
     cases_training,
@@ -307,4 +308,5 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     **cases_stages.CASES,
     **cases_async.CASES,
     **cases_balance.CASES,
+    **cases_merge.CASES,
 }

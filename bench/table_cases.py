@@ -27,7 +27,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "training": ("stall_guarded", "stall_accumulation", "stall_python_loop", "stages_beside"),
     "gpu": ("stall_gpu_blocking", "stall_gpu_guarded", "telling_devices"),
     "stores": ("cpu_start", "ls_1000", "gc_plan", "gc_beside", "tiers", "coder_loops"),
-    "ranks": ("ranks_balance",),
+    "ranks": ("ranks_balance", "ranks_plan"),
 }
 """Section of docs/BENCH.md -> its cases, in order."""
 
@@ -62,6 +62,7 @@ TITLES = {
     "tiers": "256 MiB to and from an S3 server on the same machine",
     "coder_loops": "Plane coder on one core, by instruction set",
     "ranks_balance": "Highest number of bytes that a rank writes, relative to the mean of all ranks",
+    "ranks_plan": "Rank 0 merges the parts of all ranks into one manifest: LLaMA 8B, 873 tensors",
 }
 COMMANDS = {"tiers": "python -m bench.tiers"}
 """Cases that ``bench.run`` does not know."""

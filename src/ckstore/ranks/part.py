@@ -221,7 +221,7 @@ class Part:
         skeleton: Digest of its skeleton.
         host: Its host.
         ranges: The bytes that it contributes, as ``RANGE``.
-        chunks: The chunks that these lie in, as ``columns.CHUNK``.
+        chunks: The chunks that contain these, as ``columns.CHUNK``.
         packs: Packs of the local tier, as ``columns.PACK``.
         frames: The frames of the chunks and their bases, as ``columns.FRAME``; a base precedes its users.
         checks: Digests of the replicated bytes that it holds, as ``CHECK``.
@@ -348,7 +348,7 @@ def _opened(content: Buffer, head: struct.Struct, magic: bytes, what: str, where
     """Return the numbers of a head, the rank first, and a reader of what follows it."""
     view = memoryview(content).cast("B")
     if len(view) < head.size + SEAL_NBYTES or view[:8] != magic:
-        raise MalformedError(f"{what} of another rank is torn, or is none", where=where)
+        raise MalformedError(f"{what} of another rank is torn, or something else", where=where)
     check_seal(view, f"{what} of another rank", where)
     _, version, reserved, rank, *numbers = head.unpack_from(view)
     if version != VERSION:
