@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bench import rank_parts
-from bench.measure import Result, Sample, interleave, log
+from bench.measure import Participant, Result, Sample, interleave, log
 from bench.rank_parts import World
 from bench.workbench import Bench
 
@@ -30,9 +30,12 @@ def ranks_plan(bench: Bench) -> Result:
     result.setting = {"tensors": len(rank_parts.sizes_of(layers, 1)), "worlds": list(worlds), "rounds": bench.rounds}
     for count in worlds:
         log(f"making the parts of {count} ranks")
-        _measure(result, count, layers, bench.rounds)
-        if count <= DCP_WORLD_MAX:
-            _measure_dcp(result, count, layers)
+        found = Result(result.case, result.unit, result.is_higher_better)
+        interleave(found, _participants(count, layers), bench.rounds)
+        result.samples |= found.samples
+        result.unusable |= found.unusable
+        result.notes += found.notes
+        _compare(result, count)
     for kind in ("first", "again"):
         seconds = [result.median(f"{count} ranks: {kind}") for count in worlds]
         exponent = np.polyfit(np.log(worlds), np.log(seconds), 1)[0]
@@ -41,7 +44,7 @@ def ranks_plan(bench: Bench) -> Result:
     return result
 
 
-def _measure(result: Result, count: int, layers: int, rounds: int) -> None:
+def _participants(count: int, layers: int) -> dict[str, Participant]:
     from ckstore.config import Limits
     from ckstore.ranks.merge import Merger
 
@@ -57,7 +60,8 @@ def _measure(result: Result, count: int, layers: int, rounds: int) -> None:
             first()
         return _merge(worlds[1], mergers[0])
 
-    interleave(result, {f"{count} ranks: first": first, f"{count} ranks: again": again}, rounds)
+    mine: dict[str, Participant] = {f"{count} ranks: first": first, f"{count} ranks: again": again}
+    return mine | ({f"{count} ranks: DCP": _dcp_step(count, layers)} if count <= DCP_WORLD_MAX else {})
 
 
 def _merge(world: World, merger: Any) -> Sample:
@@ -84,17 +88,14 @@ def _sample(seconds: float, wall: float, decode: float, parts_nbytes: int, manif
     return Sample(seconds, facts | {"parts_mb": parts_nbytes / 1e6, "manifest_mb": manifest_nbytes / 1e6})
 
 
-def _measure_dcp(result: Result, count: int, layers: int) -> None:
-    """Let torch's default planner make the global plan of the same shards, once: it is slow."""
-    name = f"{count} ranks: DCP"
-    interleave(result, {name: _dcp_step(count, layers)}, 1)
-    if name in result.unusable:
-        return
-    ratio = result.median(name) / result.median(f"{count} ranks: first")
-    result.notes.append(f"{count} ranks: DCP's global step takes {ratio:.0f} times as long")
+def _compare(result: Result, count: int) -> None:
+    if (name := f"{count} ranks: DCP") in result.samples:
+        ratio = result.median(name) / result.median(f"{count} ranks: first")
+        result.notes.append(f"{count} ranks: DCP's global step takes {ratio:.0f} times as long")
 
 
-def _dcp_step(count: int, layers: int) -> Callable[[], Sample]:
+def _dcp_step(count: int, layers: int) -> Participant:
+    """Let torch's default planner make the global plan of the same shards."""
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
