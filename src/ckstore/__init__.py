@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ckstore import accelerate as accelerate
     from ckstore import transformers as transformers
-    from ckstore.api import Store, open, repair_store
+    from ckstore.api import Store, open
     from ckstore.background.pending import Pending
     from ckstore.config import (
         DemotePolicy,
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from ckstore.interval import Advice, AutoInterval
     from ckstore.ops.gc.policy import Retention
+    from ckstore.ranks.world import Ranks
     from ckstore.results import Info, Receipt
     from ckstore.state.named_types import StandIn
     from ckstore.state.train_state import TrainState
@@ -57,6 +58,7 @@ _MODULE_OF = {
     "Retention": "ops.gc.policy",
     "Store": "api",
     "open": "api",
+    "Ranks": "ranks.world",
     "Advice": "interval",
     "AutoInterval": "interval",
     "Pending": "background.pending",
@@ -79,7 +81,7 @@ _MODULE_OF = {
     "StandIn": "state.named_types",
     "TrainState": "state.train_state",
     "register_converter": "state.values",
-    "repair_store": "api",
+    "repair_store": "ops.repair",
     **dict.fromkeys(
         (
             "BackendError",
@@ -126,6 +128,7 @@ __all__ = [
     "Pending",
     "Policy",
     "RankError",
+    "Ranks",
     "Receipt",
     "RepackPolicy",
     "Residual",

@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from ckstore.commit.commit import Fingerprint
     from ckstore.delta.base_cache import BaseCache
     from ckstore.format.manifest import Manifest
+    from ckstore.format.records import StoreRecord
     from ckstore.interval import Advice
     from ckstore.ops.demote import DemoteReport
     from ckstore.ops.gc.run import GcReport
@@ -79,6 +81,8 @@ if TYPE_CHECKING:
     from ckstore.ops.trash import TrashEntry, TrashRestored
     from ckstore.ops.verify import Report
     from ckstore.preemption import LastCommit
+    from ckstore.ranks.job import Job
+    from ckstore.ranks.world import Ranks
     from ckstore.results import Receipt
     from ckstore.state.capture import Captured
     from ckstore.state.capture_cache import CaptureCache
@@ -108,6 +112,7 @@ def open(
     engine: EngineName = "auto",
     allow_shared_folder: bool = False,
     shared: Literal["group", "umask"] | None = None,
+    ranks: Ranks | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Store:
     """Open a store; create it on first use.
@@ -130,6 +135,9 @@ def open(
         engine: How packs are read and written. ``"auto"``: io_uring where it works, else pread and pwrite.
         allow_shared_folder: Accept a folder that other users can write to.
         shared: Who may use a store that is created now: ``"group"``, ``"umask"``, or None: only its owner.
+        ranks: The ranks that commit one checkpoint together, for example ``ckstore.Ranks.of_torch()``. Every rank opens
+            the store, and calls ``commit``, ``commit_async``, ``restore``, ``latest``, ``rewind`` and the ``check`` of
+            ``commit_on_signal`` as often as the others. All get the same checkpoint, or an error that names a rank.
         clock: Source of time.
 
     Raises:
@@ -141,13 +149,23 @@ def open(
     rules, aging = _rules(retention), _demotion(demotion)
     trash_seconds = None if trash_for is None else seconds_of(trash_for)
     backend = backend_for(path, engine=engine, allow_shared_folder=allow_shared_folder, sharing=shared)
-    try:
+
+    def record_or_made() -> StoreRecord:
+        try:
+            return read_store_record(backend)
+        except NotFoundError:
+            if not create:
+                raise
+            return create_store(backend, clock, Limits())
+
+    if ranks is None:
+        record = record_or_made()
+    else:
+        # Rank 0 makes the store. What it raises is raised on all ranks.
+        ranks.link().agree("open", b"", lambda values: record_or_made().store_id.encode())
         record = read_store_record(backend)
-    except NotFoundError:
-        if not create:
-            raise
-        record = create_store(backend, clock, Limits())
-    store = Store(Repository(backend, record, run, clock=clock), policy or Policy(), trash_seconds=trash_seconds)
+    repository = Repository(backend, record, run, clock=clock)
+    store = Store(repository, policy or Policy(), trash_seconds=trash_seconds, ranks=ranks)
     if rules is not None:
         store._collect_after(rules, gc_every)
     if aging is not None:
@@ -166,44 +184,6 @@ def open_existing(
     return open(path, run=run, create=False, allow_shared_folder=allow_shared_folder)
 
 
-def repair_store(
-    path: str | os.PathLike[str] | Backend,
-    *,
-    dry_run: bool = True,
-    sources: Sequence[str | os.PathLike[str] | Backend] = (),
-    allow_shared_folder: bool = False,
-    on_progress: Progress | None = None,
-) -> RepairReport:
-    """Repair a store as ``Store.repair`` does, even if it cannot be opened because ``store.json`` is missing.
-
-    ``store.json`` is then written again from the store's id, which manifests and packs carry. Settings that were only
-    in ``config.json``, such as the addresses of tiers, are not recovered.
-
-    Args:
-        path: A folder, a URL, or a backend.
-        dry_run: Only report what would be done.
-        sources: Copies of this store: folders, URLs or backends.
-        allow_shared_folder: Accept a folder that other users can write to.
-        on_progress: Called with packs read and packs in total.
-
-    Raises:
-        NotFoundError: There is no store, and no trace of one.
-        ConflictError: The files belong to several stores, or a live process writes a run that needs repair.
-        CapacityError: The disk is full. Each checkpoint is unchanged or repaired.
-        UsageError: A source is another store.
-    """
-    from ckstore.ops.repair import open_copies, record_or_remade, write_store_record
-
-    backend = backend_for(path, allow_shared_folder=allow_shared_folder)
-    with open_copies(sources, None) as copies:
-        record, is_made = record_or_remade(backend, SYSTEM_CLOCK, copies)
-    if is_made and not dry_run:
-        write_store_record(backend, record)
-    with Store(Repository(backend, record, "main"), Policy()) as store:
-        report = store.repair(dry_run=dry_run, sources=sources, on_progress=on_progress)
-    return dataclasses.replace(report, is_identity_made=is_made)
-
-
 class Store:
     """One run of a store. Made by ``ckstore.open``.
 
@@ -211,7 +191,9 @@ class Store:
     there.
     """
 
-    def __init__(self, repository: Repository, policy: Policy, *, trash_seconds: float | None = None) -> None:
+    def __init__(
+        self, repository: Repository, policy: Policy, *, trash_seconds: float | None = None, ranks: Ranks | None = None
+    ) -> None:
         self._repository = repository
         self._policy = policy
         self._trash_seconds = trash_seconds
@@ -232,6 +214,11 @@ class Store:
         self._costs = Costs(repository.clock)
         self._after_commit: list[AfterCommits] = []
         self._last_commits: list[weakref.ref[LastCommit]] = []
+        self._job: Job | None = None
+        if ranks is not None:
+            from ckstore.ranks.job import Job
+
+            self._job = Job(repository, ranks)
 
     def __repr__(self) -> str:
         state = ", closed" if self._is_closed else ""
@@ -274,7 +261,7 @@ class Store:
             BackendError: The storage failed.
             CkstoreError: An earlier background commit failed unnoticed. This call did nothing; repeat it.
         """
-        from ckstore.ops.commit import CommitRequest, commit_checkpoint, set_tags
+        from ckstore.ops.commit import CommitRequest, Committed, commit_checkpoint, set_tags
         from ckstore.results import Stopwatch
         from ckstore.state.capture_cache import CaptureCache
 
@@ -282,26 +269,33 @@ class Store:
         check_policy(policy)
         with self._lock:
             self._check_open()
-            self._reclaim_lease()
-            self._repository.wait_for_orphan()
+            if self._job is None:
+                self._reclaim_lease()
+                self._repository.wait_for_orphan()
             watch = Stopwatch(self._repository.clock)
-            with watch("stage"):
-                self._captures = self._captures or CaptureCache()
-                captured = self._captures.capture_for_commit(state)
-            request = CommitRequest(
-                captured=captured,
-                step=number,
-                policy=policy or self._policy,
-                parent=self._parent,
-                metrics=checked_metrics,
-                bases=self._base_cache(),
-                fingerprint=self._fingerprint,
-            )
             with self._costs.trying():
-                committed = commit_checkpoint(self._repository, request, watch)
-            self._continue_from(committed.receipt.seq, committed.fingerprint)
-            receipt = set_tags(self._repository, committed.receipt, checked_tags)
-            self._note_commit(receipt.seq)
+                if self._job is not None:
+                    made = self._job.commit(state, number, policy or self._policy, self._parent, checked_metrics)
+                    committed = Committed(made, None)
+                else:
+                    with watch("stage"):
+                        self._captures = self._captures or CaptureCache()
+                        captured = self._captures.capture_for_commit(state)
+                    request = CommitRequest(
+                        captured=captured,
+                        step=number,
+                        policy=policy or self._policy,
+                        parent=self._parent,
+                        metrics=checked_metrics,
+                        bases=self._base_cache(),
+                        fingerprint=self._fingerprint,
+                    )
+                    committed = commit_checkpoint(self._repository, request, watch)
+            receipt = committed.receipt
+            self._continue_from(receipt.seq, committed.fingerprint)
+            if self._is_first_rank:
+                receipt = set_tags(self._repository, receipt, checked_tags)
+                self._note_commit(receipt.seq)
             self._costs.note(number, receipt.seconds["total"], receipt)
         for warning in receipt.warnings:
             _log.warning("step %d: %s", receipt.step, warning)
@@ -585,13 +579,17 @@ class Store:
                 what, todo = "fallback=True goes back from the newest checkpoint only", "leave out ref, or fallback"
                 raise UsageError(what, where=f"restore({ref!r})", todo=todo)
             self._wait_for_background()
-            request, started = RestoreRequest(into, only, device, exact, on_progress), list[int]()
+            place = None if self._job is None else self._job.place
+            request, started = RestoreRequest(into, only, device, exact, on_progress, place), list[int]()
             try:
-                restored = restore_reference(self._repository, self._policy, ref, request, started)
+                if self._job is not None:
+                    restored = self._job.restore(self._policy, ref, request, fallback=fallback)
+                else:
+                    restored = restore_reference(self._repository, self._policy, ref, request, started)
             except (CorruptError, BackendError) as error:
                 from ckstore.ops.fallback import is_damage, restore_older, with_recovery_advice
 
-                if not is_damage(error):
+                if self._job is not None or not is_damage(error):
                     raise
                 damaged = started[-1] if started else None
                 if not fallback:
@@ -663,6 +661,9 @@ class Store:
         """
         with self._lock:
             self._check_open()
+            if self._job is not None:
+                header = self._job.newest()
+                return None if header is None else self._info(header)
             self._repository.wait_for_orphan()
             try:
                 manifest, skipped = newest_whole(self._repository)
@@ -870,7 +871,8 @@ class Store:
         with self._lock:
             self._check_open()
             self._reclaim_lease()
-            manifest = history.rewind(self._repository, ref)
+            rewind = partial(history.rewind, self._repository, ref)
+            manifest = rewind() if self._job is None else self._job.published_by_first("rewind", rewind)
             self._use_as_base(manifest)
             self._continue_from(manifest.header.seq, self._fingerprint)
             return self._info(manifest.header)
@@ -1537,6 +1539,10 @@ class Store:
 
     # Helpers of the methods above; all are called under the lock
 
+    @property
+    def _is_first_rank(self) -> bool:
+        return self._job is None or self._job.is_first
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise UsageError("the store is closed", where=self._repository.backend.root, todo="open it again")
@@ -1665,25 +1671,6 @@ class Store:
         seq = None if background is None else background.take_durable()
         if seq is not None:
             self._note_commit(seq)
-
-
-def plan_import(
-    source: str | os.PathLike[str],
-    *,
-    run: str = "main",
-    step: SupportsIndex | None = None,
-    numbered: bool = False,
-    exclude: Sequence[str] = (),
-    skip_leaf: Sequence[str] = (),
-) -> ImportReport:
-    """Report what ``Store.import_from`` would do in a store that does not exist yet."""
-    from ckstore.ops.interop.run import ImportRequest, run_import
-
-    def refuse(captured: Captured, step: int, metrics: Mapping[str, float], time_ns: int) -> Receipt:
-        raise AssertionError("a plan commits nothing")
-
-    wanted = ImportRequest.of(source, None if step is None else check_step(step), numbered, exclude, skip_leaf)
-    return run_import(wanted, run, {}, refuse, dry_run=True)
 
 
 def _rules(policy: object) -> Retention | None:

@@ -46,7 +46,12 @@ TWO = Setting(commits=2)
 MUTANTS = [
     ("merge before all parts", Setting(), "WRITING and not commit.awaited and", "WRITING and"),
     ("one part counts for all", Setting(), "commit.awaited.remove(rank)", "commit.awaited.clear()"),
-    ("merge out of order", Setting(commits=2, more_for=1), "not commit.awaited and not earlier:", "not commit.awaited:"),
+    (
+        "merge out of order",
+        Setting(commits=2, more_for=1),
+        "not commit.awaited and not earlier:",
+        "not commit.awaited:",
+    ),
     ("no rank is needed", Setting(**DEATH), "if self._needs(commit, rank):", "if False:"),
     (
         "a rank is needed to the end",

@@ -30,7 +30,7 @@ ALLOWED = {
     "quant": CHECKPOINTS,
     "ops": CHECKPOINTS | {"quant"},
     "tiers": CHECKPOINTS | {"ops"},
-    "ranks": CHECKPOINTS | {"quant"},
+    "ranks": CHECKPOINTS | {"quant", "ops"},
     "background": CHECKPOINTS | {"ops", "ranks"},
     "interval": FORMAT | {"background"},
     "preemption": FORMAT | {"background", "interval"},

@@ -28,11 +28,12 @@ from ckstore.cli.parser import (
 from ckstore.cli.render import STEP, Column, Table, json_of, metrics_of, name_of, size
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import NotFoundError, UsageError
-from ckstore.results import Info
+from ckstore.results import Info, Receipt
 
 if TYPE_CHECKING:
     from ckstore.ops.interop.model_folder import ExportedModel
     from ckstore.ops.interop.run import ImportEntry, ImportReport
+    from ckstore.state.capture import Captured
 
 
 ORIGIN = ("seq", "step", "checkpoint_id", "run")
@@ -345,18 +346,30 @@ def import_(
 def _import(
     path: str, source: Path, opening: dict[str, Any], options: dict[str, Any], *, is_best: bool, dry_run: bool
 ) -> ImportReport:
-    from ckstore.api import plan_import
-
     with contextlib.ExitStack() as stack:
         on_progress = stack.enter_context(render.progress("importing"))
         try:
             store = ckstore.open(path, create=not dry_run, **opening)
         except NotFoundError:
             # A dry run does not create the store; the plan does not need it.
-            return plan_import(source, run=opening["run"], **options)
+            return _plan_import(source, opening["run"], **options)
         stack.enter_context(store)
         policy = ckstore.Policy(compression="best" if is_best else "fast")
         return store.import_from(source, policy=policy, dry_run=dry_run, on_progress=on_progress, **options)
+
+
+def _plan_import(source: Path, run: str, *, step: int | None = None, **options: Any) -> ImportReport:
+    """Return what ``Store.import_from`` would do in a store that does not exist yet."""
+    from ckstore.config import check_step
+    from ckstore.ops.interop.run import ImportRequest, run_import
+
+    def refuse(captured: Captured, step: int, metrics: Mapping[str, float], time_ns: int) -> Receipt:
+        raise AssertionError("a plan commits nothing")
+
+    checked = None if step is None else check_step(step)
+    names = {"numbered": False, "exclude": (), "skip_leaf": (), **options}
+    wanted = ImportRequest.of(source, checked, names["numbered"], names["exclude"], names["skip_leaf"])
+    return run_import(wanted, run, {}, refuse, dry_run=True)
 
 
 def _print_import(report: ImportReport, seconds: float) -> None:

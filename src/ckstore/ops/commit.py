@@ -24,7 +24,7 @@ from ckstore.results import Receipt, Stopwatch
 from ckstore.store import history
 from ckstore.store.repository import Repository
 
-__all__ = ["CommitRequest", "commit_checkpoint", "room_after", "set_tags"]
+__all__ = ["CommitRequest", "Committed", "commit_checkpoint", "room_after", "set_tags"]
 
 _log = logging.getLogger("ckstore")
 

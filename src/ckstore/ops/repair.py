@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ckstore.clock import Clock
+from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.codec import kernels
 from ckstore.config import Limits, is_name
 from ckstore.display import repr_of_summary
@@ -562,3 +562,39 @@ def open_copies(sources: Sequence[str | os.PathLike[str] | Backend], store_id: b
     finally:
         for backend in opened:
             backend.close()
+
+
+def repair_store(
+    path: str | os.PathLike[str] | Backend,
+    *,
+    dry_run: bool = True,
+    sources: Sequence[str | os.PathLike[str] | Backend] = (),
+    allow_shared_folder: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RepairReport:
+    """Repair a store as ``Store.repair`` does, even if it cannot be opened because ``store.json`` is missing.
+
+    ``store.json`` is then written again from the store's id, which manifests and packs carry. Settings that were only
+    in ``config.json``, such as the addresses of tiers, are not recovered.
+
+    Args:
+        path: A folder, a URL, or a backend.
+        dry_run: Only report what would be done.
+        sources: Copies of this store: folders, URLs or backends.
+        allow_shared_folder: Accept a folder that other users can write to.
+        on_progress: Called with packs read and packs in total.
+
+    Raises:
+        NotFoundError: There is no store, and no trace of one.
+        ConflictError: The files belong to several stores, or a live process writes a run that needs repair.
+        CapacityError: The disk is full. Each checkpoint is unchanged or repaired.
+    """
+    backend = backend_for(path, allow_shared_folder=allow_shared_folder)
+    with open_copies(sources, None) as copies:
+        record, is_made = record_or_remade(backend, SYSTEM_CLOCK, copies)
+    if is_made and not dry_run:
+        write_store_record(backend, record)
+    repository = Repository(backend, record, "main")
+    with contextlib.closing(repository), open_copies(sources, repository.store_id) as copies:
+        report = repair(repository, dry_run=dry_run, sources=copies, on_progress=on_progress)
+    return replace(report, is_identity_made=is_made)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ckstore.config import Policy
 from ckstore.errors import (
@@ -32,14 +32,13 @@ from ckstore.restore.own_part import RankPlace
 from ckstore.restore.restore import Restored, RestoreRequest, restore_reference
 from ckstore.results import Receipt
 from ckstore.store.manifests import EmptyRunError
-from ckstore.store.refs import Reference, newest_whole, resolve
+from ckstore.store.refs import Reference, headers_newest_first, load_whole, newest_whole, resolve
 from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
+    from ckstore.format.header import ManifestHeader
     from ckstore.format.manifest import Manifest
     from ckstore.ranks.world import Ranks
-
-Result = TypeVar("Result")
 
 _log = logging.getLogger("ckstore")
 
@@ -60,7 +59,7 @@ class Job:
     def __init__(self, repository: Repository, ranks: Ranks) -> None:
         self._repository = repository
         self._ranks = ranks
-        self._link = ranks.connect()
+        self._link = ranks.link()
         self._tools = RankTools(repository, ranks.rank)
         self._capture = RankCapture()
         self._commits = RankCommits(self._link, self._tools, on_divergence=ranks.on_divergence)
@@ -76,14 +75,7 @@ class Job:
         return self._ranks.rank == 0
 
     def commit(
-        self,
-        state: Any,
-        step: int,
-        policy: Policy,
-        *,
-        parent: int | None,
-        metrics: Mapping[str, float],
-        make_room: Callable[[int, CapacityError], object],
+        self, state: Any, step: int, policy: Policy, parent: int | None, metrics: Mapping[str, float]
     ) -> Receipt:
         """Commit the states of all ranks as one checkpoint.
 
@@ -93,7 +85,9 @@ class Job:
             policy: How to store it, the same on all ranks.
             parent: The seq that training continued from.
             metrics: Numbers to find the checkpoint by; those of rank 0 count.
-            make_room: Rank 0: frees space for a number of bytes after a disk was full.
+
+        Raises:
+            CkstoreError: The commit failed on one of the ranks; the message names it.
         """
         nbytes = 0
 
@@ -107,24 +101,25 @@ class Job:
             try:
                 return self._commits.commit(step, policy, make_request)
             except CapacityError as error:
-                if is_last or not self._has_made_room(nbytes, error, make_room):
+                if is_last or not self._has_made_room(nbytes, error):
                     raise
             except ConflictError as error:
-                gone = [PackId(bytes.fromhex(name)) for name in error.facts.get("pack_ids", ())]
+                names = error.facts.get("pack_ids")
+                gone = [PackId(bytes.fromhex(name)) for name in names] if isinstance(names, list) else []
                 if is_last or not gone:
                     raise
                 _log.warning("packs vanished during the commit of step %d; repeating it without them", step)
                 self._repository.chunk_index.forget_packs(gone)
         raise AssertionError("unreachable")
 
-    def _has_made_room(
-        self, nbytes: int, error: CapacityError, make_room: Callable[[int, CapacityError], object]
-    ) -> bool:
+    def _has_made_room(self, nbytes: int, error: CapacityError) -> bool:
         """Have rank 0 free space for what all ranks want to write. Return whether it could."""
+        from ckstore.ops.commit import room_after
 
         def decide(values: tuple[bytes, ...]) -> bytes:
+            wanted = sum(int.from_bytes(value, "little") for value in values)
             try:
-                room = make_room(sum(int.from_bytes(value, "little") for value in values), error)
+                room = room_after(self._repository, wanted, error)
             except CapacityError:
                 return b""
             _log.warning("the disk was full: %s; what was in the trash can no longer be restored", room)
@@ -132,37 +127,32 @@ class Job:
 
         return bool(self._link.agree("room on the disk", nbytes.to_bytes(8, "little"), decide))
 
-    def together(self, topic: str, call: Callable[[], Result], encode: Callable[[Result], bytes]) -> bytes:
-        """Call a function on rank 0, and return its encoded result on all ranks.
-
-        Args:
-            topic: What it does, for messages.
-            call: The function. What it raises is raised on all ranks.
-            encode: Returns its result as bytes.
-        """
-        return self._link.agree(topic, b"", lambda values: encode(call()))
-
-    def newest(self) -> Manifest | None:
+    def newest(self) -> ManifestHeader | None:
         """Return the newest whole checkpoint, the same on all ranks; None in an empty run."""
 
-        def find() -> int | None:
+        def find(values: tuple[bytes, ...]) -> bytes:
             self._repository.wait_for_orphan()
             try:
-                return newest_whole(self._repository)[0].header.seq
+                return str(newest_whole(self._repository)[0].header.seq).encode()
             except EmptyRunError:
-                return None
+                return b""
 
-        seq = decode_inner(self.together("latest", find, encode_inner), int | None)  # type: ignore[arg-type]
-        return None if seq is None else self.manifest_of(seq)
+        seq = self._link.agree("latest", b"", find)
+        return self._manifest_of(int(seq)).header if seq else None
 
-    def manifest_of(self, seq: int) -> Manifest:
-        """Return a manifest that rank 0 has seen.
+    def published_by_first(self, topic: str, publish: Callable[[], Manifest]) -> Manifest:
+        """Have rank 0 publish a checkpoint. Return its manifest on all ranks.
 
-        Raises:
-            NotFoundError: This rank does not see it.
+        Args:
+            topic: What is done, for messages.
+            publish: Publishes it. Called on rank 0; what it raises is raised on all ranks.
         """
+        return self._manifest_of(int(self._link.agree(topic, b"", lambda values: str(publish().header.seq).encode())))
+
+    def _manifest_of(self, seq: int) -> Manifest:
+        """Return the manifest of a seq that rank 0 sees."""
         self._wait_visible(seq)
-        return self._repository.manifests.load(resolve(self._repository, f"seq:{seq}"))
+        return load_whole(self._repository, resolve(self._repository, f"seq:{seq}"), takes_lower=True)
 
     def restore(self, policy: Policy, ref: Reference | None, request: RestoreRequest, *, fallback: bool) -> Restored:
         """Restore one checkpoint on all ranks.
@@ -206,8 +196,6 @@ class Job:
         repository = self._repository
         repository.wait_for_orphan()
         if tried:
-            from ckstore.store.refs import headers_newest_first
-
             for header in headers_newest_first(repository.manifests):
                 if header.seq < tried[-1] and not header.is_archival:
                     return str(header.seq).encode()
@@ -239,10 +227,6 @@ class Job:
                     todo="check that all hosts have mounted the same store",
                 )
             clock.sleep(_LOOK_SECONDS)
-
-    def close(self) -> None:
-        """Leave the job. Never raises."""
-        self._link.close()
 
 
 def _first_problem(values: tuple[bytes, ...]) -> bytes:

@@ -114,19 +114,22 @@ class Link:
             del self._loop.boxes[until]
         return action
 
-    def agree(self, topic: str, value: bytes, decide: Callable[[tuple[bytes, ...]], bytes]) -> bytes:
+    def agree(
+        self, topic: str, value: bytes, decide: Callable[[tuple[bytes, ...]], bytes], *, is_patient: bool = False
+    ) -> bytes:
         """Return the same bytes on all ranks, or raise the same error. Called by all ranks.
 
         Args:
             topic: What is asked.
             value: This rank's value.
             decide: Called on rank 0 with the values of all ranks. What it raises is raised on all ranks.
+            is_patient: Wait for ranks that have not asked yet for as long as they live.
         """
         self._require_own()
         number = self._questions[topic] = self._questions.get(topic, 0) + 1
         key = (topic, number)
         self._loop.boxes[key] = SimpleQueue()
-        self.send(lambda member: member.ask(topic, number, value))
+        self.send(lambda member: member.ask(topic, number, value, is_patient=is_patient))
         while True:
             # Ends: rank 0 answers in join_seconds, or is lost.
             action = self.wait(key, _WAIT_SECONDS)

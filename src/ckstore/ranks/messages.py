@@ -67,11 +67,15 @@ class Abort(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A rank: its value for a question that all ranks ask. ``number`` counts the questions of one topic from 1."""
+    """A rank: its value for a question that all ranks ask. ``number`` counts the questions of one topic from 1.
+
+    With ``is_patient``, rank 0 waits for as long as the other ranks live.
+    """
 
     topic: ShortText
     number: Count
     value: bytes
+    is_patient: bool = False
 
 
 class Wanted(NamedTuple):

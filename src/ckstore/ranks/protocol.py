@@ -161,6 +161,7 @@ class _Commit:
 class _Question:
     number: int
     opened: float
+    is_patient: bool = False
     values: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -251,7 +252,7 @@ class Coordinator:
                 actions += self._fail(commit, missing[0], record)
         for topic, question in list(self._questions.items()):
             missing = self._missing(question.values)
-            if missing and self._is_over(question.opened, now):
+            if missing and not question.is_patient and self._is_over(question.opened, now):
                 record = self._absent_record(missing, f"take part in {topic!r}", "make the same calls on every rank")
                 actions += self._answer(topic, question.number, None, missing[0], record)
         return actions
@@ -260,7 +261,11 @@ class Coordinator:
     def next_tick(self) -> float | None:
         """When ``tick`` must be called next. None: not before another event."""
         opened = [commit.opened for commit in self._live.values() if len(commit.begun) < self._world]
-        opened += [question.opened for question in self._questions.values() if len(question.values) < self._world]
+        opened += [
+            question.opened
+            for question in self._questions.values()
+            if len(question.values) < self._world and not question.is_patient
+        ]
         return min(opened) + self._join_seconds if opened else None
 
     @property
@@ -466,7 +471,7 @@ class Coordinator:
             return self._send([rank], late)
         actions: list[Action] = []
         if question is None:
-            question = self._questions[ask.topic] = _Question(ask.number, now)
+            question = self._questions[ask.topic] = _Question(ask.number, now, ask.is_patient)
             others = [other for other in range(self._world) if other != rank]
             actions = self._send(others, Asked(ask.topic, ask.number))
         if question.number != ask.number or rank in question.values:
@@ -633,12 +638,12 @@ class Member:
         share.error = error
         return self._end_if_lost(number) or [Send(0, Abort(number, step, error))]
 
-    def ask(self, topic: str, number: int, value: bytes) -> list[Action]:
+    def ask(self, topic: str, number: int, value: bytes, *, is_patient: bool = False) -> list[Action]:
         """The caller asks a question that all ranks ask. Agreed follows."""
         self._questions[topic] = number
         if self._lost is not None:
             return self._unanswered(topic)
-        return [Send(0, Ask(topic, number, value))]
+        return [Send(0, Ask(topic, number, value, is_patient))]
 
     def found(self, number: int, receipt: bytes) -> list[Action]:
         """The answer to LookUp: the checkpoint is in the store."""
