@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ckstore.ops.gc.policy import Retention
     from ckstore.ranks.world import Ranks
     from ckstore.results import Info, Receipt
+    from ckstore.state.markers import PerRank, PerRankValues, Replicated
     from ckstore.state.named_types import StandIn
     from ckstore.state.train_state import TrainState
     from ckstore.state.values import register_converter
@@ -78,6 +79,7 @@ _MODULE_OF = {
         ),
         "config",
     ),
+    **dict.fromkeys(("PerRank", "PerRankValues", "Replicated"), "state.markers"),
     "StandIn": "state.named_types",
     "TrainState": "state.train_state",
     "register_converter": "state.values",
@@ -126,11 +128,14 @@ __all__ = [
     "MissingChunkError",
     "NotFoundError",
     "Pending",
+    "PerRank",
+    "PerRankValues",
     "Policy",
     "RankError",
     "Ranks",
     "Receipt",
     "RepackPolicy",
+    "Replicated",
     "Residual",
     "Retention",
     "SaverError",
