@@ -16,12 +16,13 @@ from ckstore.concurrency import collector_paused
 from ckstore.errors import ConflictError, UsageError
 from ckstore.format.location import UNSAMPLED, Decisions, StorageDecision
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
+from ckstore.format.many_ranks import RankFacts, World, root_node, tiles_node
 from ckstore.format.paths import ManifestName
-from ckstore.format.tensors import Piece, StorageSpec, TensorSpec, count_of
+from ckstore.format.tensors import Piece, StorageSpec, TensorSpec, count_of, row_major_strides
 from ckstore.format.tiles import Box, Cuts
-from ckstore.format.tree import ConvertedNode, DictNode, ListNode, Node, Path, TensorNode, TupleNode
+from ckstore.format.tree import DictNode, Node, Path, TensorNode
 from ckstore.ranks.dcp_boxes import WrittenBox, arranged
-from ckstore.ranks.dcp_tree import RANKS, TILES, DcpFacts, nested, plain_node, shifted
+from ckstore.ranks.dcp_tree import DCP_KEY, DcpFacts, nested, shifted
 from ckstore.results import Receipt, Stopwatch
 from ckstore.store.chunk_index import LocatedFrame, locate
 from ckstore.store.repository import Repository
@@ -203,7 +204,7 @@ class _Merger:
         cuts, pieces = arranged(name, first.shape, first.itemsize, boxes)
         nbytes = count_of(first.shape) * first.itemsize
         self.storages.append(replace(written[0].storage, nbytes=nbytes, pieces=pieces))
-        self.decided.append(max((each.decision for each in written), key=lambda decision: decision.mode))
+        self.decided.append(written[0].decision)
         return self._array_node(first, cuts)
 
     def _array_node(self, array: ArrayPart, cuts: Cuts) -> Node:
@@ -212,24 +213,14 @@ class _Merger:
             library="torch",
             dtype=array.dtype,
             shape=shape,
-            strides=strides_of(shape),
+            strides=row_major_strides(shape),
             storage=len(self.storages) - 1,
             offset=0,
             requires_grad=array.requires_grad,
         )
         self.tensors.append(spec)
         node = TensorNode(len(self.tensors) - 1)
-        return ConvertedNode(TILES, TupleNode((node, plain_node(array.shape), plain_node(cuts)))) if cuts else node
-
-
-def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of torch."""
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
+        return tiles_node(node, array.shape, cuts) if cuts else node
 
 
 def merge(parts: Sequence[Part | None], names: Iterable[str], planner_data: Any, attempt: bytes) -> Merged:
@@ -257,9 +248,8 @@ def merge(parts: Sequence[Part | None], names: Iterable[str], planner_data: Any,
     state, absent = nested(leaves)
     follows = planner_data is None or planner_data == {".".join(map(str, path)): path for path, _ in leaves}
     facts = DcpFacts(planner_data is not None, tuple(pickled), absent, None if follows else planner_data)
-    tree = DictNode("dict", *_root(state, facts, parts, attempt))
     return Merged(
-        ConvertedNode(RANKS, tree),
+        _root(state, facts, parts, attempt),
         tuple(merger.tensors),
         tuple(merger.storages),
         tuple(merger.chunks),
@@ -283,24 +273,15 @@ def _decisions(found: Sequence[Decisions | None], storages: Sequence[StorageDeci
     )
 
 
-def _root(
-    state: Node, facts: DcpFacts, parts: Sequence[Part | None], attempt: bytes
-) -> tuple[tuple[str, ...], tuple[Node, ...]]:
+def _root(state: Node, facts: DcpFacts, parts: Sequence[Part | None], attempt: bytes) -> Node:
     ranks = [
-        {"host": "" if part is None else part.host, "nbytes": part.nbytes if part else 0,
-         "written": part.nbytes_written if part else 0}
+        RankFacts("", 0, 0) if part is None else RankFacts(part.host, part.nbytes, part.nbytes_written)
         for part in parts
-    ]  # fmt: skip
-    items: dict[str, Node] = {
-        "state": state,
-        "world": plain_node(len(parts)),
-        "attempt": plain_node(attempt),
-        "meshes": ListNode(()),
-        "layouts": ListNode(()),
-        "ranks": plain_node(ranks),
-        "dcp": facts.node(),
-    }
-    return tuple(items), tuple(items.values())
+    ]
+    root = root_node(state, World(size=len(parts), attempt=attempt, ranks=tuple(ranks)))
+    assert isinstance(root.child, DictNode)
+    keys, children = (*root.child.keys, DCP_KEY), (*root.child.children, facts.node())
+    return replace(root, child=replace(root.child, keys=keys, children=children))
 
 
 def publish(

@@ -33,15 +33,16 @@ from torch.futures import Future
 from ckstore.config import Policy, check_policy
 from ckstore.errors import ConflictError, MalformedError, UnsupportedError, UsageError
 from ckstore.format.manifest import Manifest
+from ckstore.format.many_ranks import plain_manifest
 from ckstore.format.tensors import TensorSpec, check_layout
-from ckstore.format.tiles import Box, Cuts, View, check_cuts, views_of
-from ckstore.format.tree import ConvertedNode, DictNode, Node, Path, TensorNode, TupleNode, check_tree, format_path
+from ckstore.format.tiles import Box, View, views_of
+from ckstore.format.tree import PER_RANK, ConvertedNode, DictNode, Node, Path, TensorNode, check_tree, format_path
 from ckstore.io.backend import Backend
 from ckstore.ranks.dcp_place import CheckpointId, StorePlace, parse_checkpoint_id
 from ckstore.ranks.dcp_planner import LoadPlanner as CheckedLoadPlanner
 from ckstore.ranks.dcp_planner import StoreMeta
 from ckstore.ranks.dcp_targets import BoxTargets, Wanted
-from ckstore.ranks.dcp_tree import dcp_items, is_array, plain_value, planner_data_of, state_and_facts
+from ckstore.ranks.dcp_tree import dcp_items, facts_of, is_array, own_values, planner_data_of
 from ckstore.restore.restore import restore
 from ckstore.results import Info
 from ckstore.state.placement import prepare_restore
@@ -53,77 +54,57 @@ _log = logging.getLogger("ckstore")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredArray:
-    """A tensor of a checkpoint, and where its elements are in its storage."""
-
-    spec: TensorSpec
-    shape: tuple[int, ...]
-    cuts: Cuts
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-        return DTYPES[self.spec.dtype]
-
-    def views(self, box: Box) -> list[View]:
-        """Return views of the storage that together show a box."""
-        if self.cuts:
-            return views_of(self.shape, self.dtype.itemsize, self.cuts, box)
-        if 0 in box.sizes:
-            return []
-        steps = zip(box.offsets, self.spec.strides, strict=True)
-        begin = self.spec.offset + sum(at * step for at, step in steps) * self.dtype.itemsize
-        return [View(begin, box, self.spec.strides)]
-
-
-@dataclass(frozen=True, slots=True)
 class _Contents:
-    """What a checkpoint has, by flat name."""
+    """What a checkpoint has for this rank, by flat name.
+
+    Args:
+        manifest: The manifest of the state alone.
+        paths: The path of everything.
+        arrays: Tensors.
+        values: The nodes of everything else.
+        pickled: Those of them that are bytes which DCP's planner made.
+        planner_data: DCP's planner data.
+    """
 
     manifest: Manifest
     paths: dict[str, Path]
-    arrays: dict[str, StoredArray]
+    arrays: dict[str, TensorSpec]
     values: dict[str, Node]
     pickled: frozenset[str]
     planner_data: Any
 
     @classmethod
     def of(cls, manifest: Manifest) -> _Contents:
-        state, facts = state_and_facts(manifest.tree)
         check_tree(manifest.tree, len(manifest.tensors))
+        facts, plain = facts_of(manifest.tree), plain_manifest(manifest)
         paths: dict[str, Path] = {}
-        arrays: dict[str, StoredArray] = {}
+        arrays: dict[str, TensorSpec] = {}
         values: dict[str, Node] = {}
-        pickled = {format_path(path) for path in facts.pickled}
-        for name, path, node in dcp_items(state, facts, manifest.tensors):
+        for name, path, node in dcp_items(own_values(plain.tree, _rank()), facts, plain.tensors):
             paths[name] = path
-            if is_array(node, manifest.tensors):
-                arrays[name] = _array_of(node, manifest)
+            if isinstance(node, TensorNode) and is_array(node, plain.tensors):
+                arrays[name] = spec = plain.tensors[node.tensor]
+                check_layout(spec, TorchAdapter().itemsize_of(spec), plain.storages[spec.storage].nbytes)
             else:
                 values[name] = node
-        return cls(manifest, paths, arrays, values, frozenset(pickled & values.keys()), planner_data_of(facts, paths))
+        pickled = frozenset(map(format_path, facts.pickled)) & values.keys()
+        return cls(plain, paths, arrays, values, pickled, planner_data_of(facts, paths))
 
 
-def _array_of(node: Node, manifest: Manifest) -> StoredArray:
-    """Return the tensor of a node of the tree, which is not trusted."""
-    shape: tuple[int, ...] | None = None
-    cuts: Cuts = ()
-    if isinstance(node, ConvertedNode):
-        parts = node.child.children if isinstance(node.child, TupleNode) else ()
-        if len(parts) != 3:
-            raise MalformedError("a tensor in tiles has an unknown form")
-        node, shape, cuts = parts[0], plain_value(parts[1]), plain_value(parts[2])
-        if type(shape) is not tuple or type(cuts) is not tuple:
-            raise MalformedError("a tensor in tiles has an unknown form")
-        check_cuts(shape, cuts)
-    if not isinstance(node, TensorNode):
-        raise MalformedError("a tensor in tiles has an unknown form")
-    spec = manifest.tensors[node.tensor]
-    itemsize = TorchAdapter().itemsize_of(spec)
-    check_layout(spec, itemsize, manifest.storages[spec.storage].nbytes)
-    if shape is not None and (len(spec.shape) != 1 or spec.shape[0] != torch.Size(shape).numel()):
-        raise MalformedError("a tensor in tiles has another number of elements than its shape")
-    return StoredArray(spec, spec.shape if shape is None else shape, cuts)
+def _rank() -> int:
+    is_ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_ready else 0
+
+
+def _views(spec: TensorSpec, box: Box) -> list[View]:
+    """Return views of a tensor's storage that together show a box."""
+    itemsize = DTYPES[spec.dtype].itemsize
+    if spec.cuts:
+        return views_of(spec.shape, itemsize, spec.cuts, box)
+    if 0 in box.sizes:
+        return []
+    steps = zip(box.offsets, spec.strides, strict=True)
+    return [View(spec.offset + sum(at * step for at, step in steps) * itemsize, box, spec.strides)]
 
 
 class Reader(StorageReader):
@@ -277,7 +258,7 @@ class Reader(StorageReader):
                     f"a tensor has shape {list(target.shape)} where {list(box.sizes)} are to be loaded",
                     where=item.storage_index.fqn,
                 )
-            _warn_of_cast(item.storage_index.fqn, array.dtype, target.dtype)
+            _warn_of_cast(item.storage_index.fqn, DTYPES[array.dtype], target.dtype)
             tensors.append(target)
             wanted += _wanted(array, box, target)
         repository = self._place.open(create=False)
@@ -294,6 +275,13 @@ class Reader(StorageReader):
             return
         manifest = contents.manifest
         children = tuple(contents.values[name] for name in names)
+        for name, node in zip(names, children, strict=True):
+            if isinstance(node, ConvertedNode) and node.name == PER_RANK:
+                raise UsageError(
+                    f"the checkpoint has no value of rank {_rank()}",
+                    where=name,
+                    todo="load with as many ranks as saved it, or use Store.restore",
+                )
         tree = DictNode("dict", tuple(names), children)
         targets = prepare_restore(tree, manifest.tensors, manifest.storages, adapters=[TorchAdapter()])
         found: Mapping[str, object] = restore(self._place.open(create=False), manifest, targets, self._policy)
@@ -309,9 +297,9 @@ class Reader(StorageReader):
                 planner.load_bytes(item, _serialized(value))
 
 
-def _metadata_of(array: StoredArray) -> TensorStorageMetadata:
+def _metadata_of(array: TensorSpec) -> TensorStorageMetadata:
     whole = ChunkStorageMetadata(torch.Size((0,) * len(array.shape)), torch.Size(array.shape))
-    properties = TensorProperties(dtype=array.dtype, requires_grad=array.spec.requires_grad)
+    properties = TensorProperties(dtype=DTYPES[array.dtype], requires_grad=array.requires_grad)
     return TensorStorageMetadata(properties, torch.Size(array.shape), [whole])
 
 
@@ -323,12 +311,12 @@ def _serialized(value: object) -> io.BytesIO:
     return stream
 
 
-def _wanted(array: StoredArray, box: Box, target: torch.Tensor) -> Iterator[Wanted]:
-    for view in array.views(box):
+def _wanted(array: TensorSpec, box: Box, target: torch.Tensor) -> Iterator[Wanted]:
+    for view in _views(array, box):
         part = target
         for dim, (lo, begin, length) in enumerate(zip(box.offsets, *view.box, strict=True)):
             part = part.narrow(dim, begin - lo, length)
-        yield Wanted(array.spec.storage, view.offset, view.strides, array.dtype, part)
+        yield Wanted(array.storage, view.offset, view.strides, DTYPES[array.dtype], part)
 
 
 def _warn_of_cast(name: str, stored: torch.dtype, wanted: torch.dtype) -> None:

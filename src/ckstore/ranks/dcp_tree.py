@@ -10,13 +10,14 @@ What the tree does not say is in ``DcpFacts``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
+from ckstore.format.many_ranks import is_many, values_of
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import (
-    BUILT_IN,
+    PER_RANK,
     ConvertedNode,
     DictNode,
     Key,
@@ -27,11 +28,12 @@ from ckstore.format.tree import (
     TupleNode,
     ValueNode,
     format_path,
+    items_of,
 )
 from ckstore.state.values import decode_plain, encode_plain
 
-RANKS = f"{BUILT_IN}ranks"
-TILES = f"{BUILT_IN}torch.tiles"
+DCP_KEY = "dcp"
+"""Key of the facts in the root of a checkpoint by many ranks."""
 
 ABSENT = ValueNode("none", None)
 """Fills a list of which no rank saved an item."""
@@ -115,17 +117,29 @@ def plain_value(node: Node) -> Any:
     raise MalformedError("a plain value is expected in the state tree")
 
 
-def state_and_facts(tree: Node) -> tuple[Node, DcpFacts]:
-    """Return the state of a checkpoint, and what DCP's metadata says beyond it.
+def facts_of(tree: Node) -> DcpFacts:
+    """Return what DCP's metadata says beyond the tree of a checkpoint.
 
     A checkpoint that was not saved through DCP has neither pickled values nor planner data of its own.
     """
-    if isinstance(tree, ConvertedNode) and tree.name == RANKS and isinstance(tree.child, DictNode):
-        parts = dict(zip(tree.child.keys, tree.child.children, strict=True))
-        if "state" not in parts:
-            raise MalformedError("a checkpoint of many ranks has no state")
-        return parts["state"], DcpFacts.of_node(parts["dcp"]) if "dcp" in parts else DcpFacts()
-    return tree, DcpFacts()
+    if is_many(tree) and isinstance(tree, ConvertedNode) and isinstance(tree.child, DictNode):
+        found = dict(items_of(tree.child)).get(DCP_KEY)
+        return DcpFacts() if found is None else DcpFacts.of_node(found)
+    return DcpFacts()
+
+
+def own_values(node: Node, rank: int) -> Node:
+    """Return a node with this rank's values in place of those that differ between ranks; others stay as they are."""
+    if isinstance(node, ConvertedNode):
+        if node.name == PER_RANK:
+            return values_of(node).get(rank, node)
+        child = own_values(node.child, rank)
+        return node if child is node.child else replace(node, child=child)
+    if not isinstance(node, DictNode | ListNode | TupleNode):
+        return node
+    children = tuple(own_values(child, rank) for child in node.children)
+    is_same = all(one is other for one, other in zip(children, node.children, strict=True))
+    return node if is_same else replace(node, children=children)
 
 
 def nested(leaves: Iterable[tuple[Path, Node]]) -> tuple[DictNode, tuple[Path, ...]]:
@@ -238,10 +252,8 @@ def _is_leaf(node: Node, tensors: Sequence[TensorSpec]) -> bool:
 
 
 def is_array(node: Node, tensors: Sequence[TensorSpec]) -> bool:
-    """Say whether a node is a tensor of torch, whole or in tiles."""
-    if isinstance(node, TensorNode):
-        return tensors[node.tensor].library == "torch"
-    return isinstance(node, ConvertedNode) and node.name == TILES
+    """Say whether a node is a tensor of torch."""
+    return isinstance(node, TensorNode) and tensors[node.tensor].library == "torch"
 
 
 def planner_data_of(facts: DcpFacts, paths: Mapping[str, Path]) -> Any:

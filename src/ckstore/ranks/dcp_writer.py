@@ -30,6 +30,7 @@ from ckstore.commit.unpublished import Unpublished
 from ckstore.config import Policy, check_metrics, check_policy, check_step
 from ckstore.delta.base_cache import BaseCache, first_paths
 from ckstore.errors import CorruptError, UnsupportedError, UsageError
+from ckstore.format.many_ranks import state_of
 from ckstore.format.tensors import count_of
 from ckstore.format.tiles import Box
 from ckstore.format.tree import DictNode, ListNode, Path
@@ -38,7 +39,6 @@ from ckstore.ranks.dcp_boxes import start_of
 from ckstore.ranks.dcp_merge import ArrayPart, Part, SaveFacts, ValuePart, merge, publish
 from ckstore.ranks.dcp_place import CheckpointId, StorePlace, parse_checkpoint_id
 from ckstore.ranks.dcp_planner import PlainValue, StoreMeta
-from ckstore.ranks.dcp_tree import state_and_facts
 from ckstore.results import Receipt, Stopwatch
 from ckstore.state.capture import Captured, Structure, capture
 from ckstore.state.memory import MemorySpan, Spans
@@ -232,8 +232,7 @@ def _catch_up(repository: Repository, bases: BaseCache, written: Unpublished | N
             repository.newest = newest
             repository.note_seq(max(repository.seq_next() - 1, names[-1].seq))
     if newest is not None and newest.header.seq != bases.seq:
-        state, _ = state_and_facts(newest.tree)
-        paths = first_paths(state, [tensor.storage for tensor in newest.tensors])
+        paths = first_paths(state_of(newest.tree), [tensor.storage for tensor in newest.tensors])
         if written is None:
             bases.follow(newest, paths)
         else:

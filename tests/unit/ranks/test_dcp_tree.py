@@ -7,16 +7,18 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
+from ckstore.format.many_ranks import per_rank_node
 from ckstore.format.tree import DictNode, ListNode, TensorNode, ValueNode
 from ckstore.ranks.dcp_tree import (
     DcpFacts,
     dcp_items,
+    facts_of,
     nested,
+    own_values,
     plain_node,
     plain_value,
     planner_data_of,
     shifted,
-    state_and_facts,
 )
 from ckstore.state.capture import capture, loaded_adapters
 
@@ -85,10 +87,18 @@ def test_facts_survive_a_manifest():
 
 
 def test_a_checkpoint_of_one_rank_has_no_facts():
-    tree = capture({"a": 1}).tree
-    assert state_and_facts(tree) == (tree, DcpFacts())
+    assert facts_of(capture({"a": 1}).tree) == DcpFacts()
     with pytest.raises(UnsupportedError, match="dicts"):
         list(dcp_items(capture([1]).tree, DcpFacts(), ()))
+
+
+def test_a_rank_gets_its_own_values():
+    values = per_rank_node({0: ValueNode("int", 5), 2: ValueNode("int", 7)})
+    tree = DictNode("dict", ("a", "l"), (values, ListNode((values, NONE))))
+    assert own_values(tree, 2) == DictNode(
+        "dict", ("a", "l"), (ValueNode("int", 7), ListNode((ValueNode("int", 7), NONE)))
+    )
+    assert own_values(tree, 1) is tree
 
 
 def test_two_parts_of_one_name_are_refused():
