@@ -13,11 +13,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 import unittest
 from pathlib import Path
 
@@ -98,6 +102,12 @@ def prepare(storage):
             if hasattr(module, name):
                 setattr(module, name, no_skip)
     checkpoint_utils.with_temp_dir = with_temp_dir
+
+    def fork_ranks(self):
+        """Start ranks as forks: importing torch takes longer than most tests."""
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    common_distributed.MultiProcessTestCase._spawn_processes = fork_ranks
     torch.nn.Module.cuda = torch.Tensor.cuda = lambda self, *arguments, **options: self
     if storage == "ckstore":
         writer, reader = classes()
@@ -156,39 +166,67 @@ def _fits(short, name):
     return found_kind.startswith(kind) and found_test.startswith(test)
 
 
-def run_one(path, test_id):
-    """Run one test in this process. Return the exit code."""
-    sys.path.insert(0, str(path.parent))
-    suite = unittest.defaultTestLoader.loadTestsFromName(test_id)
-    result = unittest.TextTestRunner(verbosity=2).run(suite)
-    return 0 if result.wasSuccessful() and not result.skipped else 1
+def run_here(test_id, output):
+    """Run one test in this forked process. Never returns."""
+    os.setsid()
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    code = 1
+    try:
+        suite = unittest.defaultTestLoader.loadTestsFromName(test_id)
+        result = unittest.TextTestRunner(verbosity=2, stream=sys.stderr).run(suite)
+        code = 0 if result.wasSuccessful() and not result.skipped else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
-def list_tests(path, names):
-    """Return the ids of the tests of a file, as a child process finds them."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--list", str(path), *names],
-        env={**os.environ, "CKSTORE_SUITE_STORAGE": "torch"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return [line[5:] for line in done.stdout.splitlines() if line.startswith("TEST ")], done.stderr
-
-
-def outcome(path, test_id, storage, seconds):
-    """Run one test in a process of its own. Return ``passed``, ``failed`` or ``timeout``, and its output."""
-    # Not pytest and not through a pipe: ranks inherit what their parent has.
+def outcome(test_id, seconds):
+    """Run one test in a fork of this process. Return ``passed``, ``failed`` or ``timeout``, and its output."""
     with tempfile.TemporaryFile("w+") as output:
-        command = [sys.executable, __file__, "--one", str(path), test_id]
-        env = {**os.environ, "CKSTORE_SUITE_STORAGE": storage, "OMP_NUM_THREADS": "1"}
-        child = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
-        try:
-            state = "passed" if child.wait(seconds) == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, 9)
-            child.wait()
-            state = "timeout"
+        child = os.fork()
+        if not child:
+            run_here(test_id, output)
+        until = time.monotonic() + seconds
+        state = None
+        while state is None:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                state = "passed" if status == 0 else "failed"
+            elif time.monotonic() > until:
+                state = "timeout"
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            else:
+                time.sleep(0.1)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
         output.seek(0)
         return state, output.read()
+
+
+def run_file(path, names, word, seconds):
+    """Run the tests of a file in forks of this process, which has imported torch already, and report each."""
+    sys.path.insert(0, str(path.parent))
+    ids = named(unittest.defaultTestLoader.loadTestsFromName(path.stem), names)
+    for test_id in ids:
+        if word in test_id:
+            state, output = outcome(test_id, seconds)
+            print(json.dumps([test_id, state, output[-3000:]]), flush=True)
+
+
+def results_of(path, names, storage, arguments):
+    """Yield the id, the outcome and the output of each test of a file with one storage."""
+    command = [sys.executable, __file__, "--file", str(path), arguments.k, str(arguments.seconds), *names]
+    env = {**os.environ, "CKSTORE_SUITE_STORAGE": storage, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+    if done.returncode:
+        yield path.stem, "failed", done.stderr[-3000:]
 
 
 def main():
@@ -206,37 +244,26 @@ def main():
         if not path.exists():
             print(f"{'-':>8} {'-':>8}  {file}: not in this folder", flush=True)
             continue
-        ids, problem = list_tests(path, names)
-        if not ids:
-            print(f"{'-':>8} {'-':>8}  {file}: {problem.strip().splitlines()[-1:]}", flush=True)
-        for test_id in ids:
-            if arguments.k not in test_id:
-                continue
-            found = {}
-            for storage in STORAGES:
-                # What cannot pass with torch's own storage says nothing about ours.
-                if found.get("torch", "passed") != "passed":
-                    found[storage], output = "-", ""
-                    continue
-                found[storage], output = outcome(path, test_id, storage, arguments.seconds)
-                counts[storage] += found[storage] == "passed"
-            print(f"{found['torch']:>8} {found['ckstore']:>8}  {test_id}", flush=True)
-            if found["torch"] == "passed" != found["ckstore"]:
+        found = {storage: {} for storage in STORAGES}
+        for storage in STORAGES:
+            for test_id, state, output in results_of(path, names, storage, arguments):
+                found[storage][test_id] = state, output
+                counts[storage] += state == "passed"
+        for test_id in dict.fromkeys(test_id for results in found.values() for test_id in results):
+            (theirs, _), (ours, output) = (found[storage].get(test_id, ("-", "")) for storage in STORAGES)
+            print(f"{theirs:>8} {ours:>8}  {test_id}", flush=True)
+            if theirs == "passed" != ours:
                 worse += 1
-                print("\n".join(f"    {line}" for line in output.splitlines()[-30:]), flush=True)
+                print("\n".join(f"    {line}" for line in output.splitlines()[-40:]), flush=True)
     print(", ".join(f"{storage}: {count} passed" for storage, count in counts.items()))
     return worse
 
 
-# Ranks are started by "spawn", which imports this file again under another name.
+# A process that torch starts by "spawn" imports this file again under another name.
 if "CKSTORE_SUITE_STORAGE" in os.environ:
     prepare(os.environ["CKSTORE_SUITE_STORAGE"])
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--list"]:
-        sys.path.insert(0, str(Path(sys.argv[2]).parent))
-        loaded = unittest.defaultTestLoader.loadTestsFromName(Path(sys.argv[2]).stem)
-        print("\n".join(f"TEST {test_id}" for test_id in named(loaded, sys.argv[3:])))
-    elif sys.argv[1:2] == ["--one"]:
-        raise SystemExit(run_one(Path(sys.argv[2]), sys.argv[3]))
+    if sys.argv[1:2] == ["--file"]:
+        run_file(Path(sys.argv[2]), sys.argv[5:], sys.argv[3], float(sys.argv[4]))
     else:
         raise SystemExit(main())
