@@ -21,6 +21,7 @@ FUNCTION_LINES_MAX, FILE_LINES_MAX, COLUMNS_MAX = 60, 600, 120
 LONG_FILES = {
     "api.py": (1700, "one short method for each verb of a store, most of it signatures and docstrings"),
     "config.py": (900, "every setting of a store in one place"),
+    "format/tree.py": (700, "nodes, their paths and their encoding"),
     "background/commits.py": (900, "one life cycle, from submitting to the receipt"),
     "ops/demote.py": (900, "plan and work of one verb"),
     "ops/repack_plan.py": (900, "plan and estimates of one verb"),
@@ -42,6 +43,8 @@ DOORS = {
     "torch": {
         "state/torch_adapter.py",
         "state/torch_objects.py",
+        "state/torch_shards.py",
+        "state/shard_adapters.py",
         "dcp.py",
         *DCP,
         "background/cuda.py",
@@ -76,6 +79,8 @@ DOORS = {
 TORCH_MODULES = {
     "ckstore.state.torch_adapter",
     "ckstore.state.torch_objects",
+    "ckstore.state.torch_shards",
+    "ckstore.state.shard_adapters",
     "ckstore.background.cuda",
     "ckstore.background.optimizer_guard",
     "ckstore.ops.interop.torch_files",

@@ -33,6 +33,8 @@ SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 0x00050000, 0x7FFF0000
 TORCH_MODULES = (
     "ckstore.state.torch_adapter",
     "ckstore.state.torch_objects",
+    "ckstore.state.torch_shards",
+    "ckstore.state.shard_adapters",
     "ckstore.background.cuda",
     "ckstore.background.optimizer_guard",
 )

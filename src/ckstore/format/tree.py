@@ -26,6 +26,8 @@ type                  value
 Every other object is a ``ConvertedNode``: the node of its state, and the name of the conversion that builds it. Names
 with the prefix ``ckstore:`` are defined in state/named_types.py and state/standard_types.py.
 
+This module is long because nodes, their paths and their encoding are read together.
+
 On disk the tree consists of nested MessagePack arrays. A tensor is its index, an integer. Every other node is an array:
 ``[0, kind, keys, children, metadata, factory]`` a mapping, ``[1, children]`` a list, ``[2, children]`` a tuple,
 ``[3, type, value]`` a plain value, ``[4, name, child]`` a converted node. ``decode_tree`` checks only this shape;

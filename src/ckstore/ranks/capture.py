@@ -92,7 +92,7 @@ class RankCapture:
         adapters: list[LeafAdapter] = []
         if "torch" in sys.modules:
             adapters.append(self._shard_adapter())
-        captured = self._cache.capture_for_commit(state, [*adapters, self._marks])  # type: ignore[list-item]
+        captured = self._cache.capture_for_commit(state, [*adapters, self._marks])
         shards = self._shards.found if self._shards is not None else {}
         facts = captured.structure.once("rank", lambda: _RankFacts.of(captured, shards))
         if facts.trees is not None:
@@ -133,8 +133,9 @@ class _RankFacts:
         tiles: dict[int, ArraySpec] = {}
         for number, path in enumerate(captured.paths):
             shard = shards.get(path) if captured.tensors[number].library == "torch" else None
-            array = units.add_plain(number) if shard is None else units.add_shard(number, shard)
-            if array is not None and array.cuts:
+            if shard is None:
+                units.add_plain(number)
+            elif (array := units.add_shard(number, shard)).cuts:
                 tiles[number] = array
         marks = list(_marks_in(captured.tree, ()))
         per_rank = tuple(path for path, name in marks if name == _PER_RANK)

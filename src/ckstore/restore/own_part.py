@@ -127,8 +127,7 @@ class _Chooser:
             is_live = None if known is None else key in known
             if here in self.partial and not self._has(here, is_live):
                 continue
-            is_per_rank = isinstance(child, ConvertedNode) and child.name == PER_RANK
-            if is_live is False and is_per_rank and self.place.rank not in values_of(child):
+            if is_live is False and not self._is_own(child):
                 continue
             item = known.get(key) if known is not None else None
             kept.append((key, child if is_bare_tensor(child) else self.own(child, item, here)))
@@ -136,6 +135,11 @@ class _Chooser:
         if len(kept) == len(node.children) and _are_same(children, node.children):
             return node
         return replace(node, keys=tuple(key for key, _ in kept), children=children)
+
+    def _is_own(self, node: Node) -> bool:
+        """Whether this rank was among those that had a value."""
+        is_per_rank = isinstance(node, ConvertedNode) and node.name == PER_RANK
+        return not is_per_rank or self.place.rank in values_of(node)  # type: ignore[arg-type]
 
     def _has(self, path: Path, is_live: bool | None) -> bool:
         """Whether this rank has a part that only some ranks had; ``is_live`` is None if the live state is not known."""

@@ -41,6 +41,7 @@ from ckstore.state.markers import DECLARED, OPEN_WITH_RANKS, PerRank, Replicated
 from ckstore.state.memory import MemorySpan, Spans
 from ckstore.state.named_types import has_class
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
+from ckstore.state.omitted_content import OmittedContent
 from ckstore.state.standard_types import PLAIN, PLAIN_MIN, Conversion, convert_standard, pack_numbers
 from ckstore.state.tensors import HostStorage, LeafAdapter, TensorLeaf
 from ckstore.state.values import LONG_TEXT, converter_for, encode_plain, leaf_type_error
@@ -478,44 +479,6 @@ def checked_value(adapter: LeafAdapter, item: object, value: tuple[str, Value], 
     if not is_sound:
         raise leaf_type_error(item, path, "it could not be restored")
     return ValueNode(*value)
-
-
-class OmittedContent:
-    """Content of a state that is not stored or is restored in another form; one warning for each kind."""
-
-    def __init__(self) -> None:
-        self._attributes: dict[tuple[str, str], list[Path]] = {}
-        self._classes: dict[type, list[Path]] = {}
-
-    def note_attribute(self, owner: str, name: str, path: Path) -> None:
-        """Record an attribute that is not a plain value."""
-        self._attributes.setdefault((owner, name), []).append(path)
-
-    def note_class(self, kind: type, path: Path) -> None:
-        """Record an object whose class would not be found when restoring."""
-        self._classes.setdefault(kind, []).append(path)
-
-    def add(self, other: OmittedContent) -> None:
-        """Add what another walk recorded."""
-        for attribute, paths in other._attributes.items():
-            self._attributes.setdefault(attribute, []).extend(paths)
-        for kind, paths in other._classes.items():
-            self._classes.setdefault(kind, []).extend(paths)
-
-    def sentences(self) -> Iterator[str]:
-        """Yield one warning for each attribute and class."""
-        for (owner, name), paths in self._attributes.items():
-            yield f"The attribute {name!r} of {owner} is not a plain value and was not stored: {_paths(paths)}."
-        for kind, paths in self._classes.items():
-            yield (
-                f"Objects of {kind.__module__}.{kind.__qualname__} will be restored as ckstore.StandIn, because no "
-                f"module contains their class under this name: {_paths(paths)}."
-            )
-
-
-def _paths(paths: Sequence[Path]) -> str:
-    first = place_of(paths[0])
-    return first if len(paths) == 1 else f"{first} and {len(paths) - 1} more"
 
 
 def _is_unicode(text: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from ckstore.errors import UsageError
 from ckstore.format.tree import BUILT_IN
@@ -13,6 +13,9 @@ OPEN_WITH_RANKS = "open the store with ckstore.open(..., ranks=ckstore.Ranks.of_
 
 DECLARED = f"{BUILT_IN}declared:"
 """Prefix of the names of marks in the tree of a capture. They are never stored."""
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Value = TypeVar("Value")
 
@@ -38,7 +41,21 @@ def check_on_new_world(policy: object) -> None:
         )
 
 
-class PerRank(Generic[Value]):
+class _Mark(Generic[Value]):
+    """A marked part."""
+
+    value: Value
+
+    def with_value(self, value: Value) -> Self:
+        """Take over another value of the part; return the mark."""
+        self.value = value
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r})"
+
+
+class PerRank(_Mark[Value]):
     """Marks a part of a state that belongs to its rank, such as the state of a data loader.
 
     Args:
@@ -53,11 +70,8 @@ class PerRank(Generic[Value]):
         self.value = value
         self.on_new_world = on_new_world
 
-    def __repr__(self) -> str:
-        return f"PerRank({self.value!r})"
 
-
-class Replicated(Generic[Value]):
+class Replicated(_Mark[Value]):
     """Marks a part of a state that is equal on all ranks that have it. Only a sample of it is compared.
 
     Args:
@@ -70,9 +84,6 @@ class Replicated(Generic[Value]):
             raise UsageError("not a share", where=repr(check), todo="use a number from 0 to 1")
         self.value = value
         self.check = float(check)
-
-    def __repr__(self) -> str:
-        return f"Replicated({self.value!r})"
 
 
 class PerRankValues(dict[int, Any]):

@@ -277,12 +277,7 @@ class Matching:
 
     def _match_marked(self, node: Node, target: PerRank[Any] | Replicated[Any], path: Path) -> Step:
         inner = self.match(node, target.value, path)
-
-        def fill(make: Make) -> object:
-            target.value = inner(make)
-            return target
-
-        return fill
+        return lambda make: target.with_value(inner(make))
 
     @property
     def takes_shards(self) -> bool:
@@ -482,7 +477,7 @@ class Matching:
             leaf = self.layouts.checked(target, path)
         except LeafTypeError as error:
             self.problems.append((path, f"cannot be overwritten in the state: {error.what}"))
-            self.remedies.setdefault(error.todo)
+            self.remedies.setdefault(error.todo or "leave it out")
             return self.create(node)
         if leaf is None:
             if not self._is_plain(target) or isinstance(target, dict | list | tuple):

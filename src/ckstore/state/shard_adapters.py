@@ -192,7 +192,7 @@ class ShardRestoreAdapter(TorchAdapter):
         ]
 
     def empty_like(self, item: object, spec: TensorSpec) -> object | None:
-        """Return a new shard with the mesh and placements of a live one; None: that is none, or has another shape."""
+        """Return a new shard with the mesh and placements of a live one; None: it is no shard, or has another shape."""
         if not is_dtensor(item) or tuple(item.shape) != spec.shape:  # type: ignore[attr-defined]
             return None
         with torch.no_grad():

@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """A box of a global tensor that this rank holds.
 
     Args:
-        box: Where it lies in the global tensor.
+        box: Its place in the global tensor.
         local: The local tensor that contains it, by number.
         begin: Where it begins in the local tensor, by dimension.
         holders: The global ranks that hold the same box, ascending; this one included.
