@@ -185,10 +185,10 @@ def check_columns(columns: Columns, limits: Limits) -> None:
     if not ((lengths > 0) & (lengths <= limits.chunk_nbytes_max)).all():
         raise MalformedError("a chunk is over the size limit or empty")
     _check_pieces(columns.pieces, columns.storages, columns.chunks)
-    nbytes = columns.storages["nbytes"].tolist()
-    check_tensors(columns.tensors, nbytes, None)
+    check_tensors(columns.tensors, columns.storages["nbytes"].tolist(), None)
     if columns.losses:
-        specs = [StorageSpec(*row, ()) for row in columns.storages[["nbytes", "element_width", "is_float"]].tolist()]
+        rows = columns.storages.tolist()
+        specs = [StorageSpec(nbytes, width, bool(flag), ()) for nbytes, _, width, flag, _ in rows]
         check_losses(columns.losses, specs, None)
     _check_packs(columns.packs, columns.tiers, limits)
     _check_ids(columns.chunks["chunk_id"], columns.frames)

@@ -7,7 +7,7 @@ yet, one of them must write. A shard of which ranks hold different bytes is repo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,12 +108,11 @@ class _Checks:
         ranks: list[Numbers] = []
         units: list[Numbers] = []
         columns: list[Rows] = [np.empty(0, CHECK)]
-        for rank, part in enumerate(parts):
-            rows = part.checks
-            if len(rows):
-                units.append(_units_of(union, rank, rows))
-                columns.append(rows)
-                ranks.append(np.full(len(rows), rank))
+        for number, part in enumerate(parts):
+            if len(part.checks):
+                units.append(_units_of(union, number, part.checks))
+                columns.append(part.checks)
+                ranks.append(np.full(len(part.checks), number))
         rows = np.concatenate(columns)
         rank, unit = (np.concatenate([np.zeros(0, np.int64), *each]) for each in (ranks, units))
         is_compared = ~np.isin(unit, [*union.per_rank])
@@ -162,7 +161,8 @@ def _units_of(union: Union, rank: int, rows: Rows) -> Numbers:
     offset, nbytes = rows["offset"], rows["nbytes"]
     if not ((nbytes > 0) & (offset <= here)).all() or (nbytes > here - offset).any():
         raise MalformedError(f"the part of rank {rank} has a range that is empty or beyond its unit")
-    return union.numbers[index][rows["unit"]]
+    units: Numbers = union.numbers[index][rows["unit"]]
+    return units
 
 
 def _odd_ranks(pieces: Mapping[Piece, Mapping[int, bytes]]) -> list[int]:
@@ -190,19 +190,28 @@ def _more(
     union: Union, parts: Sequence[Part], variants: Mapping[int, Numbers], split: Sequence[int]
 ) -> dict[int, tuple[tuple[int, int, int], ...]]:
     """Return what the lowest rank of each copy must write, because no rank of this copy has written it."""
-    written: dict[tuple[int, int], list[Piece]] = {}
+    written: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank, part in enumerate(parts if split else ()):
         if len(part.ranges):
             units = _units_of(union, rank, part.ranges)
             for at in np.flatnonzero(np.isin(units, split)).tolist():
-                copy = (int(units[at]), int(variants[int(units[at])][rank]))
-                row = part.ranges[at]
-                written.setdefault(copy, []).append((int(row["offset"]), int(row["offset"] + row["nbytes"])))
+                unit, row = int(units[at]), part.ranges[at]
+                place = unit, int(variants[unit][rank])
+                written.setdefault(place, []).append((int(row["offset"]), int(row["offset"] + row["nbytes"])))
     more: dict[int, list[tuple[int, int, int]]] = {}
     for unit in split:
         copies = variants[unit]
         for copy in range(int(copies.max()) + 1):
             rank = int(np.flatnonzero(copies == copy)[0])
-            for lo, hi in gaps(0, union.units[unit].nbytes, sorted(written.get((unit, copy), ()))):
+            for lo, hi in gaps(0, union.units[unit].nbytes, _disjoint(written.get((unit, copy), ()))):
                 more.setdefault(rank, []).append((union.local(rank, unit), lo, hi - lo))
     return {rank: tuple(ranges) for rank, ranges in more.items()}
+
+
+def _disjoint(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the bytes that ranges cover, ascending. Several ranks may have written the same bytes of their copy."""
+    end = 0
+    for lo, hi in sorted(ranges):
+        if hi > end:
+            yield max(lo, end), hi
+            end = hi

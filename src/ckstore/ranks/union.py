@@ -228,9 +228,9 @@ def merge_trees(union: Union, variants: Variants) -> MergedTree:
     tensors = Table(merger.tensors[provisional] for provisional in used)
     layouts: dict[Layout, list[int]] = {}
     is_listed: set[int] = set()
-    for skeleton, numbers in zip(union.skeletons, merger.numbers_of, strict=True):
+    for skeleton, given in zip(union.skeletons, merger.numbers_of, strict=True):
         for layout, locals_ in _layouts_of(skeleton).items():
-            here = [number_of[number] for local in locals_ for number in numbers.get(local, ()) if number in number_of]
+            here = [number_of[number] for local in locals_ for number in given.get(local, ()) if number in number_of]
             layouts.setdefault(layout, []).extend(number for number in here if number not in is_listed)
             is_listed.update(here)
     listed = {layout: found for layout, found in layouts.items() if found}

@@ -265,7 +265,8 @@ def test_tensors_of_different_shapes_are_kept_per_rank():
     skeletons = [skeleton_of({"w": Entry((rank + 1,))}) for rank in range(3)]
     manifest = manifest_of(merged(*parts_of(*skeletons)))
     found = per_rank(item(state_of(manifest), "w"))
-    assert [manifest.tensors[found[rank].tensor].shape for rank in range(3)] == [(1,), (2,), (3,)]  # type: ignore[union-attr]
+    tensors = [manifest.tensors[node.tensor] for node in found.values()]  # type: ignore[union-attr]
+    assert [tensor.shape for tensor in tensors] == [(1,), (2,), (3,)]
 
 
 def test_what_is_declared_per_rank_is_kept_per_rank_even_if_it_is_equal():
@@ -407,8 +408,8 @@ def test_ranks_must_compare_the_same_pieces():
         compare(Merger(Limits()).unite(parts, by_digest([skeleton])), parts)
 
 
-TREES: list[tuple[list[Node], Node]] = [
-    ([ListNode((ValueNode("int", 1),)), ListNode((ValueNode("int", 1), ValueNode("int", 2)))], None),  # type: ignore[list-item]
+TREES: list[tuple[list[Node], Node | None]] = [
+    ([ListNode((ValueNode("int", 1),)), ListNode((ValueNode("int", 1), ValueNode("int", 2)))], None),
     (
         [TupleNode((ValueNode("int", 1), ValueNode("int", n))) for n in (2, 3)],
         TupleNode(
@@ -418,9 +419,9 @@ TREES: list[tuple[list[Node], Node]] = [
             )
         ),
     ),
-    ([ConvertedNode("ckstore:set", ListNode((ValueNode("int", n),))) for n in (2, 3)], None),  # type: ignore[list-item]
-    ([DictNode("dict", (), ()), DictNode("OrderedDict", (), ())], None),  # type: ignore[list-item]
-    ([DictNode("dict", ("a",), (ValueNode("int", 1),)), ValueNode("none", None)], None),  # type: ignore[list-item]
+    ([ConvertedNode("ckstore:set", ListNode((ValueNode("int", n),))) for n in (2, 3)], None),
+    ([DictNode("dict", (), ()), DictNode("OrderedDict", (), ())], None),
+    ([DictNode("dict", ("a",), (ValueNode("int", 1),)), ValueNode("none", None)], None),
 ]
 
 
