@@ -182,14 +182,11 @@ def values_of(node: ConvertedNode) -> dict[int, Node]:
     Raises:
         MalformedError: The node is malformed.
     """
-    child = node.child
-    if (
-        not isinstance(child, DictNode)
-        or not child.keys
-        or not all(type(key) is int and key >= 0 for key in child.keys)
-    ):
+    items = list(items_of(node.child)) if isinstance(node.child, DictNode) else []
+    values = {key: each for key, each in items if isinstance(key, int) and key >= 0}
+    if not values or len(values) != len(items):
         raise _malformed("a value of each rank")
-    return {int(key): each for key, each in items_of(child)}  # type: ignore[call-overload]
+    return values
 
 
 def plain_manifest(manifest: Manifest) -> Manifest:

@@ -35,8 +35,8 @@ class TensorSpec:
         offset: Byte offset of element (0, ..., 0) in the storage.
         is_parameter: Whether it was a torch.nn.Parameter.
         requires_grad: Whether it required a gradient.
-        cuts: Where its tiles begin, if it is stored in tiles, see tiles.py; then ``strides`` say nothing. On disk such a
-            tensor is flat, and the tree says where its tiles begin.
+        cuts: Where its tiles begin, if it is stored in tiles, see tiles.py. Then ``strides`` say nothing. On disk such
+            a tensor is flat, and the tree says where its tiles begin.
     """
 
     library: str

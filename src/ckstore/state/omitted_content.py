@@ -1,4 +1,4 @@
-"""What a capture leaves out of a checkpoint, or what a restore will give back in another form: the warnings about it."""
+"""Warnings about content that a commit does not store, or that a restore will give back in another form."""
 
 from __future__ import annotations
 

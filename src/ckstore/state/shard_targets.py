@@ -1,8 +1,8 @@
 """The live shards that a restore fills: which part of which stored tensor each of their blocks takes.
 
-A tensor that is stored in tiles, or of which the live state has a shard only, is replaced by strided views of its storage,
-one for each contiguous part. Each view has a block of a live tensor as target. So only the bytes that this process
-needs are read, and a view that covers a whole local tensor is read directly into it.
+A tensor that is stored in tiles, or of which the live state has a shard only, is replaced by strided views of its
+storage, one for each contiguous part. Each view has a block of a live tensor as target. So only the bytes that this
+process needs are read, and a view that covers a whole local tensor is read directly into it.
 
 A view with gaps is read into a buffer from its first to its last byte. It is divided so that no buffer is long, and no
 long gap is read.
