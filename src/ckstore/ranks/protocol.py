@@ -243,7 +243,7 @@ class Coordinator:
         return actions
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed. Call it at ``next_tick`` at the latest."""
+        """Time has passed. Call it about once a second."""
         actions: list[Action] = []
         for commit in list(self._live.values()):
             missing = self._missing(commit.begun)
@@ -256,17 +256,6 @@ class Coordinator:
                 record = self._absent_record(missing, f"take part in {topic!r}", "make the same calls on every rank")
                 actions += self._answer(topic, question.number, None, missing[0], record)
         return actions
-
-    @property
-    def next_tick(self) -> float | None:
-        """When ``tick`` must be called next. None: not before another event."""
-        opened = [commit.opened for commit in self._live.values() if len(commit.begun) < self._world]
-        opened += [
-            question.opened
-            for question in self._questions.values()
-            if len(question.values) < self._world and not question.is_patient
-        ]
-        return min(opened) + self._join_seconds if opened else None
 
     @property
     def first_loss(self) -> str:
@@ -664,6 +653,8 @@ class Member:
 
     def received(self, message: Message) -> list[Action]:
         """Rank 0 has sent a message, one of ``TO_RANK``."""
+        if self._lost is not None:
+            return []
         if isinstance(message, Write):
             return self._write(message)
         if isinstance(message, More):
