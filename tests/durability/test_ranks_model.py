@@ -88,7 +88,7 @@ MUTANTS = [
     (
         "absent ranks are waited for in questions",
         Setting(commits=0, asks=True, late=2),
-        "missing and self._is_over(question.opened, now)",
+        "self._is_over(question.opened, now)",
         "False",
     ),
     ("steps are not compared", Setting(steps=(10, 10, 11)), "if other is not None and (record", "if False and (record"),
