@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
+
 import ckstore  # noqa: E402
 from ckstore.errors import UsageError  # noqa: E402
 from ckstore.format.many_ranks import world_of  # noqa: E402
 from ckstore.state.markers import PerRank, PerRankValues, Replicated  # noqa: E402
+from ckstore.state.train_state import TrainState  # noqa: E402
 from support.fake_ranks import local_of, mesh_of, placements_of, rank_of, restore_as, sharded  # noqa: E402
 from support.rank_jobs import PlayedJob  # noqa: E402
 from support.small_chunks import open_small  # noqa: E402
@@ -84,6 +88,61 @@ def test_any_job_restores_what_any_other_committed(saved, wanted, shape):
             assert found["tied"].data_ptr() == found["w"].data_ptr()
             assert found["rng"] == {rank: [rank] for rank in range(math.prod(saved[0]))}
             assert type(found["rng"]) is PerRankValues
+
+
+def mixed_model(mesh):
+    """Return a model that is sharded by fully_shard on top of tensor parallelism, and its optimizer."""
+    data, tensor = (mesh[name] for name in mesh.mesh_dim_names)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.ReLU(), torch.nn.Linear(20, 6, bias=False))
+    parallelize_module(model, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=data)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def fill(shards, full):
+    for name, shard in shards.items():
+        shard.to_local().copy_(local_of(full[name], shard.device_mesh, shard.placements))
+
+
+@pytest.mark.parametrize("is_stepped", [False, True], ids=["new optimizer", "optimizer with a state"])
+def test_fully_sharded_models_with_tensor_parallelism_come_back(path, is_stepped):
+    shapes = {"0.weight": (20, 6), "0.bias": (20,), "2.weight": (6, 20)}
+    full = {name: torch.randn(shape) for name, shape in shapes.items()}
+    moments = {name: torch.randn(shape) for name, shape in shapes.items()}
+
+    def stepped(model, optimizer):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return {name: optimizer.state[each]["exp_avg"] for name, each in model.named_parameters()}
+
+    def trained(rank, mesh):
+        model, optimizer = mixed_model(mesh)
+        its = stepped(model, optimizer)
+        with torch.no_grad():
+            fill(model.state_dict(), full)
+            fill(its, moments)
+        return TrainState(model, optimizer)
+
+    play(path, states_of((2, 2), trained))
+    with ckstore.open(path) as store:
+        found = store.restore()
+        for name, tensor in full.items():
+            assert torch.equal(found["model"][name], tensor), name
+            assert torch.equal(found["optimizer"]["state"][name]["exp_avg"], moments[name]), name
+        for rank in range(4):
+            with rank_of(rank, 4):
+                model, optimizer = mixed_model(mesh_of(2, 2))
+                if is_stepped:
+                    stepped(model, optimizer)
+                restore_as(store, rank, 4, TrainState(model, optimizer))
+                for name, shard in model.named_parameters():
+                    want = local_of(full[name], shard.device_mesh, shard.placements)
+                    assert torch.equal(shard.to_local(), want), name
+                    moment = optimizer.state[shard]["exp_avg"]
+                    assert moment.placements == shard.placements
+                    assert torch.equal(moment.to_local(), local_of(moments[name], shard.device_mesh, shard.placements))
 
 
 def test_stages_of_a_pipeline_get_their_own_layers_back(path):

@@ -1,4 +1,4 @@
-"""Protects restores by ranks: exact bytes in any world and layout, and hardly a byte read that the rank does not need."""
+"""Protects restores by ranks: exact bytes in any world and layout, and hardly a byte that the rank does not need."""
 
 from __future__ import annotations
 
