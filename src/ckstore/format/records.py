@@ -451,6 +451,23 @@ def encoded(content: object) -> object:
     return msgspec.Raw(encode_inner(content))
 
 
+def raw(content: bytes) -> object:
+    """Return content that ``encoded_items`` has returned, to be part of an inner record."""
+    return msgspec.Raw(content)
+
+
+def encoded_items(content: bytes, *, where: object = None) -> list[bytes]:
+    """Return the encoded items of an encoded array, whose own encoding must be canonical.
+
+    Raises:
+        MalformedError: It is not an array, or not in its shortest form.
+    """
+    items = decode_inner(content, list[msgspec.Raw], where=where)
+    if _ENCODER.encode(items) != content:
+        raise MalformedError("a record does not have its shortest encoding", where=where)
+    return [bytes(item) for item in items]
+
+
 def decode_inner(content: bytes | memoryview, kind: type[R], *, where: object = None) -> R:
     """Decode an inner record; ``kind`` is a record, a builtin, or ``list[record]``.
 

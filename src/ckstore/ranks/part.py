@@ -101,7 +101,10 @@ class Skeleton:
     def of(cls, state: RankState) -> Skeleton:
         """Return the skeleton of a captured state."""
         tree = state.captured.tree
-        return cls(tree, state.tensors, state.units, state.layouts, state.per_rank, state.replicated)
+        found = cls(tree, state.tensors, state.units, state.layouts, state.per_rank, state.replicated)
+        # Captures of one structure have the same tables.
+        found.__dict__["tables"] = state.captured.structure.once("skeleton tables", lambda: found.tables)
+        return found
 
     @cached_property
     def tables(self) -> bytes:
@@ -139,17 +142,14 @@ class Skeleton:
 
     @classmethod
     def decode(cls, content: Buffer, *, where: object = None) -> Skeleton:
-        """Decode a skeleton that another rank has sent.
+        """Decode a skeleton that another rank has sent; ``SkeletonDecoder`` decodes those of many ranks.
 
         Raises:
             MalformedError: It contradicts itself, or is not what ``encode`` writes.
             ChecksumError: It was changed on the way.
             UnsupportedError: The rank runs another version of ckstore.
         """
-        (_, nbytes, tree_nbytes), reader = _opened(content, _SKELETON_HEAD, _SKELETON_MAGIC, "a skeleton", where)
-        if nbytes > SKELETON_NBYTES_MAX or tree_nbytes > nbytes:
-            raise MalformedError(f"a skeleton of {nbytes} bytes is over the limit or contradicts itself", where=where)
-        plain = plain_section(reader.take(reader.remaining), nbytes, where=where)
+        plain, tree_nbytes = cls.opened(content, where=where)
         record = decode_stored(plain[tree_nbytes:], SkeletonRecord, where=where)
         tree = decode_tree(plain[:tree_nbytes], tensor_count=len(record.tensors), where=where)
         check_tree(tree, len(record.tensors))
@@ -163,6 +163,14 @@ class Skeleton:
         )
         _check_skeleton(found, where)
         return found
+
+    @staticmethod
+    def opened(content: Buffer, *, where: object = None) -> tuple[memoryview, int]:
+        """Return the plain bytes of a skeleton, and the length of the tree at their begin. Raises as ``decode``."""
+        (_, nbytes, tree_nbytes), reader = _opened(content, _SKELETON_HEAD, _SKELETON_MAGIC, "a skeleton", where)
+        if nbytes > SKELETON_NBYTES_MAX or tree_nbytes > nbytes:
+            raise MalformedError(f"a skeleton of {nbytes} bytes is over the limit or contradicts itself", where=where)
+        return plain_section(reader.take(reader.remaining), nbytes, where=where), tree_nbytes
 
 
 def _check_skeleton(skeleton: Skeleton, where: object) -> None:

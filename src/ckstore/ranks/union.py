@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -68,7 +68,11 @@ class Union:
     @cached_property
     def lengths(self) -> list[NDArray[np.uint64]]:
         """The lengths of the units of each skeleton."""
-        return [np.array([unit.nbytes for unit in skeleton.units], np.uint64) for skeleton in self.skeletons]
+        known: dict[bytes, NDArray[np.uint64]] = {}
+        for skeleton in self.skeletons:
+            if skeleton.tables_digest not in known:
+                known[skeleton.tables_digest] = np.array([unit.nbytes for unit in skeleton.units], np.uint64)
+        return [known[skeleton.tables_digest] for skeleton in self.skeletons]
 
     @cached_property
     def ranks_of(self) -> list[list[int]]:
@@ -222,13 +226,14 @@ def merge_trees(union: Union, variants: Variants) -> MergedTree:
         tensors = Table(replace(tensor, storage=int(first[numbers[tensor.storage]])) for tensor in skeleton.tensors)
         return MergedTree(skeleton.tree, tensors, _layouts_of(skeleton))
     merger = _TreeMerger(union, variants, first)
-    tree = merger.merge([(index, skeleton.tree) for index, skeleton in enumerate(union.skeletons)], ())
+    tree = merger.merge([((index,), skeleton.tree) for index, skeleton in enumerate(union.skeletons)], ())
     used = tensors_of(tree)
     number_of = {provisional: number for number, provisional in enumerate(used)}
     tensors = Table(merger.tensors[provisional] for provisional in used)
     layouts: dict[Layout, list[int]] = {}
     is_listed: set[int] = set()
-    for skeleton, given in zip(union.skeletons, merger.numbers_of, strict=True):
+    for digest, skeleton in {each.tables_digest: each for each in union.skeletons}.items():
+        given = merger.numbers_of[digest]
         for layout, locals_ in _layouts_of(skeleton).items():
             here = [number_of[number] for local in locals_ for number in given.get(local, ()) if number in number_of]
             layouts.setdefault(layout, []).extend(number for number in here if number not in is_listed)
@@ -260,8 +265,8 @@ def _renumbered(node: Node, number_of: Mapping[int, int]) -> Node:
     return replace(node, children=children)
 
 
-Group = tuple[int, Node]
-"""A skeleton, and the node that its ranks have at one path."""
+Group = tuple[tuple[int, ...], Node]
+"""Skeletons with equal tables, and the node that their ranks have at one path."""
 
 
 class _TreeMerger:
@@ -270,11 +275,13 @@ class _TreeMerger:
         self._variants = variants
         self._first = first
         self._declared = frozenset(path for skeleton in union.skeletons for path in skeleton.per_rank)
+        self._tables = [skeleton.tables_digest for skeleton in union.skeletons]
         pairs = zip(union.skeletons, union.numbers, strict=True)
-        self._keys = [self._keys_of(skeleton, numbers) for skeleton, numbers in pairs]
+        tables = {skeleton.tables_digest: (skeleton, numbers) for skeleton, numbers in pairs}
+        self._keys = {digest: self._keys_of(*each) for digest, each in tables.items()}
         self._numbers: dict[object, int] = {}
-        self.numbers_of: list[dict[int, dict[int, None]]] = [{} for _ in union.skeletons]
-        """For each skeleton, the provisional numbers of its tensors."""
+        self.numbers_of: dict[bytes, dict[int, dict[int, None]]] = {digest: {} for digest in tables}
+        """The provisional numbers of the tensors of each table."""
         self._per_rank_count = 0
         self.tensors: list[TensorSpec] = []
         self.partial: list[tuple[Path, tuple[int, ...]]] = []
@@ -298,6 +305,7 @@ class _TreeMerger:
         """Return the node of all ranks at one path."""
         if path in self._declared:
             return self._per_rank(groups, is_declared=True)
+        groups = self._joined(groups)
         node = groups[0][1]
         if any(type(other) is not type(node) for _, other in groups):
             return self._per_rank(groups)
@@ -311,9 +319,21 @@ class _TreeMerger:
             return self._merge_dicts(groups, path)
         return self._merge_sequences(groups, path)
 
+    def _joined(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Join the groups of skeletons with equal tables that have one object as node."""
+        if len(groups) == 1:
+            return groups
+        joined: dict[tuple[bytes, int], tuple[list[int], Node]] = {}
+        for indices, node in groups:
+            joined.setdefault((self._tables[indices[0]], id(node)), ([], node))[0].extend(indices)
+        return [(tuple(indices), node) for indices, node in joined.values()]
+
+    def _ranks_of(self, groups: Iterable[Group]) -> list[int]:
+        return sorted(rank for indices, _ in groups for index in indices for rank in self._union.ranks_of[index])
+
     def _merge_tensors(self, groups: Sequence[Group]) -> Node:
-        nodes = [(index, node) for index, node in groups if isinstance(node, TensorNode)]
-        keys = {(*self._keys[index][node.tensor], None) for index, node in nodes}
+        nodes = [(indices[0], node) for indices, node in groups if isinstance(node, TensorNode)]
+        keys = {self._keys[self._tables[index]][node.tensor] for index, node in nodes}
         is_one = len(keys) == 1 and next(iter(keys))[1] not in self._variants
         if not is_one or any(node.attributes != nodes[0][1].attributes for _, node in nodes):
             return self._per_rank(groups)
@@ -323,52 +343,51 @@ class _TreeMerger:
 
     def _number(self, index: int, tensor: int, variant: int) -> int:
         """Return the provisional number of a tensor."""
-        spec, unit, nth = self._keys[index][tensor]
+        spec, unit, nth = self._keys[self._tables[index]][tensor]
         number = self._numbers.setdefault((spec, unit, nth, variant), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(replace(spec, storage=int(self._first[unit]) + variant))
-        self.numbers_of[index].setdefault(tensor, {})[number] = None
+        self.numbers_of[self._tables[index]].setdefault(tensor, {})[number] = None
         return number
 
     def _merge_converted(self, groups: Sequence[Group], path: Path) -> Node:
-        nodes = [(index, node) for index, node in groups if isinstance(node, ConvertedNode)]
+        nodes = [(indices, node) for indices, node in groups if isinstance(node, ConvertedNode)]
         if len({node.name for _, node in nodes}) > 1:
             return self._per_rank(groups)
         before = self._per_rank_count
-        child = self.merge([(index, node.child) for index, node in nodes], path)
+        child = self.merge([(indices, node.child) for indices, node in nodes], path)
         # A conversion needs its whole state, so it is one object for each rank if any part of it differs.
         return self._per_rank(groups) if self._per_rank_count > before else replace(nodes[0][1], child=child)
 
     def _merge_sequences(self, groups: Sequence[Group], path: Path) -> Node:
-        nodes = [(index, node) for index, node in groups if isinstance(node, ListNode | TupleNode)]
+        nodes = [(indices, node) for indices, node in groups if isinstance(node, ListNode | TupleNode)]
         if len({len(node.children) for _, node in nodes}) > 1:
             return self._per_rank(groups)
         children = tuple(
             [
-                self.merge([(index, node.children[at]) for index, node in nodes], (*path, at))
+                self.merge([(indices, node.children[at]) for indices, node in nodes], (*path, at))
                 for at in range(len(nodes[0][1].children))
             ]
         )
         return replace(nodes[0][1], children=children)
 
     def _merge_dicts(self, groups: Sequence[Group], path: Path) -> Node:
-        nodes = [(index, node) for index, node in groups if isinstance(node, DictNode)]
+        nodes = [(indices, node) for indices, node in groups if isinstance(node, DictNode)]
         top = nodes[0][1]
         facts = (top.kind, top.factory, top.attributes)
         if any((node.kind, node.factory, node.attributes) != facts for _, node in nodes):
             return self._per_rank(groups)
         items: dict[Key, list[Group]] = {}
-        for index, node in nodes:
+        for indices, node in nodes:
             for key, child in zip(node.keys, node.children, strict=True):
-                items.setdefault(key, []).append((index, child))
+                items.setdefault(key, []).append((indices, child))
         children = tuple([self.merge(found, (*path, key)) for key, found in items.items()])
         for key, found in items.items():
             below = (*path, key)
             # The root names paths of text and integers only.
             if len(found) < len(nodes) and not any(isinstance(each, OtherKey) for each in below):
-                ranks = [rank for index, _ in found for rank in self._union.ranks_of[index]]
-                self.partial.append((below, tuple(sorted(ranks))))
-        metadata = [(index, node.metadata) for index, node in nodes if node.metadata is not None]
+                self.partial.append((below, tuple(self._ranks_of(found))))
+        metadata = [(indices, node.metadata) for indices, node in nodes if node.metadata is not None]
         about = self._merged_metadata(metadata) if metadata else None
         return replace(top, keys=tuple(items), children=children, metadata=about)
 
@@ -383,7 +402,9 @@ class _TreeMerger:
 
     def _per_rank(self, groups: Sequence[Group], *, is_declared: bool = False) -> Node:
         """Return what each rank has. One node if all have the same copies of the same tensors and values."""
-        by_rank = {rank: (index, node) for index, node in groups for rank in self._union.ranks_of[index]}
+        by_rank = {
+            rank: (index, node) for indices, node in groups for index in indices for rank in self._union.ranks_of[index]
+        }
         ranks = tuple(sorted(by_rank))
         children = tuple([self._own_node(*by_rank[rank], rank) for rank in ranks])
         if not is_declared and all(child == children[0] for child in children):
@@ -395,7 +416,7 @@ class _TreeMerger:
         """Return a node as one rank has it."""
         own = {}
         for tensor in tensors_of(node):
-            copies = self._variants.get(self._keys[index][tensor][1])
+            copies = self._variants.get(self._keys[self._tables[index]][tensor][1])
             own[tensor] = self._number(index, tensor, 0 if copies is None else int(copies[rank]))
         return _renumbered(node, own) if own else node
 
