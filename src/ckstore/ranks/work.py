@@ -35,6 +35,7 @@ from ckstore.ranks.merge import Merged, Merger
 from ckstore.ranks.part import Part, Skeleton, make_part
 from ckstore.ranks.planning import Holdings, RankContent, decode_spans, plan_ranks, spans_by_rank
 from ckstore.ranks.replicas import Comparison, compare
+from ckstore.ranks.skeletons import SkeletonDecoder
 from ckstore.ranks.writing import Share, checks_of_owned, checks_of_rest, part_of
 from ckstore.results import Receipt, Stopwatch
 from ckstore.store.chunk_index import locate
@@ -281,6 +282,7 @@ class Root:
         self._repository = repository
         self._on_divergence = on_divergence
         self._merger = Merger(repository.limits)
+        self._decoder = SkeletonDecoder()
         self._skeletons: dict[bytes, Skeleton] = {}
         self._holdings: dict[bytes, Holdings] = {}
         self._planned: tuple[tuple[object, ...], list[bytes]] | None = None
@@ -298,10 +300,11 @@ class Root:
         """
         self._comparison = self._merged = None
         self._parts = {}
+        self._decoder.begin()
         for rank, (skeleton, holdings) in enumerate(digests):
             where = f"rank {rank}"
             if skeleton in contents and skeleton not in self._skeletons:
-                self._skeletons[skeleton] = Skeleton.decode(contents[skeleton], where=where)
+                self._skeletons[skeleton] = self._decoder.decode(contents[skeleton], where=where)
             if holdings in contents and holdings not in self._holdings:
                 self._holdings[holdings] = Holdings.decode(contents[holdings], where=where)
         known = [(self._skeletons[skeleton], self._holdings[holdings]) for skeleton, holdings in digests]
