@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint import planner as torch_planner
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckstore.config import Policy
@@ -42,7 +43,7 @@ def save(
     run: str = "main",
     policy: Policy | None = None,
     metrics: Mapping[str, float] | None = None,
-    planner: torch_dcp.SavePlanner | None = None,
+    planner: torch_planner.SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Receipt:
@@ -64,7 +65,7 @@ def save(
     """
     writer = Writer(store, step, run=run, policy=policy, metrics=metrics)
     with _errors_of_ranks(), _alone():
-        metadata = torch_dcp.save(
+        metadata = state_dict_saver.save(
             state,
             storage_writer=writer,
             planner=planner or SavePlanner(),
@@ -83,7 +84,7 @@ def async_save(
     run: str = "main",
     policy: Policy | None = None,
     metrics: Mapping[str, float] | None = None,
-    planner: torch_dcp.SavePlanner | None = None,
+    planner: torch_planner.SavePlanner | None = None,
     **options: Any,
 ) -> Any:
     """Copy a state on all ranks, and save it in the background as ``save`` does.
@@ -108,7 +109,7 @@ def async_save(
     """
     writer = Writer(store, step, run=run, policy=policy, metrics=metrics)
     with _alone():
-        return torch_dcp.async_save(state, storage_writer=writer, planner=planner or SavePlanner(), **options)
+        return state_dict_saver.async_save(state, storage_writer=writer, planner=planner or SavePlanner(), **options)
 
 
 def load(
@@ -118,7 +119,7 @@ def load(
     *,
     run: str = "main",
     policy: Policy | None = None,
-    planner: torch_dcp.LoadPlanner | None = None,
+    planner: torch_planner.LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Info:
@@ -150,7 +151,7 @@ def load(
     else:
         reader = _agreed(reader, store, run, policy, process_group)
     with _errors_of_ranks(), _alone():
-        torch_dcp.load(
+        state_dict_loader.load(
             state,
             storage_reader=reader,
             planner=planner or LoadPlanner(),

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def trained(steps: int):
-    """Return the state of a model and its optimizer, with values of many types beside."""
+    """Return the state of a model and its optimizer, and values of many types."""
     torch.manual_seed(steps)
     model = torch.nn.Linear(300, 400)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -229,7 +229,7 @@ def test_targets_of_any_layout_are_filled(tmp_path, monkeypatch):
     assert torch.equal(conjugate.real, whole)
 
 
-def test_ranks_that_find_different_checkpoints_are_told(tmp_path):
+def test_ranks_that_find_different_checkpoints_get_an_error(tmp_path):
     dcp.save({"n": 1}, tmp_path, 1)
     dcp.save({"n": 2}, tmp_path, 2)
     readers = [dcp.Reader(tmp_path, 1), dcp.Reader(tmp_path)]

@@ -77,6 +77,8 @@ DOORS = {
     "asyncio": set(),
 }
 TORCH_MODULES = {
+    "ckstore.dcp",
+    *(f"ckstore.{name.removesuffix('.py').replace('/', '.')}" for name in DCP),
     "ckstore.state.torch_adapter",
     "ckstore.state.torch_objects",
     "ckstore.state.torch_shards",
