@@ -106,7 +106,7 @@ class RankCapture:
 
         if self._shards is None:
             self._shards = ShardCaptureAdapter()
-        self._shards.found = {}
+        self._shards.begin()
         return self._shards
 
 

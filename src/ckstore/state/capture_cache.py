@@ -149,8 +149,7 @@ class _CachedCapture:
         # There are few distinct facts. Sharing them keeps the comparison in the CPU cache.
         unique: dict[object, tuple[object, ...]] = {}
         self.facts = [unique.setdefault(each, each) for each in batch.facts]
-        # Not those of the batch: describing a shard may gather it, to another address each time.
-        self.starts = np.array([leaf.memory.owner_start for leaf in walk.leaves], np.uint64)
+        self.starts = np.array(batch.starts, np.uint64)
         assert isinstance(captured.storages, Spans)
         self.shapes, self.span_starts = captured.storages.shapes, captured.storages.starts
         self.structure = captured.structure

@@ -77,13 +77,20 @@ class ShardCaptureAdapter(TorchAdapter):
     """Describes shards by their local bytes.
 
     Attributes:
-        found: The described shards by path; the caller clears it before a capture.
+        found: The described shards by path, since ``begin``.
     """
 
     def __init__(self) -> None:
         self._reader = ShardReader()
         self._plans: dict[tuple[Geometry, int], ShardPlan] = {}
+        self._gathered: dict[int, torch.Tensor] = {}
+        """Copies that ``describe`` made, by id of the shard, until ``describe_many`` describes them once more."""
         self.found: dict[Path, CapturedShard] = {}
+
+    def begin(self) -> None:
+        """Begin a capture."""
+        self.found = {}
+        self._gathered = {}
 
     def describe(self, leaf: object, path: Path) -> TensorLeaf | None:
         """Describe a tensor, or the local bytes of a shard."""
@@ -96,9 +103,14 @@ class ShardCaptureAdapter(TorchAdapter):
             for each in shard.locals:
                 # Refuse local tensors without plain memory before they are copied.
                 super().describe(each, path)
-        found = super().describe(packed(shard, plan), path)
+        # The same shard may be at several paths. The walk keeps it alive, so its id stays unique.
+        local = self._gathered.get(id(leaf))
+        local = packed(shard, plan) if local is None else local
+        found = super().describe(local, path)
         assert found is not None
         found.is_parameter, found.requires_grad = shard.is_parameter, shard.requires_grad
+        if not (shard.locals and local is shard.locals[0]):
+            self._gathered[id(leaf)] = local
         self.found[path] = CapturedShard(
             shard.geometry, plan, itemsize, found.element_width, found.is_float, _view_of(shard)
         )
@@ -120,7 +132,8 @@ class ShardCaptureAdapter(TorchAdapter):
                 return None
             if not all(map(is_strided, shard.locals)):
                 return None
-            plain.append(packed(shard, self._plan_of(shard.geometry, shard.dtype.itemsize)))
+            local = self._gathered.pop(id(leaf), None)
+            plain.append(packed(shard, self._plan_of(shard.geometry, shard.dtype.itemsize)) if local is None else local)
             marks.append((shard.geometry, shard.is_parameter, shard.requires_grad))
         batch = super().describe_many(plain)
         if batch is None:

@@ -56,10 +56,11 @@ def test_a_local_tensor_that_is_not_contiguous_is_gathered(change):
         shard = sharded(full, mesh_of(2), placements_of("S0"))
         shard._local_tensor = change(shard._local_tensor)
         capture = RankCapture()
-        state = capture.capture({"w": shard})
+        state = capture.capture({"w": shard, "again": shard})
         assert bytes_of(state, state.held[0]) == full[5:].numpy().tobytes()
         shard._local_tensor += 1
-        again = capture.capture({"w": shard})
+        again = capture.capture({"w": shard, "again": shard})
+        assert again.held is state.held
         assert bytes_of(again, again.held[0]) == (full[5:] + 1).numpy().tobytes()
 
 
