@@ -269,8 +269,8 @@ class Store:
         check_policy(policy)
         with self._lock:
             self._check_open()
+            self._reclaim_lease()
             if self._job is None:
-                self._reclaim_lease()
                 self._repository.wait_for_orphan()
             watch = Stopwatch(self._repository.clock)
             with self._costs.trying():
@@ -1622,7 +1622,7 @@ class Store:
         from ckstore.background.trainer import TrainerSide
 
         if self._background is None:
-            self._background = TrainerSide(self, self._repository, self._parent)
+            self._background = TrainerSide(self, self._repository, self._parent, self._job)
         return self._background
 
     def _wait_for_background(self) -> None:

@@ -246,6 +246,8 @@ class Saver:
         retention: Mapping[str, Any] = _NO_RULES,
         clock: Clock = SYSTEM_CLOCK,
         store_id: str = "",
+        job: bytes = b"",
+        listener: int | None = None,
     ) -> Saver:
         """Start a saver process. Return without waiting for it; tickets may be sent immediately.
 
@@ -258,13 +260,15 @@ class Saver:
             retention: Rules by which checkpoints may be deleted when the disk is full.
             clock: Time source.
             store_id: Identity of the store in hexadecimal; the saver refuses any other store. Empty: any store.
+            job: The job of many ranks; empty: there is none.
+            listener: Rank 0 of such a job: the socket on which the saver accepts the others.
 
         Raises:
             SaverError: The process or its listening thread cannot be started.
         """
         try:
-            hello = protocol.hello_to(address, run, engine, nice, retention, store_id)
-            process, channel, bell = launch(hello, arena.fd)
+            hello = protocol.hello_to(address, run, engine, nice, retention, store_id, job)
+            process, channel, bell = launch(hello, arena.fd, listener)
         except OSError as error:
             raise SaverError(f"cannot start a saver process ({error})", todo="use commit instead") from error
         watch = ProcessWatch(process.pid, process_started(process.pid) or "")
@@ -307,6 +311,7 @@ class Saver:
         parent_ticket: int = 0,
         may_retain: bool = False,
         start_delay_ms: int = 0,
+        number: int = 0,
     ) -> None:
         """Send ``Begin`` for a slot whose head is complete and whose state is being staged.
 
@@ -320,6 +325,7 @@ class Saver:
             parent_ticket: The earlier ticket that this state continues. If that was published, it replaces ``parent``.
             may_retain: Whether the saver may keep the slot as the delta base of the next commit.
             start_delay_ms: How long the saver leaves all processors to the copy threads.
+            number: In a job of many ranks: the number of this background commit.
 
         Raises:
             SaverError: The saver is dead, or about to end. No callback will be called.
@@ -329,7 +335,7 @@ class Saver:
         if not self._tickets.add(ticket, callbacks):
             raise self._death_error()
         try:
-            options = parent, parent_ticket, may_retain, start_delay_ms, self.lease or ""
+            options = parent, parent_ticket, may_retain, start_delay_ms, self.lease or "", number
             self._send(protocol.Begin(ticket, slot, head_place, head_nbytes, *options))
         except BaseException:
             self._tickets.remove(ticket)
@@ -559,7 +565,9 @@ class Saver:
         self._process.returncode = 0
 
 
-def launch(hello: protocol.Hello, arena: int) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+def launch(
+    hello: protocol.Hello, arena: int, listener: int | None = None
+) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
     """Start the saver process. Return it with this end of the socket and the eventfd that is its bell.
 
     Raises:
@@ -573,7 +581,7 @@ def launch(hello: protocol.Hello, arena: int) -> tuple[subprocess.Popen[bytes], 
         # A session of its own keeps the terminal's signals away.
         process = start_python(
             ["-m", "ckstore.background.saver"],
-            fds=(theirs.fileno(), bell, arena),
+            fds=(theirs.fileno(), bell, arena, *(() if listener is None else (listener,))),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,9 @@ from ckstore.store.lease import Lease
 from ckstore.store.memory_budget import ENCODE
 from ckstore.store.orphans import note_abandoned
 from ckstore.store.repository import Repository
+
+if TYPE_CHECKING:
+    from ckstore.ranks.savers import SaverDoor
 
 RETRY_SECONDS = 30.0
 """After this time, the saver is asked again to end a ticket or to free a slot."""
@@ -78,6 +82,8 @@ class AsyncRequest:
         tags: Names for the checkpoint.
         policy: How to store it, and what to do if an earlier commit is in flight.
         guarded: Address ranges that a guard protects, so that they may be copied while training continues.
+        share: In a job of many ranks: what this rank holds, encoded.
+        number: In a job of many ranks: the number of this background commit, the same on every rank.
     """
 
     captured: Captured
@@ -86,6 +92,8 @@ class AsyncRequest:
     tags: Sequence[str]
     policy: Policy
     guarded: Sequence[Span]
+    share: bytes = b""
+    number: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -288,8 +296,9 @@ class InFlight:
 class BackgroundCommits:
     """The background commits of one store handle. One method at a time, except ``guard``, which any thread may call."""
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: Repository, door: SaverDoor | None = None) -> None:
         self._repository = repository
+        self._door = door
         self._owner = os.getpid()
         self._area = StagingArea(repository.limits)
         self._heads = HeadWriter()
@@ -484,7 +493,9 @@ class BackgroundCommits:
             commit, head = self._prepare(request, layout, starts, saver)
             try:
                 # Uninterrupted: the saver gets the whole message and the ticket is recorded, or neither.
-                self._area.pool(request.policy).run_on_caller_cpu(partial(self._send_begin, commit, head, layout.end))
+                self._area.pool(request.policy).run_on_caller_cpu(
+                    partial(self._send_begin, commit, head, layout.end, request.number)
+                )
                 return commit
             except BaseException as error:
                 # The caller gets the error and never sees this pending commit. A dying saver may have failed it before.
@@ -497,7 +508,7 @@ class BackgroundCommits:
                 _log.warning("%s; starting another saver", error)
         raise AssertionError("unreachable")
 
-    def _send_begin(self, commit: InFlightCommit, head: bytes, place: int) -> None:
+    def _send_begin(self, commit: InFlightCommit, head: bytes, place: int, number: int) -> None:
         """Write the head into the slot, transfer the lease and send ``Begin``. The slot stays free if that fails."""
         slot = commit.slot
         slot.start(commit.ticket, place + len(head))
@@ -506,7 +517,8 @@ class BackgroundCommits:
         # The newest commit in flight is the parent; its seq is not known yet.
         writing = (each.ticket for each in self._in_flight.writing[::-1] if each.pending.error_or_none() is None)
         try:
-            commit.transfer_lease(self._repository.lease)
+            if self._door is None or self._door.is_first:
+                commit.transfer_lease(self._repository.lease)
             commit.saver.begin(
                 commit.ticket,
                 slot.index,
@@ -517,6 +529,7 @@ class BackgroundCommits:
                 parent_ticket=next(writing, 0),
                 may_retain=commit.may_retain,
                 start_delay_ms=commit.start_delay_ms,
+                number=number,
             )
         except BaseException:
             slot.state = FREE
@@ -539,6 +552,7 @@ class BackgroundCommits:
                 tags=request.tags,
                 policy=policy,
                 samples=layout.samples,
+                share=request.share,
             )
         )
         slot = self._in_flight.slot_for(layout.end, len(head), policy)
@@ -608,14 +622,24 @@ class BackgroundCommits:
         self._nice = policy.saver_nice
         # A store that does not respond is reported by the commit.
         with contextlib.suppress(BackendError, CapacityError):
-            self._repository.wait_for_orphan()
+            if self._door is None or self._door.is_first:
+                self._repository.wait_for_orphan()
 
         retention = self._repository.retention
 
         def start() -> Saver:
             store_id = self._repository.store_id.hex()
             self._saver = Saver.start(
-                place, run, arena, nice=self._nice, engine=engine, retention=retention, clock=clock, store_id=store_id
+                place,
+                run,
+                arena,
+                nice=self._nice,
+                engine=engine,
+                retention=retention,
+                clock=clock,
+                store_id=store_id,
+                job=b"" if self._door is None else self._door.job.encode(),
+                listener=None if self._door is None else self._door.listener,
             )
             return self._saver
 

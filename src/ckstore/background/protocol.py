@@ -45,7 +45,8 @@ class Hello(NamedTuple):
 
     ``address`` is bytes because a path need not be UTF-8. ``store_id`` (hexadecimal) is the store that the trainer has
     opened, in case another store has replaced it. ``trainer_started`` is the result of ``processes.process_started``.
-    ``retention`` holds as JSON the rules by which checkpoints may be deleted when the disk is full.
+    ``retention`` holds as JSON the rules by which checkpoints may be deleted when the disk is full. ``job`` is the job
+    of many ranks (``ranks/savers.py``); empty: there is none.
     """
 
     address: bytes
@@ -57,6 +58,7 @@ class Hello(NamedTuple):
     log_level: Count
     retention: str = "{}"
     store_id: ShortText = ""
+    job: bytes = b""
 
 
 class Begin(NamedTuple):
@@ -65,7 +67,8 @@ class Begin(NamedTuple):
     The parent checkpoint is the result of ``parent_ticket`` if that is not 0 and was published, else seq ``parent``.
     With ``may_retain`` the saver may keep the slot as the delta base of the next commit. For ``start_delay_ms`` the
     saver does not start, because copies need every processor. ``lease`` is the token of the lease that was
-    transferred to the saver before this message, so a restarted trainer finds it.
+    transferred to the saver before this message, so a restarted trainer finds it. ``number`` counts the background
+    commits of a job of many ranks, the same on every rank.
     """
 
     ticket: Count
@@ -77,6 +80,7 @@ class Begin(NamedTuple):
     may_retain: bool = False
     start_delay_ms: Count = 0
     lease: ShortText = ""
+    number: Count = 0
 
 
 class Staged(NamedTuple):
@@ -351,7 +355,13 @@ def how_ended(code: int) -> str:
 
 
 def hello_to(
-    address: str, run: str, engine: EngineName, nice: int, retention: Mapping[str, Any], store_id: str = ""
+    address: str,
+    run: str,
+    engine: EngineName,
+    nice: int,
+    retention: Mapping[str, Any],
+    store_id: str = "",
+    job: bytes = b"",
 ) -> Hello:
     """Return the first message of this process to a new saver."""
     return Hello(
@@ -364,6 +374,7 @@ def hello_to(
         log_level=_log.getEffectiveLevel(),
         retention=json.dumps(dict(retention)),
         store_id=store_id,
+        job=job,
     )
 
 

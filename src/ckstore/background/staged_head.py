@@ -56,6 +56,7 @@ class _HeadRow(NamedTuple):
     storages: list[StorageRow]
     samples: list[SampleRow]
     structure: Count
+    share: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class Head:
     storages: Sequence[StorageRow]
     samples: Sequence[SampleRow] = ()
     structure: int = 0
+    share: bytes = b""
+    """In a job of many ranks: what this rank holds (``ranks/arrays.py``)."""
 
 
 class HeadWriter:
@@ -100,6 +103,7 @@ class HeadWriter:
         tags: Sequence[str],
         policy: Policy,
         samples: Sequence[SampleRow] = (),
+        share: bytes = b"",
     ) -> Head:
         """Return the head of a captured state whose storages are staged at these places."""
         if self._placed[0] is not captured.tensors or self._placed[1] is not places:
@@ -109,7 +113,7 @@ class HeadWriter:
             ]
             self._placed = captured.tensors, places
         parts = captured.warnings, captured.tree, captured.tensors, self._storages
-        return Head(step, metrics, tags, policy, *parts, samples, captured.structure.number)
+        return Head(step, metrics, tags, policy, *parts, samples, captured.structure.number, share)
 
     def encode(self, head: Head) -> bytes:
         """Return the bytes of a head."""
@@ -131,6 +135,7 @@ class HeadWriter:
                 storages=cast("list[StorageRow]", storage_rows),
                 samples=cast("list[SampleRow]", sample_rows),
                 structure=head.structure,
+                share=head.share,
             )
         )
 
@@ -165,6 +170,7 @@ def decode_head(content: bytes | memoryview, *, slot_nbytes: int) -> Head:
         storages=row.storages,
         samples=row.samples,
         structure=row.structure,
+        share=row.share,
     )
 
 

@@ -14,7 +14,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckstore.background.commits import AsyncRequest, BackgroundCommits
 from ckstore.background.copying import Span
@@ -26,7 +26,25 @@ from ckstore.store.repository import Repository
 if TYPE_CHECKING:
     from ckstore.background.optimizer_guard import OptimizerGuard
     from ckstore.background.pending import Pending
+    from ckstore.ranks.savers import SaverDoor
     from ckstore.results import Receipt
+
+
+class BackgroundJob(Protocol):
+    """The background commits of a job of many ranks. ``ckstore.ranks.job.Job`` implements it."""
+
+    @property
+    def saver_door(self) -> SaverDoor:
+        """What a saver must know to find the others."""
+        ...
+
+    def next_background_commit(self, policy: Policy) -> int:
+        """Return the number of the next background commit, the same on every rank."""
+        ...
+
+    def captured_share(self, state: Any) -> tuple[Captured, bytes]:
+        """Return the captured state of this rank, and what it holds, encoded."""
+        ...
 
 
 class TrainerSide:
@@ -36,10 +54,14 @@ class TrainerSide:
         owner: The ``Store``. When it is garbage collected, its unfinished commits are left to the saver.
         repository: The store and its run.
         parent: The seq that the next commit follows; None in an empty run.
+        job: The job of many ranks; None: there is none.
     """
 
-    def __init__(self, owner: object, repository: Repository, parent: int | None) -> None:
+    def __init__(
+        self, owner: object, repository: Repository, parent: int | None, job: BackgroundJob | None = None
+    ) -> None:
         self._repository = repository
+        self._job = job
         self._commits: BackgroundCommits | None = None
         self._guarded: OptimizerGuard | None = None
         self._open_guards = 0
@@ -60,13 +82,21 @@ class TrainerSide:
             CkstoreError: An earlier commit failed, and its result was never requested.
         """
         self._started().raise_unreported(call_did_nothing=True)
+        share, number = b"", 0
+        if self._job is None:
+            captured = self._captured(state)
+        else:
+            number = self._job.next_background_commit(policy)
+            captured, share = self._job.captured_share(state)
         return AsyncRequest(
-            captured=self._captured(state),
+            captured=captured,
             step=step,
             metrics=metrics,
             tags=tags,
             policy=policy,
             guarded=self._guarded_spans(),
+            share=share,
+            number=number,
         )
 
     def submit(self, request: AsyncRequest, started: float) -> Pending:
@@ -177,7 +207,7 @@ class TrainerSide:
 
     def _started(self) -> BackgroundCommits:
         if self._commits is None:
-            self._commits = BackgroundCommits(self._repository)
+            self._commits = BackgroundCommits(self._repository, None if self._job is None else self._job.saver_door)
             self._commits.parent = self._parent
             owner = self._owner()
             assert owner is not None, "a method of the owner is running"
@@ -190,6 +220,8 @@ class TrainerSide:
         return () if self._guarded is None or self._open_guards else self._guarded.spans()
 
     def _captured(self, state: Any) -> Captured:
+        if self._job is not None:
+            return self._job.captured_share(state)[0]
         return self._cache.capture(state, loaded_adapters())
 
 

@@ -20,7 +20,7 @@ from ckstore.errors import CkstoreError, CorruptError, UnsupportedError
 from ckstore.format.error_records import record_of
 from ckstore.format.many_ranks import world_of
 from ckstore.ranks.link import Link
-from ckstore.ranks.messages import AllStaged, Begin, More, Wanted, Write
+from ckstore.ranks.messages import Begin, More, Wanted, Write
 from ckstore.ranks.protocol import Action, Finish, LookUp, Merge, Plan, Publish
 from ckstore.ranks.work import (
     MAY_BE_VISIBLE,
@@ -44,26 +44,20 @@ _MANIFESTS_MAX = 8
 """Manifests, newest first, that are searched for a commit whose outcome is not known."""
 
 
-class Progress(Protocol):
-    """What a commit tells its caller."""
+class Staging(Protocol):
+    """A state that is still being copied into an arena while it is committed."""
 
     def check(self) -> None:
-        """Raise if the caller has given up the commit."""
+        """Raise if the commit was given up."""
         ...
 
-    def all_staged(self) -> None:
-        """All ranks are staged: the checkpoint is published even if all trainers die."""
+    def wait_whole(self) -> None:
+        """Wait until all bytes are staged."""
         ...
 
-
-class Untold:
-    """A caller that waits until the end."""
-
-    def check(self) -> None:
-        """Never raise."""
-
-    def all_staged(self) -> None:
-        """Tell nobody."""
+    def when_whole(self, call: Callable[[], None]) -> None:
+        """Have a function called once all bytes are staged, on any thread."""
+        ...
 
 
 class RankCommits:
@@ -85,8 +79,9 @@ class RankCommits:
         policy: Policy,
         make_request: Callable[[], RankRequest],
         *,
-        wait_staged: Callable[[], None] | None = None,
-        progress: Progress | None = None,
+        number: int | None = None,
+        staging: Staging | None = None,
+        take_run: Callable[[], None] | None = None,
     ) -> Receipt:
         """Commit this rank's state as its part of a checkpoint. Called by all ranks.
 
@@ -94,24 +89,27 @@ class RankCommits:
             step: The trainer's step.
             policy: How to store the state.
             make_request: Captures the state. What it raises is raised on all ranks.
-            wait_staged: Returns when all bytes of the state are staged; None: they are in place.
-            progress: Is told about the commit.
+            number: The number of the commit, the same on all ranks; None: one more than the last.
+            staging: The state, if it is still being staged.
+            take_run: Rank 0: takes the lease of the run; None: as every commit does.
 
         Raises:
             CkstoreError: The commit failed on one of the ranks; the message names it.
         """
-        number = self._link.next_number()
-        commit = _RankCommit(self._link, self._tools, self._root, number, step)
+        link = self._link
+        number = link.next_number() if number is None else link.take_number(number)
+        commit = _RankCommit(link, self._tools, self._root, number, step)
         try:
             if self._root is not None:
-                self._take_run()
+                (take_run or self._take_run)()
             request = make_request()
-            commit.begin(request, _facts(self._tools.repository, policy), wait_staged)
+            commit.begin(request, _facts(self._tools.repository, policy), staging)
         except BaseException as error:
             return commit.give_up(error)
-        return commit.run(progress or Untold())
+        return commit.run()
 
     def _take_run(self) -> None:
+        self._tools.repository.wait_for_orphan()
         self._tools.repository.prepare_run()
         self._tools.repository.lease.take()
 
@@ -134,27 +132,29 @@ class _RankCommit:
         self._watch = Stopwatch(tools.repository.clock)
         self._work: RankWork | None = None
         self._request: RankRequest | None = None
-        self._wait_staged: Callable[[], None] | None = None
+        self._staging: Staging | None = None
         self._may_be_visible = False
 
-    def begin(self, request: RankRequest, facts: dict[str, str], wait_staged: Callable[[], None] | None) -> None:
+    def begin(self, request: RankRequest, facts: dict[str, str], staging: Staging | None) -> None:
         """Take part in the commit."""
-        self._request, self._wait_staged = request, wait_staged
-        work = self._work = RankWork(self._tools, request, self._link.attempt_id(self._number))
-        begin = Begin(self._number, self._step, wait_staged is not None, facts, work.digests)
+        number = self._number
+        self._request, self._staging = request, staging
+        work = self._work = RankWork(self._tools, request, self._link.attempt_id(number))
+        begin = Begin(number, self._step, staging is not None, facts, work.digests)
         self._link.send(lambda member: member.begin(begin))
+        if staging is not None:
+            staging.when_whole(lambda: self._link.send(lambda member: member.staged(number)))
 
-    def run(self, progress: Progress) -> Receipt:
+    def run(self) -> Receipt:
         """Do what the protocol asks for, until the commit has ended."""
         while True:
             action = self._link.wait(self._number, LOOK_SECONDS)
             if isinstance(action, Finish):
                 return self._finish(action)
             try:
-                progress.check()
-                if isinstance(action, AllStaged):
-                    progress.all_staged()
-                elif action is not None:
+                if self._staging is not None:
+                    self._staging.check()
+                if action is not None:
                     self._do(action)
             except BaseException as error:
                 return self.give_up(error)
@@ -199,9 +199,9 @@ class _RankCommit:
 
     def _send_part(self, part: bytes) -> None:
         number = self._number
-        if self._wait_staged is not None:
-            # Hashing and coding have read everything, but only the slot says that nothing changes it any more.
-            self._wait_staged()
+        if self._staging is not None:
+            # Everything was read, but only now is it certain that the checkpoint is wanted.
+            self._staging.wait_whole()
         self._link.send(lambda member: member.part(number, part))
 
     def _lead(self, action: Action) -> None:

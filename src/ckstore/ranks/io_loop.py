@@ -37,6 +37,7 @@ from ckstore.ranks.messages import (
     TO_RANK,
     TO_RANK_0,
     Agreed,
+    AllStaged,
     Asked,
     Beat,
     Begin,
@@ -116,6 +117,10 @@ class IoLoop:
         """Where callers find the actions for each commit and question. They add and remove the entries."""
         self.asked: dict[str, int] = {}
         """Topics of questions that other ranks ask, and the newest number."""
+        self.is_broken = False
+        """Whether a peer was lost. It does not come back."""
+        self.on_all_staged: Callable[[int], None] | None = None
+        """Called on the thread of the loop with the number of a commit of which all ranks are staged."""
         self._job, self._timing = job, timing
         self._tick_seconds = min(_TICK_SECONDS, timing.beat_seconds / 4)
         self._member = Member(job.rank)
@@ -238,6 +243,10 @@ class IoLoop:
         if isinstance(action, Asked):
             self.asked[action.topic] = action.number
             return
+        if isinstance(action, AllStaged):
+            if self.on_all_staged is not None:
+                self.on_all_staged(action.number)
+            return
         key: Key = (action.topic, action.number) if isinstance(action, (Decide, Agreed)) else action.number
         box = self.boxes.get(key)
         # Without a box, the caller has stopped waiting.
@@ -261,6 +270,7 @@ class IoLoop:
         return []
 
     def _lost(self, rank: int, how: str) -> list[Action]:
+        self.is_broken = True
         peer = self._peers.pop(rank, None)
         if peer is not None:
             self._unsent.discard(rank)

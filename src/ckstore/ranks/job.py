@@ -27,7 +27,9 @@ from ckstore.format.records import decode_inner, encode_inner
 from ckstore.hashing import PackId
 from ckstore.ranks.capture import RankCapture
 from ckstore.ranks.commits import RankCommits
+from ckstore.ranks.savers import SaverDoor, SaverJob, encode_share
 from ckstore.ranks.work import RankRequest, RankTools
+from ckstore.ranks.world import invite, invited
 from ckstore.restore.own_part import RankPlace
 from ckstore.restore.restore import Restored, RestoreRequest, restore_reference
 from ckstore.results import Receipt
@@ -38,7 +40,8 @@ from ckstore.store.repository import Repository
 if TYPE_CHECKING:
     from ckstore.format.header import ManifestHeader
     from ckstore.format.manifest import Manifest
-    from ckstore.ranks.world import Ranks
+    from ckstore.ranks.world import Listener, Ranks
+    from ckstore.state.capture import Captured
 
 _log = logging.getLogger("ckstore")
 
@@ -63,6 +66,10 @@ class Job:
         self._tools = RankTools(repository, ranks.rank)
         self._capture = RankCapture()
         self._commits = RankCommits(self._link, self._tools, on_divergence=ranks.on_divergence)
+        self._background_capture = RankCapture()
+        self._background_count = 0
+        self._listener: Listener | None = None
+        self._door = self._opened_door()
 
     @property
     def place(self) -> RankPlace:
@@ -73,6 +80,46 @@ class Job:
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self._ranks.rank == 0
+
+    # Background commits
+
+    def _opened_door(self) -> SaverDoor:
+        """Open the socket for the savers on rank 0 now, so that later no call waits for another rank."""
+
+        def open_door(values: tuple[bytes, ...]) -> bytes:
+            self._listener, invitation = invite()
+            return invitation
+
+        token, address = invited(self._link.agree("savers", b"", open_door))
+        ranks = self._ranks
+        job = SaverJob(ranks.rank, ranks.world, address, token, float(ranks.join_seconds), ranks.on_divergence)
+        return SaverDoor(job, None if self._listener is None else self._listener.fileno())
+
+    @property
+    def saver_door(self) -> SaverDoor:
+        """What a saver must know to find the others."""
+        return self._door
+
+    def next_background_commit(self, policy: Policy) -> int:
+        """Return the number of the next background commit, the same on every rank.
+
+        Raises:
+            UsageError: Ranks could decide differently which commits to skip.
+        """
+        if policy.on_busy != "wait":
+            raise UsageError(
+                f"many ranks cannot commit with on_busy={policy.on_busy!r}: each would skip other commits",
+                todo='use on_busy="wait", and commit less often',
+            )
+        self._background_count += 1
+        return self._background_count
+
+    def captured_share(self, state: Any) -> tuple[Captured, bytes]:
+        """Return the captured state of this rank, and what it holds, encoded."""
+        captured = self._background_capture.capture(state)
+        return captured.captured, encode_share(captured)
+
+    # Calls of the whole job
 
     def commit(
         self, state: Any, step: int, policy: Policy, parent: int | None, metrics: Mapping[str, float]

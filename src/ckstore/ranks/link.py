@@ -20,6 +20,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.concurrency import start_thread
 from ckstore.errors import CkstoreError, RankError, UsageError
 from ckstore.format.error_records import ErrorRecord, record_of, restored_error
+from ckstore.ranks import LINK_THREAD_NAME
 from ckstore.ranks.connection import Connection
 from ckstore.ranks.handshake import (
     GREETING_NBYTES,
@@ -70,17 +71,31 @@ class Link:
         self._pid = os.getpid()
         connection = None if job.rank == 0 else connect(job, addresses, timing)
         self._loop = IoLoop(job, timing, listener=listener, connection=connection)
-        self._thread = threading.Thread(target=self._loop.run, name="ckstore-ranks", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run, name=LINK_THREAD_NAME, daemon=True)
         start_thread(self._thread)
         # The thread keeps the loop alive, and not the link.
         self._end = weakref.finalize(self, _end, self._loop, self._thread, os.getpid(), timing.close_seconds + 1)
 
     def next_number(self) -> int:
         """Return the number of the next commit. Call it on every rank for every commit, also for one that fails."""
+        return self.take_number(self._number + 1)
+
+    def take_number(self, number: int) -> int:
+        """Begin a commit whose number the caller knows. Numbers ascend, and are the same on every rank."""
         self._require_own()
-        self._number += 1
-        self._loop.boxes[self._number] = SimpleQueue()
-        return self._number
+        assert number > self._number, "numbers ascend"
+        self._number = number
+        self._loop.boxes[number] = SimpleQueue()
+        return number
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether another rank was lost, so that no commit can succeed any more."""
+        return self._loop.is_broken
+
+    def call_when_all_staged(self, call: Callable[[int], None] | None) -> None:
+        """Have a function called with the number of each commit of which all ranks are staged, on another thread."""
+        self._loop.on_all_staged = call
 
     def attempt_id(self, number: int) -> bytes:
         """Return the 16 bytes by which a commit is found in the store."""

@@ -153,6 +153,19 @@ class Skeleton:
         record = decode_stored(plain[tree_nbytes:], SkeletonRecord, where=where)
         tree = decode_tree(plain[:tree_nbytes], tensor_count=len(record.tensors), where=where)
         check_tree(tree, len(record.tensors))
+        return cls._of_record(tree, record, where)
+
+    @classmethod
+    def of_tables(cls, tree: Node, tables: Buffer, *, where: object = None) -> Skeleton:
+        """Return the skeleton with this tree and these ``tables``.
+
+        Raises:
+            MalformedError: The tables contradict themselves.
+        """
+        return cls._of_record(tree, decode_stored(memoryview(tables), SkeletonRecord, where=where), where)
+
+    @classmethod
+    def _of_record(cls, tree: Node, record: SkeletonRecord, where: object) -> Skeleton:
         found = cls(
             tree,
             tuple(map(tensor_of, record.tensors)),

@@ -63,6 +63,7 @@ class RankRequest:
         source_is_immutable: Nothing changes the state's memory until the commit ends, because it is in an arena.
         retained_slot: The ticket of the arena's slot, if its memory stays unchanged for as long as bases use it.
         time_ns: When the state was made; None for now. That of rank 0 counts.
+        watch: Receives the duration of each stage; None: a new one.
     """
 
     state: RankState
@@ -73,6 +74,7 @@ class RankRequest:
     source_is_immutable: bool = False
     retained_slot: int | None = None
     time_ns: int | None = None
+    watch: Stopwatch | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ class RankWork:
                 todo="commit with an exact policy, and quantize old checkpoints with `ckstore demote`",
             )
         self._tools, self._request, self._attempt = tools, request, attempt
-        self._watch = Stopwatch(tools.repository.clock)
+        self._watch = request.watch or Stopwatch(tools.repository.clock)
         self._skeleton = Skeleton.of(request.state)
         # Without the number of the rank, so that ranks with equal states send equal bytes.
         self._encoded_skeleton = self._skeleton.encode()

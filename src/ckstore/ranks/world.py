@@ -33,21 +33,29 @@ _OUTSIDE = "192.0.2.1"
 """An address for documentation (RFC 5737). Nothing is sent to it: the kernel only chooses the interface."""
 
 
-class _Listener:
-    """Rank 0's socket until the link takes it over. A forked child closes its copy."""
+class Listener:
+    """Rank 0's socket until a link takes it over. A forked child closes its copy."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end: socket.socket | None = end
         self.port = int(end.getsockname()[1])
         close_in_children(self)
 
+    def fileno(self) -> int:
+        """Return the descriptor of the socket, which stays here."""
+        if self._end is None:
+            raise UsageError("this process is a fork, or the job was left", todo="make another ckstore.Ranks")
+        return self._end.fileno()
+
     def take(self) -> socket.socket:
+        """Return the socket, which belongs to the caller from now on."""
         end, self._end = self._end, None
         if end is None:
             raise UsageError("this process is a fork, or the job was left", todo="make another ckstore.Ranks")
         return end
 
     def close_in_child(self) -> None:
+        """Close the copy of a forked child."""
         end, self._end = self._end, None
         if end is not None:
             end.close()
@@ -57,7 +65,7 @@ class _Listener:
 class _Shared:
     """What one ``Ranks`` object opens once, for all handles that use it."""
 
-    listener: _Listener | None = None
+    listener: Listener | None = None
     link: Link | None = None
 
 
@@ -130,7 +138,7 @@ class Ranks:
             raise UsageError("this process is not in the group", todo="pass a group that this process is in")
         if world == 1:
             return cls(0, 1, **options)
-        listener, invitation = _invitation(rank)
+        listener, invitation = (None, b"") if rank else invite()
         content = _broadcast(invitation, group)
         return cls._invited(rank, world, content, listener, options)
 
@@ -157,7 +165,7 @@ class Ranks:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             todo = "pass address= and token=, or initialize torch.distributed and use ckstore.Ranks.of_torch()"
             raise UsageError("this process was not started by torchrun", todo=todo)
-        listener, invitation = _invitation(rank)
+        listener, invitation = (None, b"") if rank else invite()
         content = _exchange(invitation, float(options.get("join_seconds", JOIN_SECONDS)))
         return cls._invited(rank, world, content, listener, options)
 
@@ -186,17 +194,27 @@ class Ranks:
         addresses = addresses_of(self.address)
         if self.rank:
             return Link(job, timing, addresses=addresses)
-        listener = shared.listener or _Listener(_listen("", addresses[0][1]))
+        listener = shared.listener or Listener(_listen("", addresses[0][1]))
         return Link(job, timing, listener=listener.take())
 
     @classmethod
-    def _invited(cls, rank: int, world: int, content: bytes, listener: _Listener | None, options: Any) -> Ranks:
-        token, _, rest = content.decode().partition(" ")
-        if token == "failed":
-            raise RankError(f"rank 0 cannot listen: {rest}", todo="pass address=", rank=0)
-        ranks = cls(rank, world, rest, token, **options)
+    def _invited(cls, rank: int, world: int, content: bytes, listener: Listener | None, options: Any) -> Ranks:
+        token, address = invited(content)
+        ranks = cls(rank, world, address, token, **options)
         ranks._shared.listener = listener
         return ranks
+
+
+def invited(content: bytes) -> tuple[str, str]:
+    """Return the token and the addresses of an invitation.
+
+    Raises:
+        RankError: Rank 0 could not listen.
+    """
+    token, _, rest = content.decode().partition(" ")
+    if token == "failed":
+        raise RankError(f"rank 0 cannot listen: {rest}", todo="pass address=", rank=0)
+    return token, rest
 
 
 def addresses_of(text: str) -> list[Address]:
@@ -214,14 +232,12 @@ def addresses_of(text: str) -> list[Address]:
     return found
 
 
-def _invitation(rank: int) -> tuple[_Listener | None, bytes]:
-    """Listen on rank 0, and return what the others must know. Errors are passed on, so that no rank waits forever."""
-    if rank:
-        return None, b""
+def invite() -> tuple[Listener | None, bytes]:
+    """Listen on a free port, and return what others must know. They get an error as well, so that none waits forever."""
     # On one machine, nobody else need be able to connect.
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "-") == os.environ.get("WORLD_SIZE")
     try:
-        listener = _Listener(_listen(_LOOPBACK if is_one_host else "", 0))
+        listener = Listener(_listen(_LOOPBACK if is_one_host else "", 0))
     except RankError as error:
         return None, f"failed {error}".encode()[:_INVITATION_NBYTES]
     hosts = [_LOOPBACK] if is_one_host else _own_hosts()

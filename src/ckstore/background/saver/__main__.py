@@ -1,6 +1,6 @@
-"""Entry point of a saver: ``python -m ckstore.background.saver SOCKET BELL ARENA``.
+"""Entry point of a saver: ``python -m ckstore.background.saver SOCKET BELL ARENA [LISTENER]``.
 
-The arguments are the numbers of three inherited descriptors. The trainer starts this process in ``client.launch``.
+The arguments are the numbers of inherited descriptors. The trainer starts this process in ``client.launch``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _log = logging.getLogger("ckstore")
 
 def main(fds: list[int]) -> int:
     """Serve on the inherited descriptors. Return the exit code."""
-    channel, bell, arena_fd = fds
+    channel, bell, arena_fd, *listeners = fds
     for fd in fds:
         os.set_inheritable(fd, False)
     end = socket.socket(fileno=channel)
@@ -56,7 +56,8 @@ def main(fds: list[int]) -> int:
         raise MalformedError("the trainer's first message is not Hello")
     priority = Priority(message.nice)
     priority.use_low_priority()
-    server = Server(end, bell, Arena.attach(arena_fd), message, priority)
+    listener = socket.socket(fileno=listeners[0]) if listeners else None
+    server = Server(end, bell, Arena.attach(arena_fd), message, priority, listener)
     _log.addHandler(LogToTrainer(server.channel, message.log_level))
     _log.setLevel(message.log_level)
     _log.propagate = False

@@ -13,11 +13,12 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ckstore.background import protocol
 from ckstore.background.protocol import Message
@@ -42,6 +43,9 @@ from ckstore.store.refs import load_whole, resolve
 from ckstore.store.repository import Repository
 from ckstore.store.store_config import read_store_record, require_same_store
 
+if TYPE_CHECKING:
+    from ckstore.background.saver.job import SaverRank
+
 _log = logging.getLogger("ckstore")
 
 PROGRESS_SECONDS = 1.0
@@ -58,24 +62,37 @@ class Send(Protocol):
         ...
 
 
+class OnLease(Protocol):
+    """Is told that tickets are promised from now on."""
+
+    def __call__(self, only: Ticket | None) -> None:
+        """``only`` this ticket; None: every one."""
+        ...
+
+
 class Committer:
     """The saver's view of the store, and what it remembers between commits. Used by the committing thread.
 
     Args:
         hello: The store to write to, and the trainer.
         send: Sends a message to the trainer.
-        on_lease: Called when the lease was taken, before anything is read.
+        on_lease: Called when the lease was taken, before anything is read. In a job of many ranks it is called with a
+            ticket, when all ranks have staged it.
         thread_limit: How many threads a commit may use at present.
+        listener: Rank 0 of such a job: the socket for the savers of the others.
     """
 
     def __init__(
         self,
         hello: protocol.Hello,
         send: Send,
-        on_lease: Callable[[], None],
+        on_lease: OnLease,
         thread_limit: ThreadLimit,
+        listener: socket.socket | None = None,
     ) -> None:
         self._hello = hello
+        self._listener = listener
+        self._job: SaverRank | None = None
         self._send = send
         self._on_lease = on_lease
         self._thread_limit = thread_limit
@@ -110,23 +127,27 @@ class Committer:
             require_same_store(backend, bytes.fromhex(hello.store_id))
         repository.lease = self._lease = GatedLease(backend, hello.run, SYSTEM_CLOCK)
         self._repository = repository
+        if hello.job:
+            from ckstore.background.saver.job import SaverRank
+
+            self._job = SaverRank(hello.job, self._listener, repository, self._thread_limit, self._blocks)
         if isinstance(backend, LocalBackend):
             # Evaluating both properties tries out the engines.
             _log.debug("packs are moved by %s, past the page cache: %s", backend.engine_name, backend.is_direct)
 
     @property
     def holds_lease(self) -> bool:
-        """Whether the lease is held."""
-        return self._lease is not None and self._lease.is_held
+        """Whether the lease is held, and tickets can be promised for that reason."""
+        return self._job is None and self._lease is not None and self._lease.is_held
 
     @property
     def retained_tickets(self) -> frozenset[int]:
         """Tickets whose slots are retained as delta bases of the next commit."""
-        return self._bases.tickets
+        return self._bases.tickets if self._job is None else self._job.bases.tickets
 
     def was_transferred(self, token: str) -> bool:
         """Whether the lease file still has this token, which the trainer has transferred. On any thread."""
-        if not token or self._lease is None:
+        if not token or self._lease is None or self._job is not None:
             return False
         # If the store does not respond, the commit will check again.
         with contextlib.suppress(CkstoreError):
@@ -158,12 +179,14 @@ class Committer:
         self._repository.lease.release()
         self._repository.forget_run_state()
         self._bases, self._fingerprint = BaseCache(), None
+        if self._job is not None:
+            self._job.forget_bases()
         # The trainer commits by itself now, with its own write blocks.
         self._blocks.release()
 
     def release_retained(self) -> None:
         """Free everything that is retained for the next commit: delta bases and write blocks."""
-        self._bases.release()
+        (self._bases if self._job is None else self._job.bases).release()
         self._blocks.release()
 
     def warm(self, block_count: int, nbytes: int) -> Iterator[None]:
@@ -174,6 +197,8 @@ class Committer:
 
     def close(self) -> None:
         """Give up the lease and close the store."""
+        if self._job is not None:
+            self._job.close()
         if self._repository is not None:
             self._repository.close()
 
@@ -225,7 +250,10 @@ class Committer:
         assert self._lease is not None
         ticket.check()
         repository, head = self._repository, ticket.head
+        if self._job is not None:
+            return self._committed_by_ranks(self._job, ticket, parent)
         self._hold_lease(ticket)
+        self._on_lease(None)
         watch = _ReportingStopwatch(repository.clock, ticket, self._send)
         self._lease.gate = ticket.wait_whole
         self._follow(parent)
@@ -245,6 +273,22 @@ class Committer:
         committed = commit_checkpoint(repository, request, watch)
         self._fingerprint = committed.fingerprint
         return set_tags(repository, committed.receipt, head.tags)
+
+    def _committed_by_ranks(self, job: SaverRank, ticket: Ticket, parent: int | None) -> Receipt:
+        assert self._repository is not None
+        assert self._lease is not None
+        self._lease.gate = ticket.wait_whole
+        watch = _ReportingStopwatch(self._repository.clock, ticket, self._send)
+        captured = ticket.captured(self._structure_of(ticket.head))
+        receipt = job.commit(
+            ticket,
+            captured,
+            parent,
+            watch,
+            take_run=lambda: self._hold_lease(ticket),
+            on_all_staged=lambda: self._on_lease(ticket),
+        )
+        return set_tags(self._repository, receipt, ticket.head.tags) if job.is_first else receipt
 
     def _structure_of(self, head: Head) -> Structure:
         if head.structure != self._structure[0] or not head.structure:
@@ -275,7 +319,6 @@ class Committer:
             _log.warning("the disk is full: %s", room_after(self._repository, ticket.nbytes, error))
             self._repository.prepare_run()
             self._lease.take()
-        self._on_lease()
 
     def _follow(self, parent: int | None) -> None:
         """Make the parent the delta base, if the trainer has gone back to an earlier checkpoint."""

@@ -34,6 +34,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.concurrency import Latch, ThreadLimit
 from ckstore.errors import CapacityError, CkstoreError, MalformedError, SaverError
 from ckstore.processes import JOB_SIGNALS, proc_is_ours
+from ckstore.ranks import LINK_THREAD_NAME
 from ckstore.store.lease import HEARTBEAT_THREAD_NAME
 from ckstore.store.memory_budget import WRITE_BLOCKS, WRITE_BLOCKS_MIN
 
@@ -43,6 +44,9 @@ BELL_PAUSE_MS = 1
 """Pause after the bell has rung. While a state is being copied, it would wake this thread about ten times as often."""
 
 NICE_MAX = 19
+
+_AWAKE_THREADS = frozenset((HEARTBEAT_THREAD_NAME, LINK_THREAD_NAME))
+"""Other processes take this one for dead if these threads are suspended."""
 
 _NORMAL = os.sched_param(0)
 """The only scheduling parameter that these classes accept."""
@@ -54,7 +58,15 @@ class Server:
     leave_seconds = 5.0
     """After a signal asked the saver to end: how long the trainer has to reply. A stopped trainer does not reply."""
 
-    def __init__(self, end: socket.socket, bell: int, arena: Arena, hello: protocol.Hello, priority: Priority) -> None:
+    def __init__(
+        self,
+        end: socket.socket,
+        bell: int,
+        arena: Arena,
+        hello: protocol.Hello,
+        priority: Priority,
+        listener: socket.socket | None = None,
+    ) -> None:
         self._socket = end
         self._bell = bell
         self._arena = arena
@@ -85,7 +97,7 @@ class Server:
         self._last = 0
         self._ended: set[int] = set()
         """Tickets that have ended and whose slots are not free. Owned by the committing thread."""
-        self._committer = Committer(hello, self.channel.send, self._confirm_lease, priority.thread_limit)
+        self._committer = Committer(hello, self.channel.send, self._on_lease, priority.thread_limit, listener)
         self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
 
     def run(self) -> int:
@@ -250,7 +262,7 @@ class Server:
             self.channel.send(protocol.SlotFree(message.ticket))
             return
         ticket = Ticket(message.ticket, slot, head, self._monitor, parents=(message.parent, message.parent_ticket))
-        ticket.may_retain = message.may_retain
+        ticket.may_retain, ticket.job_number = message.may_retain, message.number
         self._committer.announce(head.step)
         with self._changed:
             self._tickets[ticket.number] = ticket
@@ -338,15 +350,21 @@ class Server:
         with self._changed:
             return not (self._jobs or self._is_working or self._delayed)
 
-    def _confirm_lease(self, seen: Ticket | None = None) -> None:
+    def _on_lease(self, only: Ticket | None) -> None:
+        self._confirm_lease(only=only)
+
+    def _confirm_lease(self, seen: Ticket | None = None, only: Ticket | None = None) -> None:
         """Report for every ticket that the lease is held, provided the trainer is alive to notice. On any thread.
 
         Args:
             seen: A ticket for which the trainer was seen alive while the lease was held already.
+            only: Report for no other ticket than this one. In a job of many ranks: all ranks have staged it.
         """
         with self._reporting:
             with self._changed:
-                waiting = [ticket for ticket in self._tickets.values() if not ticket.has_lease]
+                waiting = [
+                    ticket for ticket in self._tickets.values() if not ticket.has_lease and only in (None, ticket)
+                ]
                 # Checked after the lease was taken: a trainer that restarts from now on finds the lease.
                 if waiting and not self._trainer.is_alive:
                     waiting = [ticket for ticket in waiting if ticket is seen]
@@ -471,7 +489,7 @@ class Priority:
         # The listening thread must stay responsive to leave the idle class, and others judge by the heartbeat thread.
         awake = {
             os.getpid(),
-            *(thread.native_id for thread in threading.enumerate() if thread.name == HEARTBEAT_THREAD_NAME),
+            *(thread.native_id for thread in threading.enumerate() if thread.name in _AWAKE_THREADS),
         }
         # Priority belongs to a thread. A thread that starts meanwhile inherits it, perhaps the old one: so repeat.
         done: set[int] = set()

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ class Ticket:
         self.parents = parents
         self.has_lease = False
         """Whether the lease was held for it while the trainer lived. Only then is it published after a death."""
+        self.job_number = 0
+        """In a job of many ranks: the number of this background commit."""
         self.may_retain = False
         """Whether the saver may keep the slot as the delta base of the next commit."""
         self.is_aborted = False
@@ -96,6 +99,7 @@ class Ticket:
         self._slot = slot
         self._bytes = slot.view(0, slot.nbytes).toreadonly()
         self._is_known_whole = False
+        self._when_whole: list[Callable[[], None]] = []
         self._monitor = monitor
         samples: dict[int, list[SampleRow]] = {}
         for sample in head.samples:
@@ -115,6 +119,18 @@ class Ticket:
     def note_staged(self) -> None:
         """Record that it is fully staged, so that readers need not check marks any more."""
         self._is_known_whole = self.is_whole
+        self._call_when_whole()
+
+    def when_whole(self, call: Callable[[], None]) -> None:
+        """Have a function called once it is fully staged, on any thread."""
+        self._when_whole.append(call)
+        self._call_when_whole()
+
+    def _call_when_whole(self) -> None:
+        # Two threads may do this; each call is taken out by one of them.
+        while self.is_whole and self._when_whole:
+            with contextlib.suppress(IndexError):
+                self._when_whole.pop()()
 
     @property
     def is_being_copied(self) -> bool:

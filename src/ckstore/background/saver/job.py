@@ -1,0 +1,123 @@
+"""The commits of a saver whose trainer is one of many ranks: the savers of all ranks commit together.
+
+Invariants:
+- A ticket is promised (``Began``) when all ranks have staged it and rank 0 holds the lease. From then on it is
+  published even if all trainers die.
+- A saver that loses another one fails the commit, and connects anew for the next one.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from ckstore.background.saver.staged_state import Ticket
+from ckstore.commit.pipeline import WriteBlocks
+from ckstore.concurrency import ThreadLimit
+from ckstore.delta.base_cache import BaseCache
+from ckstore.errors import RankError
+from ckstore.ranks.commits import RankCommits
+from ckstore.ranks.link import Link
+from ckstore.ranks.savers import SaverJob, SaverLinks, decode_share
+from ckstore.ranks.work import RankRequest, RankTools
+from ckstore.results import Receipt, Stopwatch
+from ckstore.state.capture import Captured
+from ckstore.store.repository import Repository
+
+
+class SaverRank:
+    """One saver's part in its job. Used by the committing thread.
+
+    Args:
+        job: The job, as the trainer has passed it.
+        listener: Rank 0: the socket for the other savers.
+        repository: The open run.
+        thread_limit: How many threads a commit may use at present.
+        blocks: Source of the blocks that packs are written through.
+    """
+
+    def __init__(
+        self,
+        job: bytes,
+        listener: socket.socket | None,
+        repository: Repository,
+        thread_limit: ThreadLimit,
+        blocks: WriteBlocks,
+    ) -> None:
+        self._job = SaverJob.decode(job)
+        self._links = SaverLinks(self._job, listener)
+        self._tools = RankTools(repository, self._job.rank, thread_limit=thread_limit, blocks=blocks)
+        self._commits: tuple[Link, RankCommits] | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._job.rank == 0
+
+    @property
+    def bases(self) -> BaseCache:
+        """The bases of the next commit."""
+        return self._tools.bases
+
+    def forget_bases(self) -> None:
+        """Forget what the next commit would be based on."""
+        self._tools.bases = BaseCache()
+
+    def commit(
+        self,
+        ticket: Ticket,
+        captured: Captured,
+        parent: int | None,
+        watch: Stopwatch,
+        *,
+        take_run: Callable[[], None],
+        on_all_staged: Callable[[], None],
+    ) -> Receipt:
+        """Commit a ticket as this rank's part of a checkpoint.
+
+        Args:
+            ticket: The ticket.
+            captured: Its state.
+            parent: The seq that it continues.
+            watch: Receives the duration of each stage.
+            take_run: Rank 0: takes the lease of the run.
+            on_all_staged: Called when all ranks have staged it, on any thread.
+
+        Raises:
+            CkstoreError: The commit failed on one of the ranks; the message names it.
+        """
+        head, number = ticket.head, ticket.job_number
+        link = self._links.link_for(number)
+        if self._commits is None or self._commits[0] is not link:
+            self._commits = link, RankCommits(link, self._tools, on_divergence=self._job.on_divergence)
+
+        def note_all_staged(staged: int) -> None:
+            if staged == number:
+                on_all_staged()
+
+        def make_request() -> RankRequest:
+            return RankRequest(
+                state=decode_share(head.share, captured),
+                step=head.step,
+                policy=head.policy,
+                parent=parent,
+                metrics=head.metrics,
+                source_is_immutable=True,
+                retained_slot=ticket.number if ticket.may_retain else None,
+                watch=watch,
+            )
+
+        link.call_when_all_staged(note_all_staged)
+        try:
+            return self._commits[1].commit(
+                head.step, head.policy, make_request, number=number, staging=ticket, take_run=take_run
+            )
+        except RankError:
+            self._links.discard()
+            raise
+        finally:
+            link.call_when_all_staged(None)
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._links.discard()

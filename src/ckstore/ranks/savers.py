@@ -1,0 +1,154 @@
+"""The savers of a job: what a trainer passes to its own, and how savers find each other without their trainers.
+
+Rank 0 listens on a socket that its trainer opens and its saver inherits. So other savers can connect at any time, and
+no call of a trainer waits for a saver to start. If a saver is lost, the commit fails on all ranks. With the next one
+they connect anew, under a token that belongs to that commit.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ckstore.errors import MalformedError
+from ckstore.format.records import Count, ShortText, decode_inner, encode_inner
+from ckstore.hashing import digest_of
+from ckstore.ranks.arrays import Held, RankState
+from ckstore.ranks.io_loop import Job, Timing
+from ckstore.ranks.link import Link
+from ckstore.ranks.part import Skeleton
+from ckstore.ranks.world import addresses_of
+from ckstore.state.capture import Captured
+
+
+class SaverJob(NamedTuple):
+    """What a saver must know of its job; the fields are those of ``Ranks``."""
+
+    rank: Count
+    world: Count
+    address: ShortText
+    token: ShortText
+    join_seconds: float
+    on_divergence: ShortText
+
+    def encode(self) -> bytes:
+        """Return the job as it is passed to a saver."""
+        return encode_inner(self)
+
+    @classmethod
+    def decode(cls, content: bytes) -> SaverJob:
+        """Return the job that a trainer has passed."""
+        return decode_inner(content, cls, where="the job of a saver")
+
+
+@dataclass(frozen=True)
+class SaverDoor:
+    """What a trainer passes to each saver that it starts.
+
+    Args:
+        job: The job of the savers.
+        listener: Rank 0: the socket on which its saver accepts the others; None elsewhere.
+    """
+
+    job: SaverJob
+    listener: int | None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, whose saver holds the lease."""
+        return self.job.rank == 0
+
+
+HELD = np.dtype(
+    [("unit", "<u4"), ("group", "<u4"), ("offset", "<u8"), ("nbytes", "<u8"), ("storage", "<u4"), ("begin", "<u8")]
+)
+"""The fields of ``Held``; ``group`` is the index of its holders."""
+
+
+def encode_share(state: RankState) -> bytes:
+    """Return what a rank holds, without the tree and the bytes, as its trainer passes it to its saver."""
+    return state.captured.structure.once("share of rank", lambda: _encoded_share(state))
+
+
+def _encoded_share(state: RankState) -> bytes:
+    groups: dict[tuple[int, ...], int] = {}
+    rows = [
+        (held.unit, groups.setdefault(held.holders, len(groups)), held.offset, held.nbytes, held.storage, held.begin)
+        for held in state.held
+    ]
+    return encode_inner((Skeleton.of(state).tables, tuple(groups), np.array(rows, HELD).tobytes()))
+
+
+def decode_share(content: bytes, captured: Captured) -> RankState:
+    """Return what a rank holds.
+
+    Args:
+        content: From ``encode_share``.
+        captured: Its staged state.
+
+    Raises:
+        MalformedError: It contradicts itself.
+    """
+    facts = captured.structure.once(("share of rank", content), lambda: _decoded_share(content, captured))
+    return replace(facts, captured=captured)
+
+
+def _decoded_share(content: bytes, captured: Captured) -> RankState:
+    where = "the head of a staged state"
+    tables, groups, rows = decode_inner(content, tuple[bytes, tuple[tuple[Count, ...], ...], bytes], where=where)
+    skeleton = Skeleton.of_tables(captured.tree, tables, where=where)
+    held = tuple(
+        Held(unit, offset, nbytes, storage, begin, groups[group])
+        for unit, group, offset, nbytes, storage, begin in np.frombuffer(rows, HELD).tolist()
+    )
+    for each in held:
+        if each.begin + each.nbytes > captured.storages[each.storage].nbytes:
+            raise MalformedError("a rank holds more than its storage has", where=where)
+    return RankState(
+        captured,
+        skeleton.tensors,
+        skeleton.units,
+        held,
+        skeleton.layouts,
+        skeleton.per_rank,
+        skeleton.replicated,
+    )
+
+
+class SaverLinks:
+    """The connection of a saver to the others; a new one after each loss. Used by one thread.
+
+    Args:
+        job: The job.
+        listener: Rank 0: the inherited socket. It stays open.
+    """
+
+    def __init__(self, job: SaverJob, listener: socket.socket | None) -> None:
+        self._job, self._listener = job, listener
+        self._link: Link | None = None
+
+    def link_for(self, number: int) -> Link:
+        """Return a connection that works for a commit, which all savers ask for with the same number.
+
+        Raises:
+            RankError: Another saver cannot be reached.
+        """
+        if self._link is not None and self._link.is_broken:
+            self.discard()
+        if self._link is None:
+            job = self._job
+            token = digest_of(f"{job.token} savers from commit {number}".encode())
+            listener = None if self._listener is None else self._listener.dup()
+            addresses = addresses_of(job.address) if job.rank else ()
+            timing = Timing(join_seconds=job.join_seconds)
+            self._link = Link(Job(job.rank, job.world, token), timing, listener=listener, addresses=addresses)
+        return self._link
+
+    def discard(self) -> None:
+        """Close the connection. The next commit makes another."""
+        if self._link is not None:
+            self._link.close()
+        self._link = None
