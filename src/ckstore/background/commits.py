@@ -557,7 +557,12 @@ class BackgroundCommits:
         )
         slot = self._in_flight.slot_for(layout.end, len(head), policy)
         self._ticket += 1
-        pending = Pending(request.step, finish=lambda *wanted: commit.finish_copying(*wanted), wait=saver.wait)
+        pending = Pending(
+            request.step,
+            finish=lambda *wanted: commit.finish_copying(*wanted),
+            wait=saver.wait,
+            is_of_many=self._door is not None,
+        )
         is_crowded = policy.staging_thread_count >= len(os.sched_getaffinity(0))
         may_retain = self._area.may_retain(layout.end, policy)
         commit = InFlightCommit(self._ticket, pending, slot, saver, may_retain, _START_DELAY_MS if is_crowded else 0)

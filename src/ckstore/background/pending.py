@@ -42,8 +42,12 @@ class Pending:
         progress: Stage, bytes done and bytes in total, as last reported by the saver. None: no report yet.
     """
 
-    def __init__(self, step: int, *, finish: FinishCopying | None = None, wait: Waiter = _wait) -> None:
+    def __init__(
+        self, step: int, *, finish: FinishCopying | None = None, wait: Waiter = _wait, is_of_many: bool = False
+    ) -> None:
         self.step = step
+        # Then being staged depends on work of the savers of all ranks.
+        self._is_of_many = is_of_many
         self._owner = os.getpid()
         self.stall_seconds = 0.0
         self.progress: tuple[str, int, int] | None = None
@@ -108,7 +112,7 @@ class Pending:
         deadline = None if timeout is None else SYSTEM_CLOCK.monotonic() + timeout
         for event in (self._staged, self._began):
             left = None if deadline is None else max(0.0, deadline - SYSTEM_CLOCK.monotonic())
-            self._wait(event, left, f"take the commit of step {self.step}")
+            self._wait(event, left, f"take the commit of step {self.step}", is_urgent=self._is_of_many)
         return self.is_staged
 
     def result(self, timeout: float | None = None) -> Receipt:

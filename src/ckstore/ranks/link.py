@@ -71,10 +71,11 @@ class Link:
         self._pid = os.getpid()
         connection = None if job.rank == 0 else connect(job, addresses, timing)
         self._loop = IoLoop(job, timing, listener=listener, connection=connection)
-        self._thread = threading.Thread(target=self._loop.run, name=LINK_THREAD_NAME, daemon=True)
-        start_thread(self._thread)
+        self.thread = threading.Thread(target=self._loop.run, name=LINK_THREAD_NAME, daemon=True)
+        """Serves the connections."""
+        start_thread(self.thread)
         # The thread keeps the loop alive, and not the link.
-        self._end = weakref.finalize(self, _end, self._loop, self._thread, os.getpid(), timing.close_seconds + 1)
+        self._end = weakref.finalize(self, _end, self._loop, self.thread, os.getpid(), timing.close_seconds + 1)
 
     def next_number(self) -> int:
         """Return the number of the next commit. Call it on every rank for every commit, also for one that fails."""

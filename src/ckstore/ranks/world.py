@@ -233,7 +233,7 @@ def addresses_of(text: str) -> list[Address]:
 
 
 def invite() -> tuple[Listener | None, bytes]:
-    """Listen on a free port, and return what others must know. They get an error as well, so that none waits forever."""
+    """Listen on a free port, and return what others must know: an error as well, so that none waits forever."""
     # On one machine, nobody else need be able to connect.
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "-") == os.environ.get("WORLD_SIZE")
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
+from ckstore.background.saver.committer import leave_idle_class
 from ckstore.background.saver.staged_state import Ticket
 from ckstore.commit.pipeline import WriteBlocks
 from ckstore.concurrency import ThreadLimit
@@ -89,6 +90,8 @@ class SaverRank:
         head, number = ticket.head, ticket.job_number
         link = self._links.link_for(number)
         if self._commits is None or self._commits[0] is not link:
+            # The other savers take this one for dead if the thread is suspended.
+            leave_idle_class(link.thread)
             self._commits = link, RankCommits(link, self._tools, on_divergence=self._job.on_divergence)
 
         def note_all_staged(staged: int) -> None:
