@@ -44,7 +44,7 @@ class PlayedJob:
 
     def __post_init__(self) -> None:
         self.tools = [RankTools(open_repository(self.path), rank) for rank in range(self.world)]
-        self.captures = [RankCapture() for _ in range(self.world)]
+        self.captures = [RankCapture(self.world) for _ in range(self.world)]
         self.root = Root(self.tools[0].repository, on_divergence=self.on_divergence)
 
     def commit(self, states: Sequence[Any], step: int, policy: Policy = FAST) -> Receipt:

@@ -27,7 +27,7 @@ class ThreadRank:
     def __init__(self, path: Path, link: Link, on_divergence: str) -> None:
         self.link = link
         self.tools = RankTools(open_repository(path), link.rank)
-        self.capture = RankCapture()
+        self.capture = RankCapture(link.world)
         self.commits = RankCommits(link, self.tools, on_divergence=on_divergence)
 
     def commit(self, state: Any, step: int, policy: Policy = FAST) -> Receipt:

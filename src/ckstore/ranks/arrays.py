@@ -81,7 +81,8 @@ class Held(NamedTuple):
         nbytes: Its length; not 0.
         storage: Index of the local storage that has the bytes, one after another.
         begin: Where they begin there.
-        holders: All ranks that hold this range, ascending; empty for a plain unit, whose holders are not known here.
+        holders: All ranks that hold this range, ascending; empty if they are not known here: for a plain unit, and for
+            a shard on a mesh without all ranks.
     """
 
     unit: int

@@ -2,8 +2,9 @@
 
 Invariants:
 - What follows from the structure of a state alone is computed for its first commit, and reused by later ones.
-- Nothing is communicated. Which other ranks hold a shard follows from its mesh and placements; which ranks hold a plain
-  tensor is not known here.
+- Nothing is communicated. Which other ranks hold a shard follows from its mesh and placements if the mesh has all ranks
+  of the job. Otherwise another mesh may hold the same shard, as with weights that tensor parallelism leaves whole.
+  Which ranks hold a plain tensor is not known here.
 """
 
 from __future__ import annotations
@@ -75,9 +76,14 @@ class MarkerAdapter:
 
 
 class RankCapture:
-    """Captures the states of one rank; remembers the structure of the last one."""
+    """Captures the states of one rank; remembers the structure of the last one.
 
-    def __init__(self) -> None:
+    Args:
+        world: Number of ranks of the job; None: each mesh has all of them.
+    """
+
+    def __init__(self, world: int | None = None) -> None:
+        self._world = world
         self._cache = CaptureCache()
         self._marks = MarkerAdapter()
         self._shards: ShardCaptureAdapter | None = None
@@ -94,7 +100,7 @@ class RankCapture:
             adapters.append(self._shard_adapter())
         captured = self._cache.capture_for_commit(state, [*adapters, self._marks])
         shards = self._shards.found if self._shards is not None else {}
-        facts = captured.structure.once("rank", lambda: _RankFacts.of(captured, shards))
+        facts = captured.structure.once("rank", lambda: _RankFacts.of(captured, shards, self._world))
         if facts.trees is not None:
             captured = replace(captured, tree=facts.trees.of(captured.tree))
         return RankState(
@@ -127,9 +133,9 @@ class _RankFacts:
     trees: _StoredTrees | None
 
     @classmethod
-    def of(cls, captured: Captured, shards: Mapping[Path, CapturedShard]) -> _RankFacts:
+    def of(cls, captured: Captured, shards: Mapping[Path, CapturedShard], world: int | None) -> _RankFacts:
         """Return the facts of a capture, with the shards that its adapter described, by path."""
-        units = _Units(captured)
+        units = _Units(captured, world)
         tiles: dict[int, ArraySpec] = {}
         for number, path in enumerate(captured.paths):
             shard = shards.get(path) if captured.tensors[number].library == "torch" else None
@@ -150,8 +156,9 @@ class _RankFacts:
 class _Units:
     """Assigns the tensors of a capture to units, in the order of the tree."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, world: int | None) -> None:
         self._captured = captured
+        self._world = None if world is None else tuple(range(world))
         self.tensors: list[TensorSpec] = []
         self.units: list[Unit] = []
         self.held: list[Held] = []
@@ -174,8 +181,9 @@ class _Units:
     def add_shard(self, number: int, shard: CapturedShard) -> ArraySpec:
         """Add a shard: its unit is the global tensor. Tied shards share it."""
         spec, geometry = self._captured.tensors[number], shard.geometry
-        layout = self.layouts.setdefault(Layout(*geometry.layout), len(self.layouts))
-        array = ArraySpec(geometry.shape, geometry.cuts, layout)
+        layout = Layout(*geometry.layout)
+        is_known = self._world is None or tuple(sorted(layout.mesh_ranks)) == self._world
+        array = ArraySpec(geometry.shape, geometry.cuts, self.layouts.setdefault(layout, len(self.layouts)))
         unit = self._of_view.get(shard.view)
         if unit is None:
             unit = self._of_view[shard.view] = len(self.units)
@@ -185,7 +193,8 @@ class _Units:
             self.units.append(Unit(path, nbytes, shard.element_width, shard.is_float, array))
             begin = spec.offset
             for each in shard.plan.ranges:
-                self.held.append(Held(unit, each.offset, each.nbytes, spec.storage, begin, each.holders))
+                holders = each.holders if is_known else ()
+                self.held.append(Held(unit, each.offset, each.nbytes, spec.storage, begin, holders))
                 begin += each.nbytes
             assert begin <= span.nbytes
         shape = (count_of(geometry.shape),) if geometry.cuts else geometry.shape

@@ -64,7 +64,7 @@ class Job:
         self._ranks = ranks
         self._link = ranks.link()
         self._tools = RankTools(repository, ranks.rank)
-        self._capture = RankCapture()
+        self._capture = RankCapture(ranks.world)
         self._commits = RankCommits(self._link, self._tools, on_divergence=ranks.on_divergence)
         self._background_capture = RankCapture()
         self._background_count = 0

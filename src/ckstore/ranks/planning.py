@@ -1,17 +1,18 @@
 """Rank 0's plan of a commit: which rank writes which bytes.
 
-A rank tells what it holds as a skeleton and as *holdings*. Rank 0 answers with the spans that the rank writes. Bytes
-that one rank holds alone need no answer, because the rank knows that itself.
+A rank tells what it holds as a skeleton and as *holdings*. Rank 0 answers with the spans that the rank writes. Bytes of
+which a rank knows that it holds them alone need no answer.
 
 Invariants:
 - Every byte that several ranks hold is written by exactly one of them.
 - A plain unit is a replica on all ranks that have the same path with the same kind of bytes, unless it was declared
   ``PerRank``, or was found to differ between ranks before. Then each rank writes its own.
+- Equal ranges of a shard are replicas, too, if ranks do not know its holders: it lies on several meshes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -129,7 +130,7 @@ def plan_ranks(ranks: Sequence[RankContent], limits: Limits, differing: frozense
     own = [0] * len(ranks)
     alone: list[list[Span]] = [[] for _ in ranks]
     groups: dict[tuple[int, ...], list[NDArray[np.int64]]] = {}
-    plain: dict[int, list[int]] = {}
+    unclear: list[NDArray[np.int64]] = []
     for rank, content in enumerate(ranks):
         rows, numbers = content.holdings.rows, table.numbers[rank]
         _check_units(rows, len(numbers), rank)
@@ -141,15 +142,16 @@ def plan_ranks(ranks: Sequence[RankContent], limits: Limits, differing: frozense
             elif group and holders[0] == rank:
                 groups.setdefault(holders, []).append(_triples(mine, numbers))
             elif not group:
-                for unit, _, offset, nbytes in mine.tolist():
-                    if is_per_rank[unit]:
-                        alone[rank].append(Span(int(numbers[unit]), offset, offset + nbytes))
-                        own[rank] += nbytes
-                    else:
-                        plain.setdefault(int(numbers[unit]), []).append(rank)
-    for number, replicas in plain.items():
-        whole = np.array([[number, 0, table.units[number].nbytes]], np.int64)
-        groups.setdefault(tuple(replicas), []).append(whole)
+                is_own = is_per_rank[mine["unit"]]
+                unclear.append(_with_rank(_triples(mine[~is_own], numbers), rank))
+                alone[rank] += [Span(*row) for row in _triples(mine[is_own], numbers).tolist()]
+    for holders, ranges in _by_holders(unclear):
+        if len(holders) == 1:
+            alone[holders[0]] += [Span(*row) for row in ranges.tolist()]
+        else:
+            groups.setdefault(holders, []).append(ranges)
+    for rank, spans_alone in enumerate(alone):
+        own[rank] += sum(span.hi - span.lo for span in spans_alone)
     steps = [
         grid_nbytes(SpanShape(unit.nbytes, unit.element_width, unit.is_float), limits.chunk_nbytes_max)
         for unit in table.units
@@ -167,6 +169,30 @@ def _check_units(rows: NDArray[np.void], count: int, rank: int) -> None:
 def _triples(rows: NDArray[np.void], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     begins = rows["offset"].astype(np.int64)
     return np.stack((numbers[rows["unit"]], begins, begins + rows["nbytes"].astype(np.int64)), axis=1)
+
+
+def _with_rank(triples: NDArray[np.int64], rank: int) -> NDArray[np.int64]:
+    return np.concatenate((triples, np.full((len(triples), 1), rank)), axis=1)
+
+
+def _by_holders(rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[tuple[int, ...], NDArray[np.int64]]]:
+    """Yield the ranges that the same ranks hold, for each set of ranks.
+
+    Args:
+        rows: For each rank the ranges that it holds, as unit, begin, end and rank.
+    """
+    every = np.concatenate([np.empty((0, 4), np.int64), *rows])
+    every = every[np.lexsort(every.T[::-1])]
+    is_first = np.ones(len(every), np.bool_)
+    is_first[1:] = (every[1:, :3] != every[:-1, :3]).any(axis=1)
+    begins = np.flatnonzero(is_first)
+    counts = np.diff(np.append(begins, len(every)))
+    for count in np.unique(counts).tolist():
+        ranges = begins[counts == count]
+        ranks = every[ranges[:, None] + np.arange(count), 3]
+        distinct, index = np.unique(ranks, axis=0, return_inverse=True)
+        for number, holders in enumerate(distinct.tolist()):
+            yield tuple(holders), every[ranges[index.ravel() == number], :3]
 
 
 class _UnitTable:

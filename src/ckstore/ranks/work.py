@@ -167,7 +167,7 @@ class RankWork:
             MalformedError: This rank does not hold such a range.
         """
         state = self._request.state
-        held = {each.unit: each for each in state.held if not each.holders}
+        held = {each.unit: each for each in state.held if state.units[each.unit].array is None}
         ranges: list[Held] = []
         for unit, offset, nbytes in more:
             if unit not in held or not 0 <= offset < offset + nbytes <= held[unit].nbytes:

@@ -145,6 +145,34 @@ def test_fully_sharded_models_with_tensor_parallelism_come_back(path, is_stepped
                     assert torch.equal(moment.to_local(), local_of(moments[name], shard.device_mesh, shard.placements))
 
 
+def test_shards_that_lie_on_several_meshes_are_stored_once(path):
+    # A layer norm that tensor parallelism leaves whole: fully_shard cuts it on each data-parallel mesh.
+    full = torch.randn(13, 6)
+
+    def made(rank, _):
+        data = mesh_of(2, ranks=[rank % 2, rank % 2 + 2])
+        return {"w": sharded(full, data, placements_of("S0")), "r": sharded(full, data, placements_of("R"))}
+
+    receipt = play(path, states_of((2, 2), made))
+    assert receipt.warnings == ()
+    with ckstore.open(path) as store:
+        found = store.restore()
+        assert torch.equal(found["w"], full)
+        assert torch.equal(found["r"], full)
+        assert store.info("latest").bytes_state == 2 * full.nbytes
+
+
+def test_shards_that_differ_between_meshes_are_named(path):
+    def made(rank, _):
+        data = mesh_of(2, ranks=[rank % 2, rank % 2 + 2])
+        full = torch.zeros(12, 6)
+        full[7] = float(rank == 3)
+        return {"w": sharded(full, data, placements_of("S0"))}
+
+    (warning,) = play(path, states_of((2, 2), made)).warnings
+    assert warning.startswith("w: a shard differs on rank 3 from its other replicas")
+
+
 def test_stages_of_a_pipeline_get_their_own_layers_back(path):
     def stage_of(rank, mesh=None, fill=1.0):
         layers = {
