@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from ckstore.interval import Advice, AutoInterval
     from ckstore.ops.gc.policy import Retention
+    from ckstore.ops.repair import repair_store
     from ckstore.ranks.world import Ranks
     from ckstore.results import Info, Receipt
     from ckstore.state.markers import PerRank, PerRankValues, Replicated

@@ -297,7 +297,7 @@ class Store:
                 receipt = set_tags(self._repository, receipt, checked_tags)
                 self._note_commit(receipt.seq)
             self._costs.note(number, receipt.seconds["total"], receipt)
-        for warning in receipt.warnings:
+        for warning in receipt.warnings if self._is_first_rank else ():
             _log.warning("step %d: %s", receipt.step, warning)
         return receipt
 
@@ -1607,7 +1607,7 @@ class Store:
     def _use_as_base(self, manifest: Manifest) -> None:
         """Code the next commit against this checkpoint where that is smaller."""
         self._repository.chunk_index.pin(manifest)
-        self._base_cache().follow(manifest)
+        (self._base_cache() if self._job is None else self._job.bases).follow(manifest)
 
     def _continue_from(self, seq: int, fingerprint: Fingerprint | None) -> None:
         """Make ``seq``, which this process has committed or restored, the parent of the next commit."""

@@ -583,7 +583,7 @@ class BackgroundCommits:
         def on_done(receipt: Receipt) -> None:
             self.parent = self._published = receipt.seq
             commit.pending.note_done(receipt)
-            for warning in receipt.warnings:
+            for warning in receipt.warnings if self._door is None or self._door.is_first else ():
                 log_safely(_log, logging.WARNING, "step %d: %s", receipt.step, warning)
 
         def on_failed(error: Exception) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from ckstore.delta.cost_model import BaseKind
 from ckstore.format.location import Decisions, StorageDecision
 from ckstore.format.manifest import Manifest
+from ckstore.format.many_ranks import is_many, plain_manifest
 from ckstore.format.tree import Node, Path, TensorNode, leaves_of
 from ckstore.format.wire import xxh3_64
 from ckstore.hashing import ChunkId, chunk_id_of
@@ -124,7 +125,8 @@ class BaseCache:
         self.seq, self.decisions = manifest.header.seq, manifest.decisions
         self._openings_before, self._openings = self._openings, set()
         if paths is None:
-            paths = first_paths(manifest.tree, [tensor.storage for tensor in manifest.tensors])
+            tree = plain_manifest(manifest).tree if is_many(manifest.tree) else manifest.tree
+            paths = first_paths(tree, [tensor.storage for tensor in manifest.tensors])
         self._previous = dict(_chunks_at(manifest, paths, starts))
         storages = manifest.decisions.storages if manifest.decisions is not None else ()
         self._decision_at = {paths[index]: choice for index, choice in enumerate(storages) if index in paths}

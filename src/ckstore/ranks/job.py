@@ -38,6 +38,7 @@ from ckstore.store.refs import Reference, headers_newest_first, load_whole, newe
 from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
+    from ckstore.delta.base_cache import BaseCache
     from ckstore.format.header import ManifestHeader
     from ckstore.format.manifest import Manifest
     from ckstore.ranks.world import Listener, Ranks
@@ -80,6 +81,11 @@ class Job:
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self._ranks.rank == 0
+
+    @property
+    def bases(self) -> BaseCache:
+        """What the next ``commit`` is based on."""
+        return self._tools.bases
 
     # Background commits
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckstore.commit.commit import CommitRequest, decisions_of, refresh_bases, write_unpublished
 from ckstore.commit.pipeline import WriteBlocks
@@ -339,14 +339,14 @@ class Root:
             skeletons = {skeleton.digest: skeleton for skeleton in self._skeletons.values()}
             union = self._merger.unite(decoded, skeletons)
             if self._comparison is None:
-                self._comparison = compare(union, decoded)
-                self._note_differences(self._comparison)
+                self._comparison = self._with_news(compare(union, decoded))
                 if self._comparison.more:
                     return {rank: encode_inner(ranges) for rank, ranges in self._comparison.more.items()}
             self._merged = self._merger.merge(union, decoded, self._comparison)
         return {}
 
-    def _note_differences(self, found: Comparison) -> None:
+    def _with_news(self, found: Comparison) -> Comparison:
+        """Return a comparison without the differences that are known, and remember the others."""
         shards = [each for each in found.differences if each.is_shard]
         if shards and self._on_divergence == "raise":
             raise UsageError(
@@ -355,8 +355,10 @@ class Root:
                 paths=[each.path for each in shards],
                 ranks=shards[0].ranks,
             )
+        news = tuple(each for each in found.differences if each.is_shard or each.path not in self._differing)
         # From the next commit on, each rank writes its own value.
-        self._differing.update(each.path for each in found.differences if not each.is_shard)
+        self._differing.update(each.path for each in news if not each.is_shard)
+        return replace(found, differences=news)
 
     def publish(self, request: RankRequest, watch: Stopwatch) -> bytes:
         """Publish what was merged. Return the encoded receipt.
