@@ -195,6 +195,7 @@ class Merger:
                 and np.array_equal(counts, layout.chunk_counts)
                 and _are_equal(variants, layout.variants)
                 and all(part.ranges.tobytes() == rows for part, rows in zip(parts, layout.ranges, strict=True))
+                and layout.has_compared_repeats(union, parts)
             ):
                 return layout
         layout = tile(union, parts, variants, counts)

@@ -32,6 +32,7 @@ class Tiling:
         is_used: Whether a piece needs each of these rows.
         pieces: The pieces, whose chunks are not set.
         contributed: Bytes that each rank contributed.
+        repeated: Ranks and units of which bytes were left out or kept because these ranks have compared all of them.
     """
 
     ranges: tuple[bytes, ...]
@@ -42,6 +43,11 @@ class Tiling:
     is_used: NDArray[np.bool_]
     pieces: Rows
     contributed: Numbers
+    repeated: frozenset[tuple[int, int]]
+
+    def has_compared_repeats(self, union: Union, parts: Sequence[Part]) -> bool:
+        """Say whether the ranks have compared what they have written more than once, in these parts too."""
+        return all(_has_compared(union, parts, rank, unit) for rank, unit in self.repeated)
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,9 @@ def tile(union: Union, parts: Sequence[Part], variants: Variants, chunk_counts: 
     starts = np.append(np.zeros(1, np.uint64), np.cumsum(sizes, dtype=np.uint64))
     found, contributed = _ranges_of(union, parts, variants, starts, unit_of, chunk_counts)
     ranges = found.in_order(len(parts))
+    repeated: frozenset[tuple[int, int]] = frozenset()
     if not ranges.is_tiling(starts[-1]):
-        ranges = _without_repeats(union, parts, unit_of, ranges, starts)
+        ranges, repeated = _without_repeats(union, parts, unit_of, ranges, starts)
     if not ranges.is_tiling(starts[-1]):
         _raise_untiled(units, starts, ranges)
     storages = np.zeros(len(sizes), STORAGE)
@@ -111,13 +118,16 @@ def tile(union: Union, parts: Sequence[Part], variants: Variants, chunk_counts: 
     is_used = np.zeros(int(chunk_counts.sum()), bool)
     is_used[ranges.chunk_row] = True
     encoded = tuple([part.ranges.tobytes() for part in parts])
-    return Tiling(encoded, chunk_counts, variants, storages, ranges.chunk_row, is_used, pieces, contributed)
+    return Tiling(encoded, chunk_counts, variants, storages, ranges.chunk_row, is_used, pieces, contributed, repeated)
 
 
 def _without_repeats(
     union: Union, parts: Sequence[Part], unit_of: Numbers, ranges: _Ranges, starts: NDArray[np.uint64]
-) -> _Ranges:
+) -> tuple[_Ranges, frozenset[tuple[int, int]]]:
     """Remove all but the first of equal ranges of one plain unit that different ranks contribute.
+
+    Returns:
+        The other ranges, and the ranks and units that this relied on.
 
     Ranks of which each has written its whole copy have sent the digests of all of it. If these are equal, one copy is
     enough; if they were not, there would be two storages.
@@ -133,7 +143,8 @@ def _without_repeats(
             if (rank, unit) not in has_compared:
                 has_compared[rank, unit] = _has_compared(union, parts, rank, unit)
             is_repeat[row] &= has_compared[rank, unit]
-    return ranges.mapped(lambda column: column[~is_repeat])
+    relied = frozenset(pair for pair, is_compared in has_compared.items() if is_compared)
+    return ranges.mapped(lambda column: column[~is_repeat]), relied
 
 
 def _has_compared(union: Union, parts: Sequence[Part], rank: int, number: int) -> bool:

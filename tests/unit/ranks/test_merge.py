@@ -361,6 +361,19 @@ def test_copies_that_every_rank_has_written_are_stored_once_for_each_content(con
     assert [[a == b for b in storages] for a in storages] == [[a == b for b in contents] for a in contents]
 
 
+def test_copies_are_not_taken_for_equal_when_a_rank_has_not_compared_them_this_time():
+    skeleton = skeleton_of({"rng": Entry((4,))})
+    makers = [PartMaker(rank, skeleton) for rank in range(2)]
+    for maker in makers:
+        maker.write(0, 0, 16, "x")
+        maker.check(0, 0, 16, "x")
+    merger = Merger(Limits())
+    assert len(manifest_of(merged([maker.part() for maker in makers], by_digest([skeleton]), merger)).storages) == 1
+    makers[1].checks = []
+    with pytest.raises(UsageError, match="several ranks contribute bytes 0 to 16 of 16: 0 and 1"):
+        merged([maker.part() for maker in makers], by_digest([skeleton]), merger)
+
+
 def test_a_chunk_that_only_repeats_what_another_rank_has_written_is_not_listed():
     skeleton = skeleton_of({"rng": Entry((4,)), "w": Entry((8, 4), is_shard=True)})
     makers = [PartMaker(rank, skeleton) for rank in range(2)]
