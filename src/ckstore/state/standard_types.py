@@ -322,9 +322,14 @@ def _slice_of(state: Any) -> slice:
     return slice(start, stop, step)
 
 
+def _by_rank(values: PerRankValues) -> dict[int, Any]:
+    _values_by_rank(dict(values))
+    return dict(sorted(values.items()))
+
+
 def _values_by_rank(state: Any) -> PerRankValues:
-    if not all(type(rank) is int and rank >= 0 for rank in _checked(state, dict)):
-        raise ValueError("a value of no rank")
+    if not _checked(state, dict) or not all(type(rank) is int and rank >= 0 for rank in state):
+        raise ValueError("its keys are not the numbers of ranks")
     return PerRankValues(state)
 
 
@@ -367,9 +372,7 @@ _TABLE = (
     ),
     _StandardType("timezone", datetime.timezone, lambda zone: zone.__getinitargs__(), _offset_of),
     _StandardType("zone", zoneinfo.ZoneInfo, _zone_key, _zone_of),
-    _StandardType(
-        "per_rank", PerRankValues, lambda values: dict(sorted(values.items())), _values_by_rank, _update_values
-    ),
+    _StandardType("per_rank", PerRankValues, _by_rank, _values_by_rank, _update_values),
 )
 _ROW_OF: Mapping[type, _StandardType] = {row.kind: row for row in _TABLE}
 _ROW_NAMED: Mapping[str, _StandardType] = {row.word: row for row in _TABLE}

@@ -12,7 +12,7 @@ from ckstore.errors import LeafTypeError, UsageError  # noqa: E402
 from ckstore.format.many_ranks import tiles_node  # noqa: E402
 from ckstore.format.tree import TensorNode  # noqa: E402
 from ckstore.ranks.capture import RankCapture  # noqa: E402
-from ckstore.state.markers import PerRank, Replicated  # noqa: E402
+from ckstore.state.markers import PerRank, PerRankValues, Replicated  # noqa: E402
 from support.fake_ranks import commit_ranks, mesh_of, placements_of, rank_of, sharded  # noqa: E402
 
 
@@ -118,6 +118,12 @@ def test_a_mark_keeps_long_plain_values_readable(store):
 def test_marks_in_marks_are_refused():
     with pytest.raises(UsageError, match=r"a marked part contains another mark: rng\.a"):
         RankCapture().capture({"rng": PerRank({"a": Replicated(1)})})
+
+
+@pytest.mark.parametrize("values", [{}, {"0": 1}, {-1: 1}, {True: 1}])
+def test_values_of_impossible_ranks_are_refused(store, values):
+    with pytest.raises(LeafTypeError, match=r"its keys are not the numbers of ranks\): rng"):
+        store.commit({"rng": PerRankValues(values)}, 1)
 
 
 def test_a_handle_of_one_rank_names_the_remedy(store):

@@ -116,7 +116,7 @@ STANDARD_OF = {
     ),
     "Namespace": st.dictionaries(st.text("ab", min_size=1), ATOMS, max_size=3).map(lambda d: argparse.Namespace(**d)),
     "bytearray": st.binary(max_size=8).map(bytearray),
-    "per_rank": st.dictionaries(st.integers(0, 9), ATOMS, max_size=3).map(
+    "per_rank": st.dictionaries(st.integers(0, 9), ATOMS, min_size=1, max_size=3).map(
         lambda values: PerRankValues(sorted(values.items()))
     ),
     "range": st.builds(range, st.integers(), st.integers(), st.integers(1)),
@@ -347,6 +347,7 @@ class TestIntoLiveStates:
         ("Namespace", DictNode("dict", (1,), (ValueNode("int", 1),))),
         ("range", TupleNode((ValueNode("int", 1),) * 2 + (ValueNode("int", 0),))),
         ("per_rank", ListNode(())),
+        ("per_rank", DictNode("dict", (), ())),
         ("per_rank", DictNode("dict", ("a",), (ValueNode("int", 1),))),
         ("per_rank", DictNode("dict", (-1,), (ValueNode("int", 1),))),
         ("UUID", ValueNode("bytes", b"x")),
