@@ -19,10 +19,10 @@ from pathlib import Path
 
 from ckstore.errors import CkstoreError
 from ckstore.hashing import digest_of
+from ckstore.ranks.actions import Finish, LookUp, Merge, Plan, Publish
 from ckstore.ranks.io_loop import Job, Timing
 from ckstore.ranks.link import Link
 from ckstore.ranks.messages import AllStaged, Begin, More, Wanted, Write
-from ckstore.ranks.protocol import Finish, LookUp, Merge, Plan, Publish
 
 WAIT_SECONDS = 120.0
 

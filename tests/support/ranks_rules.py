@@ -1,6 +1,6 @@
 """A job of three ranks around the real protocol core, as a model whose interleavings a search can visit.
 
-What is real: ``Coordinator`` and ``Member`` of ckstore/ranks/protocol.py, or a changed copy of that module. What is
+What is real: ``Coordinator`` of ckstore/ranks/protocol.py and ``Member`` of member.py, or changed copies. What is
 modelled: connections (each a queue in each direction), the callers (what the ranks do on each action), and the store (a
 list of published commits).
 
@@ -32,13 +32,24 @@ from typing import NamedTuple
 from ckstore.format.error_records import ErrorRecord
 from ckstore.format.records import encode_inner
 from ckstore.hashing import digest_of
-from ckstore.ranks import messages, protocol
+from ckstore.ranks import member, messages, protocol
+from ckstore.ranks.actions import Finish, Send
 
 WORLD = 3
 STATES_MAX = 400_000
 CLOSED = "closed"
 LATER = 1000.0
 """A time at which every deadline is over."""
+
+
+class Core(NamedTuple):
+    """The classes of the two state machines."""
+
+    Coordinator: type
+    Member: type
+
+
+CORE = Core(protocol.Coordinator, member.Member)
 
 
 class Violation(Exception):
@@ -276,9 +287,9 @@ class Job:
 
     def _do(self, rank: int, actions) -> None:
         for action in actions:
-            if isinstance(action, self.core.Send):
+            if isinstance(action, Send):
                 self._send(rank, action)
-            elif isinstance(action, self.core.Finish):
+            elif isinstance(action, Finish):
                 self._finish(rank, action)
             elif isinstance(action, messages.Agreed):
                 self._answer(rank, action)
@@ -476,7 +487,7 @@ def _kept_sets(ranks):
         yield frozenset(rank for rank, is_kept in zip(ranks, flags, strict=True) if is_kept)
 
 
-def search(setting: Setting, core=protocol) -> tuple[int, list[str] | None]:
+def search(setting: Setting, core=CORE) -> tuple[int, list[str] | None]:
     """Visit every reachable state. Return how many, and the shortest way to a violation if there is one."""
     start = Job(setting, core)
     came_from: dict[int, tuple[int, str] | None] = {hash(start.key()): None}
@@ -508,17 +519,19 @@ def _trace(key, came_from) -> list[str]:
     return labels[::-1]
 
 
-SOURCE = Path(protocol.__file__).read_text()
-
-
-def mutant(old: str, new: str):
-    """Return a copy of the protocol module in which one place of the source is changed."""
-    assert SOURCE.count(old) == 1, f"{SOURCE.count(old)} places in protocol.py have this text: {old}"
-    module = types.ModuleType("ckstore.ranks.protocol_mutant")
+def mutant(old: str, new: str) -> Core:
+    """Return the state machines with one place of their source changed."""
+    places = [(module, Path(module.__file__).read_text()) for module in (protocol, member)]
+    found = [(module, text) for module, text in places if old in text]
+    assert sum(text.count(old) for _, text in found) == 1, f"not in one place of the protocol: {old}"
+    [(original, text)] = found
+    module = types.ModuleType(f"{original.__name__}_mutant")
     # Dataclasses look for their module.
     sys.modules[module.__name__] = module
     try:
-        exec(compile(SOURCE.replace(old, new), "protocol_mutant.py", "exec"), module.__dict__)
+        exec(compile(text.replace(old, new), "mutant.py", "exec"), module.__dict__)
     finally:
         del sys.modules[module.__name__]
-    return module
+    if original is protocol:
+        return CORE._replace(Coordinator=module.Coordinator)
+    return CORE._replace(Member=module.Member)

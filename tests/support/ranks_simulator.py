@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from ckstore.format.error_records import ErrorRecord
 from ckstore.hashing import digest_of
-from ckstore.ranks import messages, protocol
-from ckstore.ranks.protocol import Finish, Send
+from ckstore.ranks import messages
+from ckstore.ranks.actions import Finish, LookUp, Merge, Plan, Publish, Send
+from support.ranks_rules import CORE
 
 SILENT_SECONDS = 15.0
 ANSWER_SECONDS = 20.0
@@ -50,10 +51,10 @@ class Simulation:
         seed: Of all that is random.
         commits: How many commits each rank makes; at most two are unfinished.
         faults: What goes wrong.
-        core: The protocol module, or a changed copy.
+        core: The state machines, perhaps changed.
     """
 
-    def __init__(self, world: int, seed: int, *, commits: int = 2, faults: Faults = NO_FAULTS, core=protocol) -> None:
+    def __init__(self, world: int, seed: int, *, commits: int = 2, faults: Faults = NO_FAULTS, core=CORE) -> None:
         self.world, self.commits, self.core = world, commits, core
         self.random = random.Random(seed)
         self.now = 0.0
@@ -173,9 +174,9 @@ class Simulation:
 
     def _do(self, rank: int, actions) -> None:
         for action in actions:
-            if isinstance(action, self.core.Send):
+            if isinstance(action, Send):
                 self._send(rank, action)
-            elif isinstance(action, self.core.Finish):
+            elif isinstance(action, Finish):
                 self._finish(rank, action)
             elif not isinstance(action, messages.AllStaged):
                 self._later(self._work(), rank, lambda action=action: self._do(rank, self._answer(rank, action)))
@@ -204,16 +205,16 @@ class Simulation:
             if number not in self.outcomes[rank]:
                 self.parts.setdefault((number, turn), set()).add(rank)
             return member.part(number, b"part")
-        if isinstance(action, self.core.Plan):
+        if isinstance(action, Plan):
             return coordinator.planned(number, [b"spans"] * self.world)
-        if isinstance(action, self.core.Merge):
+        if isinstance(action, Merge):
             if action.turn == 0 and self.random.random() < 0.5:
                 chosen = self.more[number] = {self.random.randrange(self.world) for _ in range(3)}
                 return coordinator.more(number, dict.fromkeys(chosen, b"more"))
             return coordinator.merged(number)
-        if isinstance(action, self.core.Publish):
+        if isinstance(action, Publish):
             return self._publish(number)
-        assert isinstance(action, self.core.LookUp), action
+        assert isinstance(action, LookUp), action
         return member.found(number, b"receipt") if number in self.store else member.not_found(number)
 
     def _publish(self, number: int):

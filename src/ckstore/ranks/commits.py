@@ -19,9 +19,9 @@ from ckstore.config import Policy, policy_row
 from ckstore.errors import CkstoreError, CorruptError, UnsupportedError
 from ckstore.format.error_records import record_of
 from ckstore.format.many_ranks import world_of
+from ckstore.ranks.actions import Action, Finish, LookUp, Merge, Plan, Publish
 from ckstore.ranks.link import Link
 from ckstore.ranks.messages import Begin, More, Wanted, Write
-from ckstore.ranks.protocol import Action, Finish, LookUp, Merge, Plan, Publish
 from ckstore.ranks.work import (
     MAY_BE_VISIBLE,
     RankRequest,

@@ -30,8 +30,10 @@ from ckstore.concurrency import log_safely
 from ckstore.errors import CkstoreError, RankError, UsageError
 from ckstore.format.error_records import record_of
 from ckstore.processes import close_in_children, keep_in_children
+from ckstore.ranks.actions import Action, Decide, Send
 from ckstore.ranks.connection import Connection
 from ckstore.ranks.handshake import CLAIM_NBYTES, Claim, answer_to, check_claim, new_greeting
+from ckstore.ranks.member import Member
 from ckstore.ranks.messages import (
     PROTOCOL_VERSION,
     TO_RANK,
@@ -51,7 +53,7 @@ from ckstore.ranks.messages import (
     Write,
     version_error,
 )
-from ckstore.ranks.protocol import JOIN_SECONDS, Action, Coordinator, Decide, Member, Send
+from ckstore.ranks.protocol import JOIN_SECONDS, Coordinator
 
 _log = logging.getLogger("ckstore")
 

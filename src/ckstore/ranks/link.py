@@ -21,6 +21,7 @@ from ckstore.concurrency import start_thread
 from ckstore.errors import CkstoreError, RankError, UsageError
 from ckstore.format.error_records import ErrorRecord, record_of, restored_error
 from ckstore.ranks import LINK_THREAD_NAME
+from ckstore.ranks.actions import Action, Decide, Finish, attempt_id
 from ckstore.ranks.connection import Connection
 from ckstore.ranks.handshake import (
     GREETING_NBYTES,
@@ -31,8 +32,9 @@ from ckstore.ranks.handshake import (
     parse_greeting,
 )
 from ckstore.ranks.io_loop import IoLoop, Job, Key, Timing, prepare
+from ckstore.ranks.member import Member
 from ckstore.ranks.messages import PROTOCOL_VERSION, TO_RANK, Agreed, Refused, Welcome, version_error
-from ckstore.ranks.protocol import Action, Coordinator, Decide, Finish, Member, attempt_id
+from ckstore.ranks.protocol import Coordinator
 
 _RETRY_SECONDS = 0.2
 _WAIT_SECONDS = 5.0

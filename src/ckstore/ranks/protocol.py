@@ -1,8 +1,8 @@
-"""How the ranks of a job agree on one checkpoint: two state machines without sockets, threads or clocks.
+"""How rank 0 leads the ranks of a job to one checkpoint: a state machine without sockets, threads or clocks.
 
-``Coordinator`` is on rank 0, ``Member`` on every rank, also on rank 0. Events go in, and a list of actions comes out:
-``Send``, or something that this rank's caller must do. docs/FORMAT.md, section 13, describes the steps and the
-crashes. ``tests/support/ranks_model.py`` searches the interleavings of this code with three ranks.
+``Coordinator`` is on rank 0; ``member.py`` has the side of every rank, rank 0 included. Events go in, and a list of
+actions comes out: ``Send``, or something that rank 0's caller must do. docs/FORMAT.md, section 13, describes the steps
+and the crashes. ``tests/support/ranks_rules.py`` is a model that searches the interleavings of this code.
 
 One commit, as rank 0 sees it::
 
@@ -16,7 +16,6 @@ Invariants:
   the commits.
 - A rank is needed until its part has arrived. If it is lost before, the commit fails on all other ranks.
 - Every rank that takes part in a commit gets one answer: Done, or Failed with the rank that caused it.
-- A rank that loses rank 0 looks into the store if the commit may be published, and otherwise fails.
 - A message of a commit that has ended changes nothing. A late Begin, Abort or Ask is answered.
 """
 
@@ -25,11 +24,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
 
 from ckstore.errors import counted
-from ckstore.format.error_records import ErrorRecord, Fact, cut_text
+from ckstore.format.error_records import ErrorRecord, cut_text
 from ckstore.hashing import digest_of
+from ckstore.ranks.actions import START_AGAIN, Action, Decide, Merge, Plan, Publish, Send, of_rank, rank_error
 from ckstore.ranks.messages import (
     Abort,
     Agreed,
@@ -60,72 +59,7 @@ _ENDED_MAX = 16
 _NAMED_MAX = 8
 """Ranks that a message names."""
 
-_ATTEMPT_NBYTES = 16
 _WHY_NBYTES_MAX = 1000
-
-
-def attempt_id(token: bytes, number: int) -> bytes:
-    """Return the id of a commit: 16 bytes that every rank of the job can compute."""
-    return digest_of(b"ckstore attempt" + number.to_bytes(8, "little") + token)[:_ATTEMPT_NBYTES]
-
-
-class Send(NamedTuple):
-    """Send a message to a rank."""
-
-    rank: int
-    message: Message
-
-
-class Plan(NamedTuple):
-    """Rank 0: compute what each rank writes. Answered by ``planned`` or ``failed``.
-
-    ``digests`` has one tuple for each rank. ``contents`` has those that were not in the last Plan.
-    """
-
-    number: int
-    digests: tuple[tuple[bytes, ...], ...]
-    contents: dict[bytes, bytes]
-
-
-class Merge(NamedTuple):
-    """Rank 0: merge the part records of this turn. Answered by ``merged``, ``more`` or ``failed``."""
-
-    number: int
-    turn: int
-    parts: dict[int, bytes]
-
-
-class Publish(NamedTuple):
-    """Rank 0: publish what was merged. Answered by ``published`` or ``failed``."""
-
-    number: int
-
-
-class Decide(NamedTuple):
-    """Rank 0: choose the answer to a question from the values of all ranks. Answered by ``decided``."""
-
-    topic: str
-    number: int
-    values: tuple[bytes, ...]
-
-
-class LookUp(NamedTuple):
-    """Every rank: rank 0 is lost. Search the store for this commit. Answered by ``found`` or ``not_found``."""
-
-    number: int
-
-
-class Finish(NamedTuple):
-    """Every rank: a commit has ended. One of ``receipt`` and ``error`` is None; ``rank`` caused the error."""
-
-    number: int
-    receipt: bytes | None
-    rank: int | None
-    error: ErrorRecord | None
-
-
-Action = Send | Plan | Merge | Publish | Decide | LookUp | Finish | Wanted | Write | AllStaged | More | Asked | Agreed
-"""Messages in this list are passed to the caller of the rank that received them."""
 
 
 class Stage(IntEnum):
@@ -323,7 +257,7 @@ class Coordinator:
     def failed(self, number: int, error: ErrorRecord) -> list[Action]:
         """Plan, Merge or Publish failed, and nothing is published."""
         commit = self._live.get(number)
-        return [] if commit is None else self._fail(commit, 0, _of_rank(error, 0))
+        return [] if commit is None else self._fail(commit, 0, of_rank(error, 0))
 
     def decided(self, topic: str, number: int, value: bytes | ErrorRecord) -> list[Action]:
         """Decide is done."""
@@ -331,7 +265,7 @@ class Coordinator:
         if question is None or question.number != number or len(question.values) < self._world:
             return []
         if isinstance(value, ErrorRecord):
-            return self._answer(topic, number, None, 0, _of_rank(value, 0))
+            return self._answer(topic, number, None, 0, of_rank(value, 0))
         return self._answer(topic, number, value, None, None)
 
     # Commits
@@ -357,7 +291,7 @@ class Coordinator:
         commit, actions = self._taken(rank, abort.number, now)
         if commit is None or commit.stage is Stage.PUBLISHING:
             return actions
-        return self._fail(commit, rank, _of_rank(abort.error, rank))
+        return self._fail(commit, rank, of_rank(abort.error, rank))
 
     def _taken(self, rank: int, number: int, now: float) -> tuple[_Commit | None, list[Action]]:
         """Return the commit that a rank takes part in, or the answer for a rank that is too late."""
@@ -493,7 +427,7 @@ class Coordinator:
         return now - opened >= self._join_seconds
 
     def _lost_record(self, rank: int, during: str) -> ErrorRecord:
-        return _record(f"rank {rank} {self._lost[rank]}: the {during} failed on all ranks", _START_AGAIN, rank=rank)
+        return rank_error(f"rank {rank} {self._lost[rank]}: the {during} failed on all ranks", START_AGAIN, rank=rank)
 
     def _absent_record(self, missing: Sequence[int], verb: str, todo: str) -> ErrorRecord:
         names = ", ".join(str(rank) for rank in missing[:_NAMED_MAX])
@@ -502,20 +436,7 @@ class Coordinator:
         strangers = [rank for rank in missing if rank not in self._connected]
         if strangers:
             what += f", and {counted(len(strangers), 'rank')} never connected, rank {strangers[0]} first"
-        return _record(what, todo, rank=missing[0], ranks=[str(rank) for rank in missing])
-
-
-_START_AGAIN = "start the job again; it continues from the newest checkpoint"
-
-
-def _record(what: str, todo: str, *, kind: str = "RankError", **facts: Fact) -> ErrorRecord:
-    return ErrorRecord(kind, what, None, todo, facts)
-
-
-def _of_rank(record: ErrorRecord, rank: int) -> ErrorRecord:
-    """Return an error that names the rank on which it happened."""
-    where = f"rank {rank}" if record.where is None else f"rank {rank}: {record.where}"
-    return record._replace(where=where, facts={**record.facts, "rank": rank})
+        return rank_error(what, todo, rank=missing[0], ranks=[str(rank) for rank in missing])
 
 
 def _step_text(commit: _Commit) -> str:
@@ -524,11 +445,11 @@ def _step_text(commit: _Commit) -> str:
 
 
 def _out_of_turn(rank: int, message: Message) -> ErrorRecord:
-    return _record(f"rank {rank} sent a {type(message).__name__} message out of turn", "report this", rank=rank)
+    return rank_error(f"rank {rank} sent a {type(message).__name__} message out of turn", "report this", rank=rank)
 
 
 def _late_record(rank: int) -> ErrorRecord:
-    return _record(
+    return rank_error(
         f"rank {rank} is behind the other ranks, which have ended this commit or question",
         "make the same calls in the same order on every rank",
         rank=rank,
@@ -547,188 +468,9 @@ def _difference(other: int, first: Begin, rank: int, begin: Begin) -> ErrorRecor
             texts = " and ".join(f"{value} on rank {number}" for number, value in values)
             what = f"the ranks do not commit the same: {name} is {texts}"
             ranks = [str(number) for number, _ in values]
-            return _record(what, f"pass the same {name} on every rank", kind="UsageError", ranks=ranks)
+            return rank_error(what, f"pass the same {name} on every rank", kind="UsageError", ranks=ranks)
     return None
 
 
 def _call_text(begin: Begin) -> str:
     return "commit_async" if begin.is_async else "commit"
-
-
-class Duty(IntEnum):
-    """What a rank has to do for a commit."""
-
-    BEGUN = 0
-    WRITING = 1
-    SENT = 2
-    LOOKING = 3
-
-
-@dataclass
-class _Share:
-    step: int
-    duty: Duty = Duty.BEGUN
-    turn: int = 0
-    error: ErrorRecord | None = None
-    """Why this rank asked to abort the commit."""
-
-
-class Member:
-    """One rank's side.
-
-    Args:
-        rank: The rank.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._lost: str | None = None
-        self._live: dict[int, _Share] = {}
-        self._begun_max = 0
-        self._spans: bytes | None = None
-        self._questions: dict[str, int] = {}
-
-    # Events from the caller
-
-    def begin(self, begin: Begin) -> list[Action]:
-        """The caller takes part in a commit."""
-        self._begun_max = max(self._begun_max, begin.number)
-        self._live[begin.number] = _Share(begin.step)
-        return self._end_if_lost(begin.number) or [Send(0, begin)]
-
-    def contents(self, number: int, contents: Mapping[bytes, bytes]) -> list[Action]:
-        """The answer to Wanted."""
-        if number not in self._live or self._lost is not None:
-            return []
-        return [Send(0, Content(number, digest, content)) for digest, content in contents.items()]
-
-    def staged(self, number: int) -> list[Action]:
-        """All bytes are staged, and this rank will write them."""
-        return [Send(0, Staged(number))] if number in self._live and self._lost is None else []
-
-    def part(self, number: int, content: bytes) -> list[Action]:
-        """The answer to Write or More: this rank's packs are durable."""
-        share = self._live.get(number)
-        if share is None or share.duty is not Duty.WRITING or share.error is not None:
-            return []
-        share.duty = Duty.SENT
-        return [Send(0, Part(number, share.turn, content))]
-
-    def abort(self, number: int, step: int, error: ErrorRecord) -> list[Action]:
-        """This rank cannot go on, or never began. Finish follows, with the receipt if it was too late."""
-        share = self._live.get(number)
-        if share is None:
-            if number <= self._begun_max:
-                return []
-            self._begun_max = number
-            share = self._live[number] = _Share(step)
-        if share.error is not None or share.duty is Duty.LOOKING:
-            return []
-        share.error = error
-        return self._end_if_lost(number) or [Send(0, Abort(number, step, error))]
-
-    def ask(self, topic: str, number: int, value: bytes, *, is_patient: bool = False) -> list[Action]:
-        """The caller asks a question that all ranks ask. Agreed follows."""
-        self._questions[topic] = number
-        if self._lost is not None:
-            return self._unanswered(topic)
-        return [Send(0, Ask(topic, number, value, is_patient))]
-
-    def found(self, number: int, receipt: bytes) -> list[Action]:
-        """The answer to LookUp: the checkpoint is in the store."""
-        share = self._live.get(number)
-        if share is None or share.duty is not Duty.LOOKING:
-            return []
-        del self._live[number]
-        return [Finish(number, receipt, None, None)]
-
-    def not_found(self, number: int) -> list[Action]:
-        """The answer to LookUp: the checkpoint is not in the store."""
-        share = self._live.get(number)
-        if share is None or share.duty is not Duty.LOOKING:
-            return []
-        return self._end_lost(number, share)
-
-    # Events from rank 0
-
-    def received(self, message: Message) -> list[Action]:
-        """Rank 0 has sent a message, one of ``TO_RANK``."""
-        if self._lost is not None:
-            return []
-        if isinstance(message, Write):
-            return self._write(message)
-        if isinstance(message, More):
-            return self._more(message)
-        if isinstance(message, (Done, Failed)):
-            return self._finish(message)
-        if isinstance(message, Agreed):
-            is_mine = self._questions.get(message.topic) == message.number
-            if is_mine:
-                del self._questions[message.topic]
-            return [message] if is_mine else []
-        if isinstance(message, (Wanted, AllStaged)):
-            return [message] if message.number in self._live else []
-        return [message] if isinstance(message, Asked) else []
-
-    def lost(self, how: str) -> list[Action]:
-        """Rank 0 has closed the connection, or has been silent for too long.
-
-        Args:
-            how: What happened, to follow ``rank 0`` in a sentence.
-        """
-        if self._lost is not None:
-            return []
-        self._lost = how
-        actions: list[Action] = []
-        for number, share in list(self._live.items()):
-            # Without this rank's part, nothing can have been published.
-            if share.duty is Duty.SENT:
-                share.duty = Duty.LOOKING
-                actions.append(LookUp(number))
-            else:
-                actions += self._end_lost(number, share)
-        for topic in list(self._questions):
-            actions += self._unanswered(topic)
-        return actions
-
-    # Both
-
-    def _write(self, message: Write) -> list[Action]:
-        # Also of a commit that this rank wants to abort: the next Write may refer to it.
-        self._spans = message.spans if message.spans is not None else self._spans
-        share = self._live.get(message.number)
-        if share is None or share.error is not None:
-            return []
-        assert self._spans is not None, "the first Write has spans"
-        share.duty = Duty.WRITING
-        return [Write(message.number, self._spans)]
-
-    def _more(self, message: More) -> list[Action]:
-        share = self._live.get(message.number)
-        if share is None:
-            return []
-        share.duty, share.turn = Duty.WRITING, message.turn
-        return [message] if share.error is None else []
-
-    def _finish(self, message: Done | Failed) -> list[Action]:
-        if self._live.pop(message.number, None) is None:
-            return []
-        if isinstance(message, Done):
-            return [Finish(message.number, message.receipt, None, None)]
-        return [Finish(message.number, None, message.rank, message.error)]
-
-    def _end_if_lost(self, number: int) -> list[Action]:
-        return [] if self._lost is None else self._end_lost(number, self._live[number])
-
-    def _end_lost(self, number: int, share: _Share) -> list[Action]:
-        del self._live[number]
-        if share.error is not None:
-            return [Finish(number, None, self._rank, _of_rank(share.error, self._rank))]
-        what = f"rank 0 {self._lost} before it acknowledged the commit of step {share.step}"
-        what += ", which was not in the store then" if share.duty is Duty.LOOKING else ""
-        return [Finish(number, None, 0, _record(what, _START_AGAIN, rank=0))]
-
-    def _unanswered(self, topic: str) -> list[Action]:
-        number = self._questions.pop(topic)
-        record = _record(f"rank 0 {self._lost} before it answered {topic!r}", _START_AGAIN, rank=0)
-        return [Agreed(topic, number, None, 0, record)]

@@ -280,6 +280,7 @@ def test_peer_that_sends_garbage_is_lost(hub, tmp_path):
     with socket.create_connection(("127.0.0.1", port)) as end:
         theirs = end.recv(GREETING_NBYTES)
         end.sendall(handshake.new_claim(TOKEN, theirs, handshake.new_greeting("1"), 1, 2))
+        assert len(end.recv(handshake.PROOF_NBYTES)) == handshake.PROOF_NBYTES
         end.sendall(framed(bytes((200, 0))))
         assert is_closed(end)
     finish = commit(links[0], 1, tmp_path)
