@@ -343,7 +343,7 @@ def test_closed_link_answers(hub, tmp_path):
 
 def test_unused_link_ends_its_thread():
     link = Link(Job(0, 1, b""), QUICK)
-    thread = link._thread
+    thread = link.thread
     del link
     thread.join(10)
     assert not thread.is_alive()
@@ -352,7 +352,7 @@ def test_unused_link_ends_its_thread():
 def test_failure_of_the_thread_answers_everybody(hub, tmp_path, monkeypatch, caplog):
     _, links = hub(2)
     monkeypatch.setattr(links[0]._loop, "_check_time", lambda now: 1 / 0)
-    links[0]._thread.join(10)
+    links[0].thread.join(10)
     finishes = in_threads(links, lambda link: commit(link, 1, tmp_path))
     assert all(finish.receipt is None for finish in finishes)
     assert "the connection between ranks failed" in caplog.text
