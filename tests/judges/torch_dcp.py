@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import json
 import os
 import shutil
@@ -146,6 +147,44 @@ if os.environ.get("CKSTORE_SUITE_STORAGE") == "ckstore":
             super().__init__(path)
 
 
+def mix_faults(module):
+    """Let the writer of torch's tests of failures save to a store, with the same faults."""
+
+    class FaultyWriter(module.TestStorageBase, SuiteWriter):
+        """Fails on chosen ranks, else saves."""
+
+        def __init__(self, fail_conf):
+            module.TestStorageBase.__init__(self, fail_conf)
+            SuiteWriter.__init__(self, os.environ["CKSTORE_SUITE_FOLDER"])
+
+        def set_up_storage_writer(self, *arguments, **options):
+            """Fail or begin."""
+            self._fail_rank("fail_set_up_storage_writer")
+            super().set_up_storage_writer(*arguments, **options)
+
+        def prepare_local_plan(self, plan):
+            """Fail or return the plan."""
+            self._fail_rank("fail_prepare_local_plan")
+            return super().prepare_local_plan(plan)
+
+        def prepare_global_plan(self, plans):
+            """Fail or return the plans."""
+            self._fail_rank("fail_prepare_global_plan")
+            return super().prepare_global_plan(plans)
+
+        def write_data(self, plan, planner):
+            """Fail now or in the future, or write."""
+            self._fail_rank("fail_write_data")
+            return self._fail_rank_async("fail_write_data_async", super().write_data(plan, planner).value())
+
+        def finish(self, metadata, results):
+            """Fail or publish."""
+            self._fail_rank("fail_finish")
+            super().finish(metadata, results)
+
+    module.FaultyStorageWriter = FaultyWriter
+
+
 def named(suite, names):
     """Return the ids of the tests whose class and name begin like one of these."""
     found = []
@@ -171,6 +210,7 @@ def run_here(test_id, output):
     os.setsid()
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
+    os.environ["CKSTORE_SUITE_FOLDER"] = tempfile.mkdtemp()
     code = 1
     try:
         suite = unittest.defaultTestLoader.loadTestsFromName(test_id)
@@ -210,6 +250,8 @@ def outcome(test_id, seconds):
 def run_file(path, names, word, seconds):
     """Run the tests of a file in forks of this process, which has imported torch already, and report each."""
     sys.path.insert(0, str(path.parent))
+    if path.stem == "test_checkpoint" and os.environ["CKSTORE_SUITE_STORAGE"] == "ckstore":
+        mix_faults(importlib.import_module(path.stem))
     ids = named(unittest.defaultTestLoader.loadTestsFromName(path.stem), names)
     for test_id in ids:
         if word in test_id:

@@ -61,7 +61,7 @@ def save_all(rank, folder):
         dist.all_gather_object(found, receipt.checkpoint_id)
         assert len(set(found)) == 1
         assert receipt.seq == 0
-        again = dcp.save(state, f"{folder}/{name}", 12)
+        again = dcp.async_save(state, f"{folder}/{name}", 12).result(120).storage_data
         assert (again.chunks_new, again.bytes_written) == (0, 0)
 
 
