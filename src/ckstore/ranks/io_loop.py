@@ -5,7 +5,8 @@ delays nobody. Callers pass events through a queue, and receive actions through 
 
 Invariants:
 - Only this thread touches the sockets, ``Member`` and ``Coordinator``.
-- A peer from which no byte arrives for ``silent_seconds`` is lost, and so is one that sends something invalid.
+- A peer from which no byte arrives for ``silent_seconds`` is lost, and so is one that sends something invalid. Time in
+  which this thread could not run does not count, so a job that was suspended as a whole goes on.
 - A stranger, who does not know the token, costs one socket for ``handshake_seconds``. Their number is limited.
 - When the thread ends, for whatever reason, every commit and question of this rank gets its answer.
 - A forked child closes its copies of all descriptors, and does nothing else with them.
@@ -63,6 +64,7 @@ Key = int | tuple[str, int]
 _TICK_SECONDS = 0.5
 _STRANGERS_MIN = 64
 _ACCEPT_AGAIN_SECONDS = 1.0
+_PAUSE_SECONDS_MIN = 1.0
 
 
 class Timing(NamedTuple):
@@ -89,6 +91,29 @@ class Job(NamedTuple):
     rank: int
     world: int
     token: bytes
+
+
+class _RunningClock:
+    """Seconds in which this thread could run. After a pause of the whole job, nobody has been silent.
+
+    Args:
+        pause_seconds: A longer time between two turns of the loop is a pause: the process was stopped, or another
+            thread did not release the GIL.
+    """
+
+    def __init__(self, pause_seconds: float) -> None:
+        self._pause_seconds = pause_seconds
+        self._paused = 0.0
+        self._read_at = self.now = SYSTEM_CLOCK.monotonic()
+
+    def advance(self) -> float:
+        """Read the clock. ``now`` is the result until the next call."""
+        read_at = SYSTEM_CLOCK.monotonic()
+        elapsed, self._read_at = read_at - self._read_at, read_at
+        if elapsed > self._pause_seconds:
+            self._paused += elapsed
+        self.now = read_at - self._paused
+        return self.now
 
 
 class _Guest:
@@ -139,6 +164,7 @@ class IoLoop:
         self._peers: dict[int, Connection] = {}
         self._guests: dict[int, _Guest] = {}
         self._unsent: set[int] = set()
+        self._clock = _RunningClock(max(_PAUSE_SECONDS_MIN, timing.beat_seconds))
         self._next_check = 0.0
         self._has_logged_stranger = self._has_logged_limit = False
         if listener is not None:
@@ -198,7 +224,7 @@ class IoLoop:
 
     def _turn(self) -> None:
         events = self._selector.select(self._tick_seconds)
-        now = SYSTEM_CLOCK.monotonic()
+        now = self._clock.advance()
         for key, mask in events:
             if key.fd == self._wake_fd:
                 self._drain_wakes()
@@ -238,7 +264,7 @@ class IoLoop:
             elif isinstance(action.message, TO_RANK):
                 todo.extend(self._member.received(action.message))
             else:
-                todo.extend(self._coordinator.received(0, action.message, SYSTEM_CLOCK.monotonic()))
+                todo.extend(self._coordinator.received(0, action.message, self._clock.now))
 
     def _deliver(self, action: Action) -> None:
         assert not isinstance(action, Send)

@@ -154,6 +154,19 @@ def test_stopped_rank_0_that_goes_on_may_publish_what_the_others_gave_up(job, tm
     assert (tmp_path / "1").exists()
 
 
+def test_job_that_is_suspended_as_a_whole_goes_on(job, tmp_path):
+    ranks = job(pauses={2: ["write"]})
+    assert ranks[2].line() == "at write"
+    for rank in ranks:
+        rank.process.send_signal(signal.SIGSTOP)
+    time.sleep(2 * QUICK["silent_seconds"])
+    for rank in ranks:
+        rank.process.send_signal(signal.SIGCONT)
+    ranks[2].go()
+    assert all(rank.outcome(time.monotonic() + SECONDS_MAX)["is_done"] for rank in ranks)
+    assert (tmp_path / "1").exists()
+
+
 def test_absent_rank_is_named(job, tmp_path):
     ranks = job(absent=[3])
     found = [rank.outcome(time.monotonic() + 30) for rank in ranks]
