@@ -296,6 +296,15 @@ def test_a_save_lets_others_write_the_run(tmp_path):
     assert dcp.save({"n": 3}, tmp_path, 3).seq == 2
 
 
+def test_the_next_save_works_after_a_failed_one(tmp_path, monkeypatch):
+    writer = dcp.Writer(tmp_path, 1)
+    monkeypatch.setattr(writer, "write_data", None)
+    with pytest.raises(torch_dcp.CheckpointException):
+        torch_dcp.save({"n": 1}, storage_writer=writer)
+    assert dcp.save({"n": 2}, tmp_path, 2).seq == 0
+    assert writer.receipt is None
+
+
 @pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
 def test_every_error_crosses_processes(kind):
     if not issubclass(kind, CkstoreError):

@@ -109,6 +109,14 @@ def prepare(storage):
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     common_distributed.MultiProcessTestCase._spawn_processes = fork_ranks
+    init_pg = common_dtensor.DTensorTestBase.init_pg
+
+    def init_cpu_group(self, eager_init, backend=None):
+        """Make a group of gloo also where a test names one backend for CPUs and one for the device."""
+        init_pg(self, eager_init, "gloo")
+
+    if not torch.cuda.is_available():
+        common_dtensor.DTensorTestBase.init_pg = init_cpu_group
     torch.nn.Module.cuda = torch.Tensor.cuda = lambda self, *arguments, **options: self
     if storage == "ckstore":
         writer, reader = classes()

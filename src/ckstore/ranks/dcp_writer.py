@@ -139,8 +139,13 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Take the lease before any rank writes. Return the plans unchanged."""
-        self._place.open(create=True).lease.take()
+        """Check that no other process writes the run, before any rank begins. Return the plans unchanged."""
+        lease = self._place.open(create=True).lease
+        was_held = lease.is_held
+        lease.take()
+        if not was_held:
+            # If a rank fails, nothing tells this writer, and another one saves next. ``finish`` takes the lease again.
+            lease.release()
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
