@@ -136,6 +136,15 @@ def test_others_get_the_same_answer_in_20_seconds(job, tmp_path, role, phase, nu
     hit(job, tmp_path, role, phase, number, timing=Timing()._asdict(), seconds_max=20.0)
 
 
+def test_without_a_limit_of_silence_nobody_gets_an_answer(job):
+    # The negative control of the tests above.
+    ranks = job(pauses={2: ["write"]}, timing={**QUICK, "silent_seconds": 1000.0})
+    assert ranks[2].line() == "at write"
+    ranks[2].process.send_signal(signal.SIGSTOP)
+    with pytest.raises(queue.Empty):
+        ranks[1].line(2 * QUICK["silent_seconds"])
+
+
 def test_rank_that_goes_on_after_a_stop_gets_an_error(job, tmp_path):
     ranks = hit(job, tmp_path, 2, "write", signal.SIGSTOP)
     ranks[2].process.send_signal(signal.SIGCONT)
