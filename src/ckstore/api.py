@@ -529,7 +529,8 @@ class Store:
                 metrics=metrics,
                 tags=tags,
                 # Neither wait before staging nor skip: once staged, the saver publishes even if this process is killed.
-                policy=dataclasses.replace(policy or self._policy, on_busy="replace"),
+                policy=dataclasses.replace(policy or self._policy, on_busy="replace" if self._job is None else "wait"),
+                agreement=None if self._job is None else self._job.last_step(),
             )
             self._last_commits = [each for each in self._last_commits if each()] + [weakref.ref(last)]
             return last

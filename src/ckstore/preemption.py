@@ -104,6 +104,14 @@ class CommittingStore(Protocol):
         ...
 
 
+class StepAgreement(Protocol):
+    """How the ranks of a job agree on the last step. ``ckstore.ranks.last_step.LastStep`` implements it."""
+
+    def is_reached(self, step: int, *, is_asked: bool) -> bool:
+        """Say whether the last commit is to be made after this step; ``is_asked``: this rank was told to end."""
+        ...
+
+
 class LastCommit:
     """Records a signal, and commits at the next ``check``. ``Store.commit_on_signal`` creates it on the main thread.
 
@@ -123,13 +131,14 @@ class LastCommit:
         metrics: Callable[[], Mapping[str, float]] | None = None,
         tags: Sequence[str] = (),
         policy: Policy | None = None,
+        agreement: StepAgreement | None = None,
     ) -> None:
         check_positive("deadline_seconds", deadline_seconds)
         if then not in ("exit", "return"):
             raise UsageError("then must be 'exit' or 'return'", where=f"then={then!r}")
         self.signal: signal.Signals | None = None
         self.receipt: Receipt | None = None
-        self._store, self._get_state = store, get_state
+        self._store, self._get_state, self._agreement = store, get_state, agreement
         self._get_metrics, self._tags, self._policy = metrics, check_tags(tags), policy
         self._deadline_seconds, self._then = deadline_seconds, then
         self._deadline = 0.0
@@ -172,7 +181,14 @@ class LastCommit:
                 exit code is 128 plus the signal number.
             CkstoreError: The last commit failed. Earlier checkpoints are intact.
         """
-        if self.signal is None or self._is_over:
+        is_due = self.signal is not None
+        if self._agreement is not None and not self._is_over:
+            is_due = self._agreement.is_reached(check_step(step), is_asked=is_due)
+            if is_due and self.signal is None:
+                # Other ranks were told to end, and this one was not, or not yet.
+                self._deadline = SYSTEM_CLOCK.monotonic() + self._deadline_seconds
+                self.signal = signal.Signals(next(iter(self._previous)))
+        if self.signal is None or not is_due or self._is_over:
             self._commit_count = self._store.costs.commit_count
             if not self._is_over:
                 # A data loader created since the last step may have installed a new SIGCHLD handler.

@@ -148,6 +148,10 @@ class IoLoop:
         """Whether a peer was lost. It does not come back."""
         self.on_all_staged: Callable[[int], None] | None = None
         """Called on the thread of the loop with the number of a commit of which all ranks are staged."""
+        self.repliers: dict[str, Callable[[], None]] = {}
+        """Called on the thread of the loop when another rank asks about this topic."""
+        self.deciders: dict[str, Callable[[tuple[bytes, ...]], bytes]] = {}
+        """Rank 0: answer questions about these topics on the thread of the loop."""
         self._job, self._timing = job, timing
         self._tick_seconds = min(_TICK_SECONDS, timing.beat_seconds / 4)
         self._member = Member(job.rank)
@@ -270,6 +274,11 @@ class IoLoop:
         assert not isinstance(action, Send)
         if isinstance(action, Asked):
             self.asked[action.topic] = action.number
+            if (reply := self.repliers.get(action.topic)) is not None:
+                reply()
+            return
+        if isinstance(action, Decide) and (decide := self.deciders.get(action.topic)) is not None:
+            self._do(self._coordinator.decided(action.topic, action.number, decide(action.values)))
             return
         if isinstance(action, AllStaged):
             if self.on_all_staged is not None:

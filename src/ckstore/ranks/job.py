@@ -27,6 +27,7 @@ from ckstore.format.records import decode_inner, encode_inner
 from ckstore.hashing import PackId
 from ckstore.ranks.capture import RankCapture
 from ckstore.ranks.commits import RankCommits
+from ckstore.ranks.last_step import LastStep
 from ckstore.ranks.savers import SaverDoor, SaverJob, encode_share
 from ckstore.ranks.work import RankRequest, RankTools
 from ckstore.ranks.world import invite, invited
@@ -69,6 +70,7 @@ class Job:
         self._commits = RankCommits(self._link, self._tools, on_divergence=ranks.on_divergence)
         self._background_capture = RankCapture()
         self._background_count = 0
+        self._last_step: LastStep | None = None
         self._listener: Listener | None = None
         self._door = self._opened_door()
 
@@ -124,6 +126,11 @@ class Job:
         """Return the captured state of this rank, and what it holds, encoded."""
         captured = self._background_capture.capture(state)
         return captured.captured, encode_share(captured)
+
+    def last_step(self) -> LastStep:
+        """Return this rank's part in the agreement on the step of the last commit."""
+        self._last_step = self._last_step or LastStep(self._link)
+        return self._last_step
 
     # Calls of the whole job
 

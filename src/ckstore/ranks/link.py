@@ -70,6 +70,8 @@ class Link:
         self._token = job.token
         self._number = 0
         self._questions: dict[str, int] = {}
+        self._replies: dict[str, Callable[[], bytes]] = {}
+        self._asking = threading.Lock()
         self._pid = os.getpid()
         connection = None if job.rank == 0 else connect(job, addresses, timing)
         self._loop = IoLoop(job, timing, listener=listener, connection=connection)
@@ -156,9 +158,42 @@ class Link:
             if isinstance(action, Decide):
                 self._decide(action, decide)
 
-    def is_asked(self, topic: str) -> bool:
-        """Whether another rank asks a question that this rank has not asked yet."""
-        return self._loop.asked.get(topic, 0) > self._questions.get(topic, 0)
+    def reply_to(self, topic: str, reply: Callable[[], bytes], decide: Callable[[tuple[bytes, ...]], bytes]) -> None:
+        """Take part in a question that any rank may ask once, without a call of this rank.
+
+        Args:
+            topic: What is asked.
+            reply: Returns this rank's value. Called on the thread of the connection; it must not wait.
+            decide: Rank 0: returns the answer from the values of all ranks. Called there, too.
+        """
+        self._require_own()
+        self._loop.boxes[topic, 1] = SimpleQueue()
+        self._replies[topic] = reply
+        self._loop.deciders[topic] = decide
+        self._loop.repliers[topic] = lambda: self.ask(topic)
+        if topic in self._loop.asked:
+            self.ask(topic)
+
+    def ask(self, topic: str) -> None:
+        """Ask a question of ``reply_to``, or reply to it. Returns at once; only the first call has an effect."""
+        with self._asking:
+            if topic in self._questions:
+                return
+            self._questions[topic] = 1
+            value = self._replies[topic]()
+        self.send(lambda member: member.ask(topic, 1, value))
+
+    def answer_to(self, topic: str) -> bytes:
+        """Wait for the answer to a question of ``reply_to``. Call it once.
+
+        Raises:
+            RankError: A rank was lost, or did not reply.
+        """
+        while True:
+            # Ends: rank 0 answers in join_seconds, or is lost.
+            action = self.wait((topic, 1), _WAIT_SECONDS)
+            if isinstance(action, Agreed):
+                return self._answer(action)
 
     def error_of(self, rank: int | None, record: ErrorRecord) -> Exception:
         """Return the exception of an action.
