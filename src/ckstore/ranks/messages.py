@@ -211,7 +211,7 @@ def encode_message(message: Message) -> bytes:
     packet = bytes((_NUMBER_OF[kind],)) + encode_inner(message)
     if len(packet) > NBYTES_MAX[kind]:
         raise RankError(
-            f"a {kind.__name__} message between ranks is too long: {len(packet)} bytes, at most {NBYTES_MAX[kind]}",
+            f"{kind.__name__}, a message between ranks, is too long: {len(packet)} bytes, at most {NBYTES_MAX[kind]}",
             todo="report this",
             nbytes=len(packet),
         )
@@ -234,7 +234,7 @@ def kind_of(number: int, kinds: tuple[type[Message], ...], *, source: str) -> ty
             kind=number,
         )
     if kind not in kinds:
-        raise MalformedError(f"{source} sent a {kind.__name__} message, which may not arrive here", todo="report this")
+        raise MalformedError(f"{source} sent {kind.__name__}, which may not arrive here", todo="report this")
     return kind
 
 
@@ -246,7 +246,7 @@ def check_length(kind: type[Message], nbytes: int, *, source: str) -> None:
     """
     if nbytes > NBYTES_MAX[kind]:
         raise MalformedError(
-            f"{source} sent a {kind.__name__} message of {nbytes} bytes, at most {NBYTES_MAX[kind]} are allowed",
+            f"{source} sent {kind.__name__} with {nbytes} bytes; at most {NBYTES_MAX[kind]} are allowed",
             todo="report this",
         )
 
@@ -267,7 +267,7 @@ def decode_message(packet: bytes | memoryview, kinds: tuple[type[Message], ...],
         raise MalformedError(f"{source} sent an empty message", todo="report this")
     kind = kind_of(packet[0], kinds, source=source)
     check_length(kind, len(packet), source=source)
-    return decode_inner(memoryview(packet)[1:], kind, where=f"a {kind.__name__} message of {source}")
+    return decode_inner(memoryview(packet)[1:], kind, where=f"{kind.__name__} of {source}")
 
 
 def version_error(rank: int, theirs: int, their_release: str, ours: int, our_release: str) -> UnsupportedError:

@@ -445,7 +445,7 @@ def _step_text(commit: _Commit) -> str:
 
 
 def _out_of_turn(rank: int, message: Message) -> ErrorRecord:
-    return rank_error(f"rank {rank} sent a {type(message).__name__} message out of turn", "report this", rank=rank)
+    return rank_error(f"rank {rank} sent {type(message).__name__} out of turn", "report this", rank=rank)
 
 
 def _late_record(rank: int) -> ErrorRecord:

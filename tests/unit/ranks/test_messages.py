@@ -63,7 +63,7 @@ def test_unknown_kind_names_rank_and_version():
 
 
 def test_kind_of_the_other_direction_is_refused():
-    with pytest.raises(MalformedError, match="rank 3 sent a Done message"):
+    with pytest.raises(MalformedError, match="rank 3 sent Done, which"):
         decode_message(encode_message(messages.Done(1, b"")), TO_RANK_0, source="rank 3")
 
 
