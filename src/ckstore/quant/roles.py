@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ckstore.format.many_ranks import state_of
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import (
     ConvertedNode,
@@ -146,7 +147,7 @@ def pair(tree: Node, tensors: Sequence[TensorSpec]) -> Pairing:
     optimizers: list[DictNode] = []
     not_weights: set[int] = set()
     declared: set[int] = set()
-    for path, node, context in _walk(tree, (), _KeyContext()):
+    for path, node, context in _walk(state_of(tree), (), _KeyContext()):
         if isinstance(node, DictNode):
             optimizers.append(node)
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ckstore.format.many_ranks import World, root_node
 from ckstore.format.tree import format_path
 from ckstore.quant.roles import pair
 from ckstore.state.capture import capture
@@ -230,3 +231,11 @@ def test_shared_tensor_is_not_a_moment_pair():
     same = np.ones((4, 6), np.float32)
     optimizer = {"state": {0: {"exp_avg": same, "exp_avg_sq": same}}, "param_groups": [{"params": [0]}]}
     assert roles_in(optimizer)[0] == {}
+
+
+def test_a_checkpoint_by_many_ranks_has_the_roles_of_its_state():
+    captured = capture({"model": model(), "optimizer": adam()})
+    root = root_node(captured.tree, World(2, bytes(16)))
+    found = pair(root, captured.tensors)
+    assert found == pair(captured.tree, captured.tensors)
+    assert set(found.roles.values()) == {"weight", "first", "second"}
