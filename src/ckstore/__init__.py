@@ -10,6 +10,7 @@ Names are imported on first use, so that ``ckstore ls`` loads neither numpy nor 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ckstore import accelerate as accelerate
+    from ckstore import dcp as dcp
     from ckstore import transformers as transformers
     from ckstore.api import Store, open
     from ckstore.background.pending import Pending
@@ -155,7 +156,7 @@ __all__ = [
 ]
 
 
-_DOORS = ("accelerate", "lightning", "transformers")
+_DOORS = ("accelerate", "dcp", "lightning", "transformers")
 """Modules for frameworks, which are imported only when they are used."""
 
 

@@ -157,13 +157,16 @@ if os.environ.get("CKSTORE_SUITE_STORAGE") == "ckstore":
 
 def mix_faults(module):
     """Let the writer of torch's tests of failures save to a store, with the same faults."""
+    import torch
 
     class FaultyWriter(module.TestStorageBase, SuiteWriter):
         """Fails on chosen ranks, else saves."""
 
         def __init__(self, fail_conf):
             module.TestStorageBase.__init__(self, fail_conf)
-            SuiteWriter.__init__(self, os.environ["CKSTORE_SUITE_FOLDER"])
+            # Without a group, each process saves alone.
+            store = "all" if torch.distributed.is_initialized() else str(os.getpid())
+            SuiteWriter.__init__(self, f"{os.environ['CKSTORE_SUITE_FOLDER']}/{store}")
 
         def set_up_storage_writer(self, *arguments, **options):
             """Fail or begin."""
