@@ -48,9 +48,9 @@ DEEP = [
     (Setting(more_for=1, cuts=1, failures=1), 20961),
     (Setting(commits=0, asks=True, deaths=1, cuts=1), 3453),
     (Setting(commits=2, changes_layout=True), 1517),
-    (Setting(commits=2, layouts=SAME, **DEATH), 0),
-    (Setting(commits=2, layouts=SAME, **CUT), 0),
-    (Setting(commits=2, layouts=SAME, **FAILURE), 0),
+    (Setting(commits=2, layouts=SAME, **DEATH), 22987),
+    (Setting(commits=2, layouts=SAME, **CUT), 36484),
+    (Setting(commits=2, layouts=SAME, **FAILURE), 42631),
 ]
 TWO = Setting(commits=2, layouts=SAME)
 
