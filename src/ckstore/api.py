@@ -61,7 +61,7 @@ from ckstore.store.store_config import create_store, read_store_record
 if TYPE_CHECKING:
     from ckstore.background.pending import Pending
     from ckstore.background.trainer import TrainerSide
-    from ckstore.commit.commit import Fingerprint
+    from ckstore.commit.commit import Committed, Fingerprint
     from ckstore.delta.base_cache import BaseCache
     from ckstore.format.manifest import Manifest
     from ckstore.format.records import StoreRecord
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from ckstore.preemption import LastCommit
     from ckstore.ranks.job import Job
     from ckstore.ranks.world import Ranks
+    from ckstore.restore.restore import Restored, RestoreRequest
     from ckstore.results import Receipt
     from ckstore.state.capture import Captured
     from ckstore.state.capture_cache import CaptureCache
@@ -149,8 +150,20 @@ def open(
     rules, aging = _rules(retention), _demotion(demotion)
     trash_seconds = None if trash_for is None else seconds_of(trash_for)
     backend = backend_for(path, engine=engine, allow_shared_folder=allow_shared_folder, sharing=shared)
+    record = _record_of(backend, ranks, clock, create=create)
+    repository = Repository(backend, record, run, clock=clock)
+    store = Store(repository, policy or Policy(), trash_seconds=trash_seconds, ranks=ranks)
+    if rules is not None:
+        store._collect_after(rules, gc_every)
+    if aging is not None:
+        store._demote_after(aging, demote_every)
+    return store
 
-    def record_or_made() -> StoreRecord:
+
+def _record_of(backend: Backend, ranks: Ranks | None, clock: Clock, *, create: bool) -> StoreRecord:
+    """Return the record of a store; make the store if there is none and ``create`` is True."""
+
+    def read_or_make() -> StoreRecord:
         try:
             return read_store_record(backend)
         except NotFoundError:
@@ -159,18 +172,10 @@ def open(
             return create_store(backend, clock, Limits())
 
     if ranks is None:
-        record = record_or_made()
-    else:
-        # Rank 0 makes the store. What it raises is raised on all ranks.
-        ranks.link().agree("open", b"", lambda values: record_or_made().store_id.encode())
-        record = read_store_record(backend)
-    repository = Repository(backend, record, run, clock=clock)
-    store = Store(repository, policy or Policy(), trash_seconds=trash_seconds, ranks=ranks)
-    if rules is not None:
-        store._collect_after(rules, gc_every)
-    if aging is not None:
-        store._demote_after(aging, demote_every)
-    return store
+        return read_or_make()
+    # Rank 0 makes the store. What it raises is raised on all ranks.
+    ranks.link().agree("open", b"", lambda values: read_or_make().store_id.encode())
+    return read_store_record(backend)
 
 
 def open_existing(
@@ -261,41 +266,20 @@ class Store:
             BackendError: The storage failed.
             CkstoreError: An earlier background commit failed unnoticed. This call did nothing; repeat it.
         """
-        from ckstore.ops.commit import CommitRequest, Committed, commit_checkpoint, set_tags
-        from ckstore.results import Stopwatch
-        from ckstore.state.capture_cache import CaptureCache
+        from ckstore.ops.commit import set_tags
 
         number, checked_metrics, checked_tags = check_step(step), check_metrics(metrics), check_tags(tags)
         check_policy(policy)
         with self._lock:
             self._check_open()
             self._reclaim_lease()
-            if self._job is None:
-                self._repository.wait_for_orphan()
-            watch = Stopwatch(self._repository.clock)
             with self._costs.trying():
-                if self._job is not None:
-                    made = self._job.commit(state, number, policy or self._policy, self._parent, checked_metrics)
-                    committed = Committed(made, None)
-                else:
-                    with watch("stage"):
-                        self._captures = self._captures or CaptureCache()
-                        captured = self._captures.capture_for_commit(state)
-                    request = CommitRequest(
-                        captured=captured,
-                        step=number,
-                        policy=policy or self._policy,
-                        parent=self._parent,
-                        metrics=checked_metrics,
-                        bases=self._base_cache(),
-                        fingerprint=self._fingerprint,
-                    )
-                    committed = commit_checkpoint(self._repository, request, watch)
+                committed = self._committed(state, number, checked_metrics, policy or self._policy)
             receipt = committed.receipt
             self._continue_from(receipt.seq, committed.fingerprint)
             if self._is_first_rank:
                 receipt = set_tags(self._repository, receipt, checked_tags)
-                self._note_commit(receipt.seq)
+            self._note_commit(receipt.seq)
             self._costs.note(number, receipt.seconds["total"], receipt)
         for warning in receipt.warnings if self._is_first_rank else ():
             _log.warning("step %d: %s", receipt.step, warning)
@@ -495,13 +479,14 @@ class Store:
                     last.check(step)
 
         The last commit is a background commit if the others were: once staged, it is published even if this process is
-        killed. It does not wait for an earlier commit unless ``arena_nbytes_max`` leaves no memory for a second state.
-        If this very step is already being committed, that commit is waited for; it gets the tags if it is durable in
-        time, and keeps its metrics. Then the process ends as it would have without this: through a Python handler that
-        was installed before, or by SystemExit with 128 + the signal.
+        killed. It waits for an earlier commit only if memory is short, or on many ranks. If this very step is already
+        being committed, that commit is waited for; it gets the tags if it is durable in time, and keeps its metrics.
+        Then the process ends as without this: by a Python handler installed before, or by SystemExit with 128 + the
+        signal.
 
-        If no step ends before the deadline, nothing is committed, because an inconsistent state is worse than an older
-        one. The log says so, and the process continues: the next ``check`` commits, a second signal ends the process.
+        If no step ends before the deadline, nothing is committed: an inconsistent state is worse than an older one. The
+        log says so, and the process continues: the next ``check`` commits, a second signal ends the process. Many ranks
+        agree on one step; also those commit that got no signal.
 
         Args:
             get_state: Returns the state, as for ``commit``. Called only by ``check``.
@@ -510,7 +495,7 @@ class Store:
             then: ``"exit"``: as described; ``"return"``: ``check`` returns True, and the caller ends the run.
             metrics: Returns the metrics of the last commit.
             tags: Names for the last commit.
-            policy: How to store it; None: the policy of the store. ``on_busy`` is always ``"replace"``.
+            policy: How to store it; None: the policy of the store. Its ``on_busy`` is not used.
 
         Raises:
             UsageError: This is not the main thread, a signal cannot be handled, or a number is out of range.
@@ -528,8 +513,7 @@ class Store:
                 then=then,
                 metrics=metrics,
                 tags=tags,
-                # Neither wait before staging nor skip: once staged, the saver publishes even if this process is killed.
-                policy=dataclasses.replace(policy or self._policy, on_busy="replace" if self._job is None else "wait"),
+                policy=self._last_policy(policy or self._policy),
                 agreement=None if self._job is None else self._job.last_step(),
             )
             self._last_commits = [each for each in self._last_commits if each()] + [weakref.ref(last)]
@@ -572,7 +556,7 @@ class Store:
                 raised; ``written``, ``partly_written`` and ``not_written`` list the others.
             BoundError: ``exact`` is True, and the checkpoint was stored with a loss.
         """
-        from ckstore.restore.restore import RestoreRequest, restore_reference
+        from ckstore.restore.restore import RestoreRequest
 
         with self._lock:
             self._check_open()
@@ -581,21 +565,8 @@ class Store:
                 raise UsageError(what, where=f"restore({ref!r})", todo=todo)
             self._wait_for_background()
             place = None if self._job is None else self._job.place
-            request, started = RestoreRequest(into, only, device, exact, on_progress, place), list[int]()
-            try:
-                if self._job is not None:
-                    restored = self._job.restore(self._policy, ref, request, fallback=fallback)
-                else:
-                    restored = restore_reference(self._repository, self._policy, ref, request, started)
-            except (CorruptError, BackendError) as error:
-                from ckstore.ops.fallback import is_damage, restore_older, with_recovery_advice
-
-                if self._job is not None or not is_damage(error):
-                    raise
-                damaged = started[-1] if started else None
-                if not fallback:
-                    raise with_recovery_advice(self._repository, self._policy, damaged, error) from error
-                restored = restore_older(self._repository, self._policy, damaged, error, request)
+            request = RestoreRequest(into, only, device, exact, on_progress, place)
+            restored = self._restore(ref, request, fallback=fallback)
             self._restored = self._info(header := restored.manifest.header, warnings=restored.warnings)
             if only is None:
                 self._use_as_base(restored.manifest)
@@ -1593,8 +1564,49 @@ class Store:
 
     def _note_commit(self, seq: int) -> None:
         """Start the automatic work that is due after this commit; never raises and never waits."""
-        for work in self._after_commit:
+        for work in self._after_commit if self._is_first_rank else ():
             work.after_commit(seq)
+
+    def _committed(self, state: Any, step: int, metrics: Mapping[str, float], policy: Policy) -> Committed:
+        """Commit a state in this process."""
+        from ckstore.ops.commit import CommitRequest, Committed, commit_checkpoint
+        from ckstore.results import Stopwatch
+        from ckstore.state.capture_cache import CaptureCache
+
+        if self._job is not None:
+            return Committed(self._job.commit(state, step, policy, self._parent, metrics), None)
+        self._repository.wait_for_orphan()
+        watch = Stopwatch(self._repository.clock)
+        with watch("stage"):
+            self._captures = self._captures or CaptureCache()
+            captured = self._captures.capture_for_commit(state)
+        bases, fingerprint = self._base_cache(), self._fingerprint
+        request = CommitRequest(captured, step, policy, self._parent, metrics, bases, fingerprint)
+        return commit_checkpoint(self._repository, request, watch)
+
+    def _last_policy(self, policy: Policy) -> Policy:
+        """Return the policy of a last commit: once it is staged, the saver publishes even if this process is killed."""
+        # So neither wait before staging nor skip. Ranks wait, because each could replace another commit.
+        return dataclasses.replace(policy, on_busy="replace" if self._job is None else "wait")
+
+    def _restore(self, ref: Reference | None, request: RestoreRequest, *, fallback: bool) -> Restored:
+        """Restore a checkpoint; if it is damaged, raise an error that names another one, or restore that one."""
+        from ckstore.restore.restore import restore_reference
+
+        if self._job is not None:
+            return self._job.restore(self._policy, ref, request, fallback=fallback)
+        started: list[int] = []
+        try:
+            return restore_reference(self._repository, self._policy, ref, request, started)
+        except (CorruptError, BackendError) as error:
+            from ckstore.ops.fallback import is_damage, restore_older, with_recovery_advice
+
+            if not is_damage(error):
+                raise
+            damaged = started[-1] if started else None
+            if not fallback:
+                raise with_recovery_advice(self._repository, self._policy, damaged, error) from error
+            return restore_older(self._repository, self._policy, damaged, error, request)
 
     # What the next commit continues from
 

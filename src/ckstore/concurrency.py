@@ -587,3 +587,9 @@ class _LoggingThread:
 
 _logging_thread = _LoggingThread()
 os.register_at_fork(after_in_child=_logging_thread.reset)
+
+
+def leave_idle_class(thread: threading.Thread) -> None:
+    """Return a thread from the idle class, which it inherited, to the normal one, if the system allows that."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(thread.native_id or 0, os.SCHED_OTHER, os.sched_param(0))

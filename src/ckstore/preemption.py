@@ -108,7 +108,7 @@ class StepAgreement(Protocol):
     """How the ranks of a job agree on the last step. ``ckstore.ranks.last_step.LastStep`` implements it."""
 
     def is_reached(self, step: int, *, is_asked: bool) -> bool:
-        """Say whether the last commit is to be made after this step; ``is_asked``: this rank was told to end."""
+        """Say whether the last commit is to be made after this step; ``is_asked``: this rank got a signal."""
         ...
 
 
@@ -185,7 +185,7 @@ class LastCommit:
         if self._agreement is not None and not self._is_over:
             is_due = self._agreement.is_reached(check_step(step), is_asked=is_due)
             if is_due and self.signal is None:
-                # Other ranks were told to end, and this one was not, or not yet.
+                # Other ranks got a signal, and this one did not, or not yet.
                 self._deadline = SYSTEM_CLOCK.monotonic() + self._deadline_seconds
                 self.signal = signal.Signals(next(iter(self._previous)))
         if self.signal is None or not is_due or self._is_over:

@@ -92,11 +92,13 @@ TORCH_MODULES = {
 
 LAZY = {
     "api.py": "opening and listing a store loads neither numpy nor torch",
+    "background/saver/committer.py": "the saver of one process loads no connections between ranks",
     "cli/": "a command loads only what it needs",
     "format/location.py": "listing a store reads the names of tiers, which are never compressed",
     "ops/commit.py": "an exact commit loads neither quantization nor collection",
     "ops/interop/child.py": "only files of torch load torch",
     "ops/scheduled.py": "a store that is opened without demotion does not load it",
+    "ranks/job.py": "only a full disk loads the collector",
     "results.py": "listing a store loads no tree",
     "store/manifests.py": "listing a store reads headers, and loads no manifest decoder",
     "store/repository.py": "the same",

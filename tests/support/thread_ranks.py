@@ -65,7 +65,7 @@ class ThreadJob:
         self.ranks = list(self._threads.map(join, range(world)))
 
     def each(self, call: Callable[[ThreadRank], Any]) -> list[Any]:
-        """Call a function for every rank at once. Return the results; an exception is a result, too."""
+        """Call a function for every rank on its thread. Return the results; an exception is a result, too."""
 
         def caught(rank: ThreadRank) -> Any:
             try:

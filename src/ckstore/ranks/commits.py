@@ -5,7 +5,7 @@ The same code runs in the trainer (``Store.commit``) and in the saver (``Store.c
 Invariants:
 - Every rank that calls gets the same receipt, or an error that names the rank that caused it. No call waits without
   limit: the connection finds ranks that are dead, stopped, or never join.
-- An error of this rank is told to the others before it is raised here.
+- An error of this rank reaches the others before it is raised here.
 - Packs are removed only if the manifest is certainly not in the store.
 """
 

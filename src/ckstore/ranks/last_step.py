@@ -1,8 +1,8 @@
-"""All ranks agree after which step they commit once more, when a signal has told some of them to end.
+"""All ranks agree after which step they commit once more, when some of them got a signal to end.
 
 Ranks notice a signal after different steps, and most steps cannot end on one rank without the others. So no rank may
-wait for another rank's next step. A rank that noticed the signal asks; the others reply at once, on the thread of their
-connection, with the last step that they have checked. From then on each of them waits at its next check for the
+wait for another rank's next step. A rank that noticed the signal asks. The others reply immediately, on the thread of
+their connection, with the last step that they have checked. From then on each of them waits at its next check for the
 answer: one more than the highest of these steps.
 
 Invariants:
@@ -39,7 +39,7 @@ class LastStep:
 
         Args:
             step: The step; the same sequence on all ranks.
-            is_asked: A signal has told this rank to end.
+            is_asked: This rank got a signal to end.
 
         Raises:
             RankError: A rank was lost before the ranks could agree.

@@ -175,7 +175,7 @@ class Link:
             self.ask(topic)
 
     def ask(self, topic: str) -> None:
-        """Ask a question of ``reply_to``, or reply to it. Returns at once; only the first call has an effect."""
+        """Ask a question of ``reply_to``, or reply to it. Returns immediately; only the first call has an effect."""
         with self._asking:
             if topic in self._questions:
                 return

@@ -2,7 +2,7 @@
 
 Rank 0 listens on a socket that its trainer opens and its saver inherits. So other savers can connect at any time, and
 no call of a trainer waits for a saver to start. If a saver is lost, the commit fails on all ranks. With the next one
-they connect anew, under a token that belongs to that commit.
+they make other connections, under a token that belongs to that commit.
 """
 
 from __future__ import annotations

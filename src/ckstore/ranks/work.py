@@ -47,7 +47,7 @@ MAY_BE_VISIBLE = "may_be_visible"
 """Fact of an error: the manifest may be in the store, so packs must stay."""
 
 MoreRanges = tuple[tuple[int, int, int], ...]
-"""What a rank must write beside its share: unit, offset and length of each range."""
+"""What a rank must write in addition to its share: unit, offset and length of each range."""
 
 
 @dataclass(frozen=True, slots=True)

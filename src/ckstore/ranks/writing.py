@@ -71,7 +71,7 @@ class OwnRange:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What this rank owns of its state, and what it holds beside.
+    """What this rank owns of its state, and the rest of what it holds.
 
     Args:
         owned: The ranges that it writes, by unit and offset. Their order is that of the storages of its plan.
@@ -150,7 +150,7 @@ def _shape_of(state: RankState, held: Held) -> SpanShape:
 
 
 def part_of(held: Held, lo: int, hi: int) -> Held:
-    """Return the bytes ``lo`` to ``hi`` of a unit, which lie in a held range."""
+    """Return the bytes ``lo`` to ``hi`` of a unit, which are in a held range."""
     return held._replace(offset=lo, nbytes=hi - lo, begin=held.begin + lo - held.offset)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that are told to end at different moments agree on one step, although no step can end without all of them."""
+"""Ranks that get a signal at different moments agree on one step, although no step can end without all of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckstore.ranks.last_step import LastStep
 WORLD = 4
 
 
-def train(job: ThreadJob, told: dict[int, int], steps: int = 40) -> list[int | None]:
-    """Run lock-step training; rank r is told to end during step ``told[r]``. Return each rank's last step."""
+def train(job: ThreadJob, signals: dict[int, int], steps: int = 40) -> list[int | None]:
+    """Run lock-step training; rank r gets a signal during step ``signals[r]``. Return each rank's last step."""
     barrier = threading.Barrier(WORLD)
     agreements = job.each(lambda rank: LastStep(rank.link))
 
@@ -22,7 +22,7 @@ def train(job: ThreadJob, told: dict[int, int], steps: int = 40) -> list[int | N
         number = rank.link.rank
         for step in range(1, steps):
             barrier.wait(20)
-            if agreements[number].is_reached(step, is_asked=step >= told.get(number, steps)):
+            if agreements[number].is_reached(step, is_asked=step >= signals.get(number, steps)):
                 return step
         return None
 
@@ -34,15 +34,15 @@ def test_all_ranks_stop_after_the_same_step(tmp_path):
     chance = random.Random(5)
     cases = [{2: 5}, {0: 5}, dict.fromkeys(range(WORLD), 5), {1: 5, 3: 6}]
     cases += [{rank: chance.randint(3, 30) for rank in range(WORLD)} for _ in range(6)]
-    for told in cases:
+    for signals in cases:
         job = ThreadJob(tmp_path / "store", WORLD)
-        found = train(job, told)
-        assert len(set(found)) == 1, (told, found)
-        assert found[0] in (min(told.values()) + 1, min(told.values()) + 2), (told, found)
+        found = train(job, signals)
+        assert len(set(found)) == 1, (signals, found)
+        assert found[0] in (min(signals.values()) + 1, min(signals.values()) + 2), (signals, found)
         job.close()
 
 
-def test_nobody_stops_if_nobody_is_told(tmp_path):
+def test_nobody_stops_without_a_signal(tmp_path):
     ckstore.open(tmp_path / "store").close()
     job = ThreadJob(tmp_path / "store", WORLD)
     assert train(job, {}, steps=5) == [None] * WORLD

@@ -46,7 +46,7 @@ def test_values_that_differ_are_kept_for_each_rank(path):
     asked = job.asked_for_more
     assert asked > 0
     again = job.commit(states, step=2)
-    assert job.asked_for_more == asked, "what differed before is written by each rank at once"
+    assert job.asked_for_more == asked, "what differed before is written by each rank in the first turn"
     assert again.warnings == (), "it was said once"
     job.close()
     restored = ckstore.open(path).restore(2)

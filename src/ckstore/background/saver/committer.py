@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +26,7 @@ from ckstore.background.staged_head import Head
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.commit.commit import Fingerprint
 from ckstore.commit.pipeline import WriteBlocks
-from ckstore.concurrency import ThreadLimit
+from ckstore.concurrency import ThreadLimit, leave_idle_class
 from ckstore.config import EngineName
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import CapacityError, CkstoreError, SaverError
@@ -63,7 +62,7 @@ class Send(Protocol):
 
 
 class OnLease(Protocol):
-    """Is told that tickets are promised from now on."""
+    """Records that tickets are promised from now on."""
 
     def __call__(self, only: Ticket | None) -> None:
         """``only`` this ticket; None: every one."""
@@ -404,9 +403,3 @@ class GatedLease(Lease):
         """
         self.gate()
         super().check()
-
-
-def leave_idle_class(thread: threading.Thread) -> None:
-    """Return a thread from the idle class, which it inherited, to the normal one, if the system allows that."""
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(thread.native_id or 0, os.SCHED_OTHER, os.sched_param(0))

@@ -3,7 +3,7 @@
 Invariants:
 - A ticket is promised (``Began``) when all ranks have staged it and rank 0 holds the lease. From then on it is
   published even if all trainers die.
-- A saver that loses another one fails the commit, and connects anew for the next one.
+- A saver that loses another one fails the commit, and makes another connection for the next one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from ckstore.background.saver.committer import leave_idle_class
 from ckstore.background.saver.staged_state import Ticket
 from ckstore.commit.pipeline import WriteBlocks
-from ckstore.concurrency import ThreadLimit
+from ckstore.concurrency import ThreadLimit, leave_idle_class
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import RankError
 from ckstore.ranks.commits import RankCommits
