@@ -502,7 +502,6 @@ class Store:
         """
         from ckstore.preemption import LastCommit
 
-        check_policy(policy)
         with self._lock:
             self._check_open()
             last = LastCommit(
@@ -513,7 +512,7 @@ class Store:
                 then=then,
                 metrics=metrics,
                 tags=tags,
-                policy=self._last_policy(policy or self._policy),
+                policy=self._last_policy(policy),
                 agreement=None if self._job is None else self._job.last_step(),
             )
             self._last_commits = [each for each in self._last_commits if each()] + [weakref.ref(last)]
@@ -1584,10 +1583,11 @@ class Store:
         request = CommitRequest(captured, step, policy, self._parent, metrics, bases, fingerprint)
         return commit_checkpoint(self._repository, request, watch)
 
-    def _last_policy(self, policy: Policy) -> Policy:
+    def _last_policy(self, policy: Policy | None) -> Policy:
         """Return the policy of a last commit: once it is staged, the saver publishes even if this process is killed."""
+        check_policy(policy)
         # So neither wait before staging nor skip. Ranks wait, because each could replace another commit.
-        return dataclasses.replace(policy, on_busy="replace" if self._job is None else "wait")
+        return dataclasses.replace(policy or self._policy, on_busy="replace" if self._job is None else "wait")
 
     def _restore(self, ref: Reference | None, request: RestoreRequest, *, fallback: bool) -> Restored:
         """Restore a checkpoint; if it is damaged, raise an error that names another one, or restore that one."""
