@@ -7,8 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.support.rank_jobs import FAST, open_repository
-
 from ckstore.config import Policy
 from ckstore.ranks.capture import RankCapture
 from ckstore.ranks.commits import RankCommits
@@ -16,6 +14,7 @@ from ckstore.ranks.io_loop import Job, Timing
 from ckstore.ranks.link import Link, listen
 from ckstore.ranks.work import RankRequest, RankTools
 from ckstore.results import Receipt
+from support.rank_jobs import FAST, open_repository
 
 TOKEN = b"a secret of one job, 32 bytes..."
 QUICK = Timing(join_seconds=5.0, beat_seconds=0.2, silent_seconds=1.0, handshake_seconds=2.0, close_seconds=1.0)

@@ -19,6 +19,7 @@ import torch
 from ckstore.background.copying import Span
 from ckstore.errors import UsageError
 from ckstore.state.torch_adapter import PLAIN_KINDS, are_strided
+from ckstore.state.torch_objects import is_dtensor
 
 _NBYTES_OF, _VERSION_OF = attrgetter("nbytes"), attrgetter("_version")
 _FIRST_OF = itemgetter(0)
@@ -225,6 +226,9 @@ def _spans_of(optimizer: Any) -> list[Span]:
                 within.extend(part.values())
             elif isinstance(part, (list, tuple)):
                 within.extend(part)
+            elif isinstance(part, torch.Tensor) and is_dtensor(part):
+                # The optimizers of FSDP2 and tensor parallelism own shards.
+                plain.append(part._local_tensor)
         parts = within
     if not are_strided(plain):
         plain = [each for each in plain if are_strided((each,))]

@@ -14,9 +14,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import ckstore
+from ckstore.background.optimizer_guard import OptimizerGuard
 from ckstore.errors import CorruptError, UsageError
+from support.fake_ranks import mesh_of, rank_of, sharded
 from support.fake_saver import FakeSaver, step_without_hooks
 from support.guarded_trainer import Trainer, commit_and
 from support.saver_harness import until
@@ -352,3 +355,20 @@ def test_checked_commit_is_staged_without_a_step(checked_store):
     pending = checked_store.commit_async(trainer.state(), 1)
     assert not pending.is_staged
     assert pending.result().step == 1
+
+
+def test_shards_of_dtensors_are_guarded():
+    with rank_of(1, 2):
+        weight = torch.nn.Parameter(sharded(torch.randn(8, 4), mesh_of(2), [Shard(0)]))
+        optimizer = torch.optim.AdamW([weight])
+        weight.grad = sharded(torch.ones(8, 4), weight.device_mesh, [Shard(0)])
+        optimizer.step()
+        guard = OptimizerGuard(lambda: None)
+        guard.attach(optimizer)
+        moments = optimizer.state[weight]
+        owned = [weight._local_tensor, moments["exp_avg"]._local_tensor, moments["exp_avg_sq"]._local_tensor]
+        spans = guard.spans()
+        for tensor in owned:
+            begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            assert any(lo <= begin and end <= hi for lo, hi in spans)
+        guard.release()

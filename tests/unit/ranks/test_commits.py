@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.thread_ranks import ThreadJob
 
 import ckstore
 from ckstore.errors import CkstoreError, RankError, UsageError
 from ckstore.results import Receipt
+from support.thread_ranks import ThreadJob
 
 
 @pytest.fixture

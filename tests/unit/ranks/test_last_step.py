@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 import threading
 
-from tests.support.thread_ranks import ThreadJob
-
 import ckstore
 from ckstore.ranks.last_step import LastStep
+from support.thread_ranks import ThreadJob
 
 WORLD = 4
 

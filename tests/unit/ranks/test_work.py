@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.support.rank_jobs import PlayedJob
 
 import ckstore
+from support.rank_jobs import PlayedJob
 
 
 @pytest.fixture
