@@ -247,8 +247,11 @@ class LastCommit:
             return f"{name} was received after the last check(): nothing was committed; earlier checkpoints are intact"
         return (
             f"{name} received, but the loop ended ({type(error).__name__}) before the step was complete: no last "
-            f"commit; earlier checkpoints are intact{_ranks_text()}"
+            f"commit; earlier checkpoints are intact{self._ranks_text()}"
         )
+
+    def _ranks_text(self) -> str:
+        return "; all ranks commit after the same step" if self._agreement is not None else _ranks_text()
 
     def leave_at_exit(self) -> None:
         """Log at process exit if a received signal led to no commit."""
@@ -440,7 +443,7 @@ class LastCommit:
             return
         name = self.signal.name
         text = "%s: the state is committed once more after this step; deadline in %.3g s%s"
-        _log.warning(text, name, self._seconds_left(), _ranks_text())
+        _log.warning(text, name, self._seconds_left(), self._ranks_text())
         poll = select.poll()
         poll.register(wake_fd, select.POLLIN)
         while not poll.poll(1000 * self._seconds_left()):
@@ -457,7 +460,7 @@ class LastCommit:
                 "only between steps. The next check() still commits; another signal ends the process%s",
                 name,
                 self._deadline_seconds,
-                _ranks_text(),
+                self._ranks_text(),
             )
 
 
