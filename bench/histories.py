@@ -83,7 +83,7 @@ def synthetic_donors(seed: int = 0) -> Donors:
     """Return random values whose magnitudes resemble those of a trained run."""
     rng = np.random.default_rng(seed)
     donors: Donors = {}
-    for kind in {_kind_of(name) for name in shapes_of(64)}:
+    for kind in dict.fromkeys(_kind_of(name) for name in shapes_of(64)):
         count = 1 << 16
         scale = np.exp(rng.normal(-9.0, 1.5, count))
         weight = rng.normal(1.0 if kind.startswith("ln_") and kind.endswith("weight") else 0.0, 0.03, count)

@@ -10,7 +10,7 @@ from typing import Any
 from ckstore.config import Policy
 from ckstore.io.url import backend_for
 from ckstore.ranks.capture import RankCapture
-from ckstore.ranks.work import RankRequest, RankTools, RankWork, Root, decode_more, decode_receipt
+from ckstore.ranks.work import RankContents, RankRequest, RankTools, RankWork, Root, decode_more, decode_receipt
 from ckstore.results import Receipt
 from ckstore.store.repository import Repository
 from ckstore.store.store_config import read_store_record
@@ -45,7 +45,7 @@ class PlayedJob:
     def __post_init__(self) -> None:
         self.tools = [RankTools(open_repository(self.path), rank) for rank in range(self.world)]
         self.captures = [RankCapture(self.world) for _ in range(self.world)]
-        self.root = Root(self.tools[0].repository, on_divergence=self.on_divergence)
+        self.root = Root(self.tools[0].repository, RankContents(), on_divergence=self.on_divergence)
 
     def commit(self, states: Sequence[Any], step: int, policy: Policy = FAST) -> Receipt:
         """Commit the states of all ranks as one checkpoint."""

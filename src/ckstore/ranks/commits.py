@@ -24,6 +24,7 @@ from ckstore.ranks.link import Link
 from ckstore.ranks.messages import Begin, More, Wanted, Write
 from ckstore.ranks.work import (
     MAY_BE_VISIBLE,
+    RankContents,
     RankRequest,
     RankTools,
     RankWork,
@@ -71,7 +72,11 @@ class RankCommits:
 
     def __init__(self, link: Link, tools: RankTools, *, on_divergence: str = "warn") -> None:
         self._link, self._tools = link, tools
-        self._root = Root(tools.repository, on_divergence=on_divergence) if link.rank == 0 else None
+        self._root: Root | None = None
+        if link.rank == 0:
+            # Other handles may use the same connection. The ranks do not send again what rank 0 knows.
+            known = link.once(RankContents)
+            self._root = Root(tools.repository, known, on_divergence=on_divergence)
 
     def commit(
         self,

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from select import POLLIN, poll
+from typing import TypeVar
 
 from ckstore import __version__
 from ckstore.clock import SYSTEM_CLOCK
@@ -40,6 +41,9 @@ _RETRY_SECONDS = 0.2
 _WAIT_SECONDS = 5.0
 
 Address = tuple[str, int]
+
+
+T = TypeVar("T")
 
 
 class Link:
@@ -72,6 +76,7 @@ class Link:
         self._questions: dict[str, int] = {}
         self._replies: dict[str, Callable[[], bytes]] = {}
         self._asking = threading.Lock()
+        self._shared: dict[Callable[[], object], object] = {}
         self._pid = os.getpid()
         connection = None if job.rank == 0 else connect(job, addresses, timing)
         self._loop = IoLoop(job, timing, listener=listener, connection=connection)
@@ -101,6 +106,13 @@ class Link:
     def call_when_all_staged(self, call: Callable[[int], None] | None) -> None:
         """Have a function called with the number of each commit of which all ranks are staged, on another thread."""
         self._loop.on_all_staged = call
+
+    def once(self, kind: Callable[[], T]) -> T:
+        """Return the object of this class that all users of the connection share. The first of them makes it."""
+        if kind not in self._shared:
+            self._shared[kind] = kind()
+        found: T = self._shared[kind]  # type: ignore[assignment]
+        return found
 
     def attempt_id(self, number: int) -> bytes:
         """Return the 16 bytes by which a commit is found in the store."""

@@ -90,6 +90,10 @@ class _Commit:
     """Ranks whose part of this turn was not received yet."""
     parts: dict[int, bytes] = field(default_factory=dict)
 
+    def digests(self, world: int) -> tuple[tuple[bytes, ...], ...]:
+        """Return the digests of each rank; all have begun."""
+        return tuple(self.begun[rank].digests for rank in range(world))
+
 
 @dataclass
 class _Question:
@@ -211,6 +215,7 @@ class Coordinator:
             return []
         commit.stage = Stage.WRITING
         commit.awaited = set(range(self._world))
+        self._planned = frozenset(digest for listed in commit.digests(self._world) for digest in listed)
         actions: list[Action] = []
         for rank, content in enumerate(spans):
             is_same = self._spans.get(rank) == content
@@ -338,9 +343,9 @@ class Coordinator:
                 actions += self._list(commit)
             if commit.stage is Stage.LISTING and not commit.wanted:
                 commit.stage = Stage.PLANNING
-                digests = tuple(commit.begun[rank].digests for rank in range(self._world))
-                self._planned = frozenset(digest for listed in digests for digest in listed)
-                actions.append(Plan(commit.number, digests, commit.contents))
+                # If this plan fails, it is not clear what rank 0 has kept.
+                self._planned = frozenset()
+                actions.append(Plan(commit.number, commit.digests(self._world), commit.contents))
                 commit.contents = {}
             if commit.stage is Stage.WRITING and not commit.awaited and not earlier:
                 commit.stage = Stage.MERGING

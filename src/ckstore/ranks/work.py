@@ -272,21 +272,52 @@ def _may_be_visible(repository: Repository, seq: int, error: CkstoreError) -> bo
         return True
 
 
+class RankContents:
+    """What the ranks sent about their states, by digest: that of the last commit, which they do not send again.
+
+    It belongs to the connection between the ranks, and not to a handle.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = SkeletonDecoder()
+        self._skeletons: dict[bytes, Skeleton] = {}
+        self._holdings: dict[bytes, Holdings] = {}
+
+    def update(self, digests: Sequence[Sequence[bytes]], contents: Mapping[bytes, bytes]) -> list[RankContent]:
+        """Return what each rank holds, and keep only that.
+
+        Args:
+            digests: For each rank the digests of its skeleton and its holdings.
+            contents: What the digests stand for that are new.
+        """
+        self._decoder.begin()
+        for rank, (skeleton, holdings) in enumerate(digests):
+            where = f"rank {rank}"
+            if skeleton in contents and skeleton not in self._skeletons:
+                self._skeletons[skeleton] = self._decoder.decode(contents[skeleton], where=where)
+            if holdings in contents and holdings not in self._holdings:
+                self._holdings[holdings] = Holdings.decode(contents[holdings], where=where)
+        found = [RankContent(self._skeletons[skeleton], self._holdings[holdings]) for skeleton, holdings in digests]
+        self._skeletons = {digest: self._skeletons[digest] for digest, _ in digests}
+        self._holdings = {digest: self._holdings[digest] for _, digest in digests}
+        return found
+
+
 class Root:
     """Rank 0's work for the commits of all ranks, one after another.
 
     Args:
         repository: The open run.
+        contents: What rank 0 knows of the ranks.
         on_divergence: What to do if shards differ that must be equal: ``"warn"`` or ``"raise"``.
     """
 
-    def __init__(self, repository: Repository, *, on_divergence: str = "warn") -> None:
+    def __init__(self, repository: Repository, contents: RankContents, *, on_divergence: str = "warn") -> None:
         self._repository = repository
+        self._contents = contents
         self._on_divergence = on_divergence
         self._merger = Merger(repository.limits)
-        self._decoder = SkeletonDecoder()
         self._skeletons: dict[bytes, Skeleton] = {}
-        self._holdings: dict[bytes, Holdings] = {}
         self._planned: tuple[tuple[object, ...], list[bytes]] | None = None
         self._differing: set[Path] = set()
         self._comparison: Comparison | None = None
@@ -302,24 +333,17 @@ class Root:
         """
         self._comparison = self._merged = None
         self._parts = {}
-        self._decoder.begin()
-        for rank, (skeleton, holdings) in enumerate(digests):
-            where = f"rank {rank}"
-            if skeleton in contents and skeleton not in self._skeletons:
-                self._skeletons[skeleton] = self._decoder.decode(contents[skeleton], where=where)
-            if holdings in contents and holdings not in self._holdings:
-                self._holdings[holdings] = Holdings.decode(contents[holdings], where=where)
-        known = [(self._skeletons[skeleton], self._holdings[holdings]) for skeleton, holdings in digests]
-        self._skeletons = {digest: self._skeletons[digest] for digest, _ in digests}
-        self._holdings = {digest: self._holdings[digest] for _, digest in digests}
+        known = self._contents.update(digests, contents)
+        self._skeletons = {skeleton: content.skeleton for (skeleton, _), content in zip(digests, known, strict=True)}
         # Skeletons with other plain values lead to the same plan.
         key: tuple[object, ...] = (
-            tuple((skeleton.tables_digest, digest) for (skeleton, _), (_, digest) in zip(known, digests, strict=True)),
+            tuple(
+                (content.skeleton.tables_digest, digest) for content, (_, digest) in zip(known, digests, strict=True)
+            ),
             frozenset(self._differing),
         )
         if self._planned is None or self._planned[0] != key:
-            ranks = [RankContent(skeleton, holdings) for skeleton, holdings in known]
-            plan = plan_ranks(ranks, self._repository.limits, frozenset(self._differing))
+            plan = plan_ranks(known, self._repository.limits, frozenset(self._differing))
             self._planned = key, spans_by_rank(plan)
         return self._planned[1]
 

@@ -7,7 +7,10 @@ import torch
 
 import ckstore
 from ckstore.errors import CkstoreError, RankError, UsageError
+from ckstore.ranks.commits import RankCommits
+from ckstore.ranks.work import RankRequest, RankTools
 from ckstore.results import Receipt
+from support.rank_jobs import FAST, open_repository
 from support.thread_ranks import ThreadJob
 
 
@@ -88,3 +91,22 @@ def test_different_runs_are_refused(path):
     found = job.commit(states(2), step=1)
     assert all(isinstance(each, UsageError) and "other" in str(each) for each in found), found
     job.close()
+
+
+def test_handles_that_share_a_connection_commit_in_turn(job, path):
+    ckstore.open(path.with_name("other")).close()
+    others = [RankTools(open_repository(path.with_name("other")), rank) for rank in range(4)]
+    second = [RankCommits(rank.link, tools) for rank, tools in zip(job.ranks, others, strict=True)]
+
+    def commit_to_second(rank, step):
+        request = RankRequest(rank.capture.capture(states()[rank.link.rank]), step, FAST)
+        return second[rank.link.rank].commit(step, FAST, lambda: request)
+
+    for step in (5, 6):
+        assert all(isinstance(each, Receipt) for each in job.commit(states(), step))
+        found = job.each(lambda rank, step=step: commit_to_second(rank, step))
+        assert all(isinstance(each, Receipt) for each in found), found
+    for tools in others:
+        tools.repository.close()
+    for place in (path, path.with_name("other")):
+        assert ckstore.open(place).steps() == [5, 6]

@@ -197,3 +197,17 @@ def test_second_ask_is_refused_and_the_first_goes_on():
     assert decide.values == (b"0", b"1")
     answers = coordinator.decided("step", 1, b"1")
     assert answers == [Send(rank, Agreed("step", 1, b"1", None, None)) for rank in range(2)]
+
+
+def test_content_is_asked_for_again_after_a_plan_that_failed():
+    coordinator = joined(2)
+    coordinator.failed(1, RECORD)
+    for rank in range(2):
+        actions = coordinator.received(rank, begin(2), 0.0)
+    assert actions == [Send(0, Wanted(2, (digest_of(CONTENT),)))]
+    coordinator.received(0, Content(2, digest_of(CONTENT), CONTENT), 0.0)
+    coordinator.planned(2, [b"", b""])
+    coordinator.received(1, Abort(2, 100, RECORD), 0.0)
+    for rank in range(2):
+        actions = coordinator.received(rank, begin(3), 0.0)
+    assert actions == [Plan(3, ((digest_of(CONTENT),),) * 2, {})]
