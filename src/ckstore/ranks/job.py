@@ -68,7 +68,7 @@ class Job:
         self._tools = RankTools(repository, ranks.rank)
         self._capture = RankCapture(ranks.world)
         self._commits = RankCommits(self._link, self._tools, on_divergence=ranks.on_divergence)
-        self._background_capture = RankCapture()
+        self._background_capture = RankCapture(ranks.world)
         self._background_count = 0
         self._last_step: LastStep | None = None
         self._listener: Listener | None = None
