@@ -154,7 +154,7 @@ class RankWork:
         with self._watch("check"):
             checks = [
                 *checks_of_owned(state, share, unpublished.plan, unpublished.stored, limits),
-                *checks_of_rest(state, share.rest, limits),
+                *checks_of_rest(state, share.rest, limits, turn=int.from_bytes(self._attempt[:4], "little")),
             ]
         self._share = share
         self._part = self._made_part(unpublished, share, checks, state.captured.warnings)

@@ -178,15 +178,37 @@ def pieces_of(state: RankState, held: Held, limits: Limits) -> Iterator[tuple[in
         offset += nbytes
 
 
-def checks_of_rest(state: RankState, rest: Iterable[Held], limits: Limits) -> Iterator[Check]:
-    """Yield the digests of what this rank holds and does not write. Reads and hashes all of it."""
+def checks_of_rest(state: RankState, rest: Iterable[Held], limits: Limits, *, turn: int = 0) -> Iterator[Check]:
+    """Yield the digests of what this rank holds and does not write. Reads and hashes it.
+
+    Args:
+        state: The state of this rank.
+        rest: What it does not write.
+        limits: Bounds of the store.
+        turn: Chooses the pieces of parts that were declared ``Replicated``: others in each commit.
+    """
+    every = state.captured.structure.once("sampled", lambda: _sampled_units(state))
+    count = turn
     for held in rest:
         storage = state.captured.storages[held.storage]
         for offset, nbytes in pieces_of(state, held, limits):
+            interval = every.get(held.unit, 1)
+            count += 1
+            if interval == 0 or count % interval:
+                continue
             begin = held.begin + offset - held.offset
             yield Check(
                 held.unit, offset, nbytes, bytes(chunk_id_of(storage.read(begin, begin + nbytes))[:CHECK_NBYTES])
             )
+
+
+def _sampled_units(state: RankState) -> dict[int, int]:
+    """Return for each unit that was declared ``Replicated`` of how many pieces one is compared; 0: of none."""
+    found: dict[int, int] = {}
+    for path, share in state.replicated:
+        interval = round(1 / share) if share else 0
+        found |= {index: interval for index, unit in enumerate(state.units) if unit.path[: len(path)] == path}
+    return found
 
 
 def checks_of_owned(

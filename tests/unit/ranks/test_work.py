@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import ckstore
+from ckstore.config import Limits
+from ckstore.ranks.writing import Share, checks_of_rest
 from support.rank_jobs import PlayedJob
 
 
@@ -96,3 +98,32 @@ def test_a_later_job_continues_from_the_bases_of_an_earlier_one(path):
     receipt = job.commit([state] * 3, step=2)
     assert receipt.bytes_written == 0
     job.close()
+
+
+def test_a_flipped_bit_in_one_replica_is_named(path):
+    job = PlayedJob(path, 4)
+    states = [{"model": model(1)} for _ in range(4)]
+    states[2]["model"]["w1"].view(torch.int32)[5, 7] ^= 1
+    receipt = job.commit(states, step=1)
+    assert len(receipt.warnings) == 1
+    assert "model.w1" in receipt.warnings[0]
+    assert "rank 2" in receipt.warnings[0]
+    job.close()
+    copies = ckstore.open(path).restore(1)["model"]["w1"]
+    assert all(torch.equal(copies[rank], states[rank]["model"]["w1"]) for rank in range(4))
+
+
+def test_of_declared_replicas_a_sample_is_compared(path):
+    job = PlayedJob(path, 2)
+    declared = [{"model": ckstore.Replicated(model(1, count=8), check=1 / 2)} for _ in range(2)]
+    plain = [{"model": model(1, count=8)} for _ in range(2)]
+    sample, every = (sum(check.nbytes for check in checks_of(job, states, 1)) for states in (declared, plain))
+    assert 0.3 * every < sample < 0.7 * every
+    job.close()
+
+
+def checks_of(job, states, rank):
+    """Return the checks of what a rank would not write."""
+    state = job.captures[rank].capture(states[rank])
+    share = Share.of(state, {})
+    return list(checks_of_rest(state, share.rest, Limits(), turn=3))
