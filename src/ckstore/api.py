@@ -1490,6 +1490,8 @@ class Store:
                         stack.callback(last.close)
                     for work in after:
                         stack.callback(work.close)
+                    if self._job is not None:
+                        stack.callback(self._job.close)
                     stack.callback(self._finalizer)
             if background is not None:
                 background.raise_unreported(call_did_nothing=False)

@@ -6,6 +6,9 @@
     dcp.save(state, storage_writer=ckstore.dcp.Writer("runs/a", step), planner=ckstore.dcp.SavePlanner())
     dcp.load(state, storage_reader=ckstore.dcp.Reader("runs/a"), planner=ckstore.dcp.LoadPlanner())
 
+In place of a path they take an open ``ckstore.Store``. Then the store commits the state as ``Store.commit`` does. On
+many ranks it must have been opened with ``ranks=``; DCP's collectives are not needed then (``use_collectives=False``).
+
 With torch's default planners values that are not tensors are pickled by DCP, and ckstore stores these bytes.
 """
 
@@ -22,22 +25,104 @@ from torch.distributed.checkpoint import planner as torch_planner
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ckstore.api import Store
 from ckstore.config import Policy
-from ckstore.errors import CkstoreError
+from ckstore.errors import CkstoreError, UsageError
+from ckstore.io.backend import Backend
+from ckstore.ranks import dcp_reader, dcp_writer
 from ckstore.ranks.dcp_planner import LoadPlanner, SavePlanner
-from ckstore.ranks.dcp_reader import Reader
-from ckstore.ranks.dcp_writer import Writer
 from ckstore.results import Info, Receipt
 from ckstore.store.refs import Reference
 
 __all__ = ["LoadPlanner", "Reader", "SavePlanner", "Writer", "async_save", "load", "save"]
 
-StorePath = str | os.PathLike[str]
+StorePlace = str | os.PathLike[str] | Backend | Store
+
+
+class Writer(dcp_writer.Writer):
+    """Saves to a store through ``torch.distributed.checkpoint.save`` and ``async_save``.
+
+    Args:
+        store: A folder, a URL, a backend, or an open ``Store``, which commits the state itself. The coordinator makes
+            the store if it does not exist.
+        step: The trainer's step; None: one more than that of the newest checkpoint.
+        run: The run to save to; that of an open store.
+        policy: How to store the state. None: the policy of an open store, else the default. Residual policies need an
+            open store, on one rank.
+        metrics: Numbers to find this checkpoint by, as in ``best:loss``.
+
+    Attributes:
+        receipt: The receipt of the last save; with a path, on the coordinator only.
+    """
+
+    def __init__(
+        self,
+        store: StorePlace,
+        step: int | None = None,
+        *,
+        run: str = "main",
+        policy: Policy | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        if not isinstance(store, Store):
+            super().__init__(store, step, run=run, policy=policy, metrics=metrics)
+            return
+
+        def commit(state: dict[str, Any], step: int | None) -> Receipt:
+            if step is None:
+                newest = store.latest()
+                step = 0 if newest is None else newest.step + 1
+            return store.commit(state, step, metrics=metrics, policy=policy)
+
+        _check_ranks(store)
+        place = store._repository
+        super().__init__(place, step, run=_run_of(store, run), policy=policy, metrics=metrics, commit=commit)
+
+
+class Reader(dcp_reader.Reader):
+    """Loads from a store through ``torch.distributed.checkpoint.load``.
+
+    Args:
+        store: A folder, a URL, a backend, or an open ``Store``, with or without ranks.
+        ref: Which checkpoint: a step, a tag, ``latest``, ``best:metric``, ``seq:N``; None: the newest whole one.
+        run: The run to load from; that of an open store.
+        policy: Threads, memory and checks.
+
+    Attributes:
+        info: Facts about the checkpoint that was loaded last.
+    """
+
+    def __init__(
+        self, store: StorePlace, ref: Reference | None = None, *, run: str = "main", policy: Policy | None = None
+    ) -> None:
+        if isinstance(store, Store):
+            # Background commits may be newer than what the store has.
+            store.wait()
+            super().__init__(store._repository, ref, run=_run_of(store, run), policy=policy)
+        else:
+            super().__init__(store, ref, run=run, policy=policy)
+
+
+def _run_of(store: Store, run: str) -> str:
+    if run not in ("main", store.run):
+        raise UsageError(
+            f"the store was opened with the run {store.run!r}, not {run!r}", todo="leave out run=, or open that run"
+        )
+    return store.run
+
+
+def _check_ranks(store: Store) -> None:
+    is_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if is_many and store._job is None:
+        raise UsageError(
+            "each rank would commit a checkpoint of its own with this store",
+            todo="open it with ranks=ckstore.Ranks.of_torch(), or pass its path",
+        )
 
 
 def save(
     state: dict[str, Any],
-    store: StorePath,
+    store: StorePlace,
     step: int | None = None,
     *,
     run: str = "main",
@@ -51,7 +136,8 @@ def save(
 
     Args:
         state: A dict of tensors, DTensors, plain values, objects with ``state_dict``, and dicts and lists of these.
-        store: The folder or URL of the store; made if it does not exist.
+        store: The folder or URL of the store, which is made if it does not exist; or an open store. Then the other
+            arguments are as for ``Writer``.
         step: The trainer's step; None: one more than that of the newest checkpoint.
         run: The run to save to.
         policy: How to store the state.
@@ -78,7 +164,7 @@ def save(
 
 def async_save(
     state: dict[str, Any],
-    store: StorePath,
+    store: StorePlace,
     step: int | None = None,
     *,
     run: str = "main",
@@ -94,7 +180,8 @@ def async_save(
 
     Args:
         state: As for ``save``.
-        store: The folder or URL of the store; made if it does not exist.
+        store: The folder or URL of the store, which is made if it does not exist; or an open store. Then the other
+            arguments are as for ``Writer``.
         step: The trainer's step; None: one more than that of the newest checkpoint.
         run: The run to save to.
         policy: How to store the state.
@@ -114,7 +201,7 @@ def async_save(
 
 def load(
     state: dict[str, Any],
-    store: StorePath,
+    store: StorePlace,
     ref: Reference | None = None,
     *,
     run: str = "main",
@@ -129,7 +216,7 @@ def load(
 
     Args:
         state: The state to overwrite, as for ``save``. Its tensors may be sharded in another way.
-        store: The folder or URL of the store.
+        store: The folder or URL of the store, or an open store.
         ref: Which checkpoint: a step, a tag, ``latest``, ``best:metric``, ``seq:N``; None: the newest whole one, as
             rank 0 finds it.
         run: The run to load from.
@@ -163,7 +250,7 @@ def load(
 
 
 def _agreed(
-    reader: Reader, store: StorePath, run: str, policy: Policy | None, group: dist.ProcessGroup | None
+    reader: Reader, store: StorePlace, run: str, policy: Policy | None, group: dist.ProcessGroup | None
 ) -> Reader:
     """Return a reader of the checkpoint that the first rank of a group finds, so that all ranks load the same one."""
     found: list[Any] = [None]

@@ -17,6 +17,7 @@ from ckstore.errors import CkstoreError, ConflictError, LeafTypeError, NotFoundE
 from ckstore.ranks import dcp_targets
 from ckstore.ranks.dcp_place import parse_checkpoint_id
 from support.dcp_ranks import Rank, save_by
+from support.thread_ranks import stores_of_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -246,6 +247,71 @@ def test_saves_without_collectives_are_refused_only_for_many_ranks(tmp_path, mon
     monkeypatch.setattr("ckstore.ranks.dcp_writer._world_size", lambda: 2)
     with pytest.raises(UnsupportedError, match="use_collectives=False cannot publish one checkpoint"):
         torch_dcp.save({"n": 1}, storage_writer=dcp.Writer(tmp_path), use_collectives=False)
+
+
+def moment_of(steps):
+    return trained(steps)["optim"]["state"][0]["exp_avg"]
+
+
+def test_an_open_store_commits_for_dcp(tmp_path):
+    with ckstore.open(tmp_path, run="a") as store:
+        assert dcp.save(trained(2), store, metrics={"loss": 1.0}).step == 0
+        store.commit({"n": 1}, 7)
+        writer = dcp.Writer(store)
+        torch_dcp.save(trained(3), storage_writer=writer)
+        assert [(info.step, info.seq) for info in store.log()] == [(8, 2), (7, 1), (0, 0)]
+        assert writer.receipt.seq == 2
+        for target, ref, steps in ((store, None, 3), (tmp_path, "best:loss", 2)):
+            loaded = trained(1)
+            assert dcp.load(loaded, target, ref, run="a").seq == steps * 2 - 4
+            assert equal(loaded, trained(steps))
+        # As with a path, keys are those of DCP: text.
+        assert torch.equal(store.restore()["optim"]["state"]["0"]["exp_avg"], moment_of(3))
+        pending = store.commit_async({"n": torch.ones(2)}, 9)
+        loaded = {"n": torch.zeros(2)}
+        torch_dcp.load(loaded, storage_reader=dcp.Reader(store))
+        assert loaded["n"].tolist() == [1.0, 1.0]
+        pending.result()
+
+
+def test_what_an_open_store_cannot_do_is_refused(tmp_path, monkeypatch):
+    class Changing(torch_dcp.DefaultSavePlanner):
+        def transform_object(self, write_item, object):
+            return super().transform_object(write_item, object)
+
+    with ckstore.open(tmp_path) as store:
+        with pytest.raises(torch_dcp.CheckpointException, match="this planner decides what is saved: .*Changing"):
+            torch_dcp.save({"n": 1}, storage_writer=dcp.Writer(store, 1), planner=Changing())
+        with pytest.raises(UsageError, match="names another store"):
+            torch_dcp.save({"n": 1}, storage_writer=dcp.Writer(store, 1), checkpoint_id="elsewhere")
+        with pytest.raises(UsageError, match="run 'main', not 'b'"):
+            dcp.save({"n": 1}, store, 1, run="b")
+        with pytest.raises(UsageError, match="another process cannot use an open store"):
+            pickle.dumps(dcp.Writer(store))
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.raises(UsageError, match="each rank would commit a checkpoint of its own"):
+            dcp.Writer(store)
+        assert store.log() == []
+
+
+@pytest.mark.parametrize("planner", [torch_dcp.DefaultSavePlanner, dcp.SavePlanner])
+def test_ranks_of_an_open_store_save_one_checkpoint_without_collectives(tmp_path, planner):
+    def save(store):
+        state = {"w": torch.ones(1000), "rng": torch.full((4,), store.rank), "pos": store.rank, "names": ["a"]}
+        writer = dcp.Writer(store.store)
+        torch_dcp.save(state, storage_writer=writer, planner=planner(), use_collectives=False)
+        return writer.receipt
+
+    with stores_of_ranks(tmp_path, 3) as each:
+        receipts = each(save)
+    assert [receipt.seq for receipt in receipts] == [0, 0, 0]
+    with ckstore.open(tmp_path) as store:
+        assert [info.step for info in store.log()] == [0]
+        found = store.restore()
+        assert (found["pos"], found["names"]) == ({0: 0, 1: 1, 2: 2}, ["a"])
+        assert [found["rng"][rank].tolist() for rank in range(3)] == [[rank] * 4 for rank in range(3)]
+        assert torch.equal(found["w"], torch.ones(1000))
 
 
 def test_checkpoint_ids_name_a_step_or_a_store(tmp_path):

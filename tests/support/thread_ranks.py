@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import ckstore
 from ckstore.config import Policy
 from ckstore.ranks.capture import RankCapture
 from ckstore.ranks.commits import RankCommits
@@ -82,3 +84,49 @@ class ThreadJob:
         """End the job."""
         self.each(ThreadRank.close)
         self._threads.shutdown()
+
+
+class StoreRank(NamedTuple):
+    """One rank with its store."""
+
+    rank: int
+    store: ckstore.Store
+    ranks: ckstore.Ranks
+
+    def close(self) -> None:
+        """Leave the job."""
+        self.store.close()
+        self.ranks.close()
+
+
+@contextlib.contextmanager
+def stores_of_ranks(
+    place: Any, world: int, **options: Any
+) -> Iterator[Callable[[Callable[[StoreRank], Any]], list[Any]]]:
+    """Open a store as each rank of a job. Yield what calls a function for all ranks, each on a thread of its own.
+
+    An exception is a result, too.
+    """
+    with listen("127.0.0.1", 0) as end:
+        address = f"127.0.0.1:{end.getsockname()[1]}"
+    with ThreadPoolExecutor(world) as threads:
+
+        def opened(rank: int) -> StoreRank:
+            ranks = ckstore.Ranks(rank, world, address, TOKEN.decode(), join_seconds=20)
+            return StoreRank(rank, ckstore.open(place, ranks=ranks, **options), ranks)
+
+        found = list(threads.map(opened, range(world)))
+
+        def each(call: Callable[[StoreRank], Any]) -> list[Any]:
+            def caught(rank: StoreRank) -> Any:
+                try:
+                    return call(rank)
+                except Exception as error:
+                    return error
+
+            return list(threads.map(caught, found))
+
+        try:
+            yield each
+        finally:
+            each(StoreRank.close)

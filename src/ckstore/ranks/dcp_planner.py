@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -46,6 +47,10 @@ class StoreMeta(StorageMeta):
     """Tells a planner that ckstore is the storage."""
 
 
+class JobMeta(StorageMeta):
+    """Tells a planner that an open store commits the state, which needs no plan."""
+
+
 class PlainValue(io.BytesIO):
     """A value that is not serialized, because the storage stores it as a typed node."""
 
@@ -69,6 +74,7 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__(**options)
         self.warnings: list[str] = []
         self._is_typed = False
+        self._is_planned = True
         if cache_key is not None:
             self._cached_plans_key = f"{type(self).__qualname__}:{cache_key}"
 
@@ -77,10 +83,13 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         """Note the state, and whether the storage is ckstore's."""
         self._is_typed = isinstance(storage_meta, StoreMeta)
+        self._is_planned = not isinstance(storage_meta, JobMeta)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan of this rank, with digests of what DCP takes for equal on all ranks."""
+        if not self._is_planned:
+            return SavePlan([])
         plan = super().create_local_plan()
         if not (self._is_typed and torch.distributed.is_initialized()):
             return plan
@@ -89,6 +98,8 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plans of all ranks, and note values that differ between ranks."""
+        if not self._is_planned:
+            return all_plans, Metadata({})
         self.warnings = list(_differences([plan.storage_data or {} for plan in all_plans]))
         for sentence in self.warnings:
             _log.warning("%s", sentence)
@@ -99,6 +110,24 @@ class SavePlanner(DefaultSavePlanner):
         if self._is_typed and write_item.type == WriteItemType.BYTE_IO:
             return PlainValue(object)
         return super().transform_object(write_item, object)
+
+
+def planned_state(planner: object) -> dict[str, Any]:
+    """Return the nested state that a planner was set up with.
+
+    Raises:
+        UnsupportedError: The planner decides what is saved.
+    """
+    if not isinstance(planner, DefaultSavePlanner) or type(planner).transform_object not in _UNCHANGING:
+        raise UnsupportedError(
+            "an open store commits the state as it is, and this planner decides what is saved",
+            where=type(planner).__qualname__,
+            todo="pass the path of the store, or use ckstore.dcp.SavePlanner",
+        )
+    return unflatten_state_dict(planner.state_dict, planner.mappings) if planner.mappings else planner.state_dict
+
+
+_UNCHANGING = (DefaultSavePlanner.transform_object, SavePlanner.transform_object)
 
 
 def _digests(state: dict[str, Any]) -> dict[str, bytes]:

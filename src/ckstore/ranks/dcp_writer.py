@@ -15,7 +15,7 @@ import io
 import logging
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from ckstore.io.backend import Backend
 from ckstore.ranks.dcp_boxes import start_of
 from ckstore.ranks.dcp_merge import ArrayPart, Part, SaveFacts, ValuePart, merge, publish
 from ckstore.ranks.dcp_place import CheckpointId, StorePlace, parse_checkpoint_id
-from ckstore.ranks.dcp_planner import PlainValue, StoreMeta
+from ckstore.ranks.dcp_planner import JobMeta, PlainValue, StoreMeta, planned_state
 from ckstore.results import Receipt, Stopwatch
 from ckstore.state.capture import Captured, Structure, capture
 from ckstore.state.memory import MemorySpan, Spans
@@ -47,6 +47,9 @@ from ckstore.state.torch_adapter import TorchAdapter, wait_for_devices
 from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
+
+CommitCall = Callable[[dict[str, Any], int | None], Receipt]
+"""Commits a state with a step; without one, it is one more than that of the newest checkpoint."""
 
 
 class Writer(StorageWriter):
@@ -58,9 +61,10 @@ class Writer(StorageWriter):
         run: The run to save to.
         policy: How to store the state. Residual policies need ``Store.commit``.
         metrics: Numbers to find this checkpoint by, as in ``best:loss``.
+        commit: Commits the state of this rank in place of DCP's planner and collectives; None: these are used.
 
     Attributes:
-        receipt: On the coordinator: the receipt of the last save.
+        receipt: The receipt of the last save; on the coordinator only, unless ``commit`` was given.
     """
 
     def __init__(
@@ -71,9 +75,11 @@ class Writer(StorageWriter):
         run: str = "main",
         policy: Policy | None = None,
         metrics: Mapping[str, float] | None = None,
+        commit: CommitCall | None = None,
     ) -> None:
         super().__init__()
         check_policy(policy)
+        self._commit = commit
         self._place = StorePlace(store, run)
         self._step = None if step is None else check_step(step)
         self._policy = policy or Policy()
@@ -83,13 +89,19 @@ class Writer(StorageWriter):
         self._bases: BaseCache | None = None
         self._written: Unpublished | None = None
         self._watch: Stopwatch | None = None
-        if self._policy.residual is not None:
+        if self._policy.residual is not None and commit is None:
             raise UnsupportedError(
                 "a residual policy cannot be used with torch.distributed.checkpoint",
                 todo="use a policy without residual=, or demote the checkpoint later with `ckstore demote`",
             )
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._commit is not None:
+            raise UsageError(
+                "another process cannot use an open store",
+                where=self._place.address,
+                todo="pass the path of the store to the writer",
+            )
         return {**self.__dict__, "_bases": None, "_written": None, "_watch": None}
 
     @property
@@ -107,8 +119,9 @@ class Writer(StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta:
-        """Return facts for the planner: that values need not be serialized."""
-        return StoreMeta(checkpoint_id=self.checkpoint_id)
+        """Return facts for the planner: that values need not be serialized, or that no plan is needed."""
+        kind = StoreMeta if self._commit is None else JobMeta
+        return kind(checkpoint_id=self.checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Begin another save: of another step, or to another store."""
@@ -117,6 +130,12 @@ class Writer(StorageWriter):
         store, step = _store_and_step(checkpoint_id)
         if store is not None:
             if store != self._place.address:
+                if self._commit is not None:
+                    raise UsageError(
+                        f"the checkpoint_id {checkpoint_id!r} names another store than the writer's open one",
+                        where=self._place.address,
+                        todo="pass only a step as checkpoint_id",
+                    )
                 self._bases, self._written, self._parent = None, None, None
             self._place.move(store)
         if step is not None or store is not None:
@@ -125,11 +144,13 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Open the store; the coordinator makes it if it does not exist."""
         self._watch = None
+        if self._commit is not None:
+            return
         if not kwargs.get("use_collectives", True) and _world_size() > 1:
             raise UnsupportedError(
                 "use_collectives=False cannot publish one checkpoint of many ranks: no rank learns what others wrote",
                 where=self._place.address,
-                todo="save with use_collectives=True, or commit with a store that was opened with ranks=",
+                todo="save with use_collectives=True, or pass a store that was opened with ranks= to the writer",
             )
         if is_coordinator:
             self._watch = Stopwatch(self._place.open(create=True).clock)
@@ -140,6 +161,8 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that no other process writes the run, before any rank begins. Return the plans unchanged."""
+        if self._commit is not None:
+            return plans
         lease = self._place.open(create=True).lease
         was_held = lease.is_held
         lease.take()
@@ -151,6 +174,10 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank to packs; these are durable when this returns."""
         done: Future[list[WriteResult]] = Future()
+        if self._commit is not None:
+            self.receipt = self._commit(planned_state(planner), self._step)
+            done.set_result([])
+            return done
         done.set_result(self._write(plan.items, planner) if plan.items else [])
         return done
 
@@ -190,6 +217,14 @@ class Writer(StorageWriter):
         Raises:
             CkstoreError: Nothing was published; the message says why.
         """
+        if self._commit is None:
+            self.receipt = self._publish(metadata, results)
+        assert self.receipt is not None
+        # DCP passes the metadata to all ranks.
+        metadata.storage_data = self.receipt
+        metadata.storage_meta = StorageMeta(checkpoint_id=f"{self._place.address}#{self.receipt.step}")
+
+    def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> Receipt:
         parts = [next((each.storage_data for each in result if each.storage_data), None) for result in results]
         repository = self._place.open(create=True)
         watch = self._watch or Stopwatch(repository.clock)
@@ -199,13 +234,11 @@ class Writer(StorageWriter):
             with watch("merge"):
                 merged = merge(parts, metadata.state_dict_metadata, metadata.planner_data, attempt)
             facts = SaveFacts(self._step, self._metrics, self._parent, attempt)
-            self.receipt = publish(repository, merged, parts, facts, watch)
+            receipt = publish(repository, merged, parts, facts, watch)
         finally:
             self._place.release_lease()
-        self._parent = self.receipt.seq
-        # DCP passes the metadata to all ranks.
-        metadata.storage_data = self.receipt
-        metadata.storage_meta = StorageMeta(checkpoint_id=f"{self._place.address}#{self.receipt.step}")
+        self._parent = receipt.seq
+        return receipt
 
 
 def _world_size() -> int:

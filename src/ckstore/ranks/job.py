@@ -103,6 +103,11 @@ class Job:
         job = SaverJob(ranks.rank, ranks.world, address, token, float(ranks.join_seconds), ranks.on_divergence)
         return SaverDoor(job, None if self._listener is None else self._listener.fileno())
 
+    def close(self) -> None:
+        """Close the socket for the savers. The connection to the other ranks belongs to the ``Ranks`` object."""
+        if self._listener is not None:
+            self._listener.close()
+
     @property
     def saver_door(self) -> SaverDoor:
         """What a saver must know to find the others."""

@@ -54,11 +54,15 @@ class Listener:
             raise UsageError("this process is a fork, or the job was left", todo="make another ckstore.Ranks")
         return end
 
-    def close_in_child(self) -> None:
-        """Close the copy of a forked child."""
+    def close(self) -> None:
+        """Close the socket, unless a link has taken it over."""
         end, self._end = self._end, None
         if end is not None:
             end.close()
+
+    def close_in_child(self) -> None:
+        """Close the copy of a forked child."""
+        self.close()
 
 
 @dataclass
