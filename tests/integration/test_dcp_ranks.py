@@ -6,6 +6,7 @@ import torch
 
 import ckstore
 from ckstore import dcp
+from ckstore.format.many_ranks import MeshFacts
 from support.dcp_ranks import run_ranks
 
 
@@ -16,6 +17,10 @@ def test_four_ranks_save_one_checkpoint_that_any_world_loads(tmp_path):
         with ckstore.open(tmp_path / name) as store:
             assert [info.step for info in store.log()] == steps[::-1]
             assert store.verify("decode").is_clean
+    with ckstore.open(tmp_path / "fsdp_tp") as store:
+        world = store.contents(10).world
+        assert world.meshes == (MeshFacts(("dp", "tp"), (2, 2)),)
+        assert len(world.layouts) > 1
     model, optim = torch.load(tmp_path / "fsdp_tp.pt")
     loaded = {
         "model": {key: torch.zeros_like(value) for key, value in model.items()},

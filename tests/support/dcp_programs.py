@@ -92,8 +92,21 @@ def fail_on_one_rank(rank, folder):
     ]
 
 
+def save_tiles(rank, folder):
+    """Save a tensor that is cut by columns, twice: each rank stores the difference from its own tile."""
+    torch.manual_seed(1)
+    whole = torch.randn(512, 2048)
+    writer = dcp.Writer(f"{folder}/tiles")
+    for step in range(2):
+        state = {"w": distribute_tensor(whole, meshes()["fsdp"], [Shard(1)])}
+        receipt = torch_dcp.save(state, storage_writer=writer, checkpoint_id=step).storage_data
+        assert receipt.chunks_delta == 4 * step
+        whole *= 1 + 1e-4 * torch.rand_like(whole)
+
+
 def save_first(rank, folder):
     """Run the programmes that save, in one group of four."""
+    save_tiles(rank, folder)
     save_all(rank, folder)
     fail_on_one_rank(rank, folder)
 

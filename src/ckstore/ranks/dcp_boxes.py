@@ -11,7 +11,7 @@ from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
-from ckstore.errors import UsageError
+from ckstore.errors import MalformedError, UsageError
 from ckstore.format.tensors import Piece
 from ckstore.format.tiles import Box, Cuts, cuts_of, ranges_of
 
@@ -29,11 +29,14 @@ def whole_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
-def start_of(shape: tuple[int, ...], itemsize: int, box: Box) -> int | None:
-    """Return where a box begins in a row-major tensor; None if it is not one range of it, or empty."""
-    if 0 in box.sizes or cuts_of(shape, [box]):
+def start_of(shape: tuple[int, ...], itemsize: int, cuts: Cuts, box: Box) -> int | None:
+    """Return where a box begins in the storage of its tensor; None if it is not one range of it, or empty."""
+    try:
+        ranges = ranges_of(shape, itemsize, cuts, box)
+    except MalformedError:
+        # A planner may cut a tensor in another way than the state does.
         return None
-    return ranges_of(shape, itemsize, (), box)[0].offset
+    return ranges[0].offset if len(ranges) == 1 else None
 
 
 def arranged(

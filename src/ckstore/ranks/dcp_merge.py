@@ -16,13 +16,15 @@ from ckstore.concurrency import collector_paused
 from ckstore.errors import ConflictError, UsageError
 from ckstore.format.location import UNSAMPLED, Decisions, StorageDecision
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
-from ckstore.format.many_ranks import RankFacts, World, root_node, tiles_node
+from ckstore.format.many_ranks import RankFacts, root_node, tiles_node
 from ckstore.format.paths import ManifestName
-from ckstore.format.tensors import Piece, StorageSpec, TensorSpec, count_of, row_major_strides
+from ckstore.format.tensors import Piece, StorageSpec, Table, TensorSpec, count_of, row_major_strides
 from ckstore.format.tiles import Box, Cuts
 from ckstore.format.tree import DictNode, Node, Path, TensorNode
+from ckstore.ranks.arrays import Layout
 from ckstore.ranks.dcp_boxes import WrittenBox, arranged
 from ckstore.ranks.dcp_tree import DCP_KEY, DcpFacts, nested, shifted
+from ckstore.ranks.union import MergedTree, world_of_union
 from ckstore.results import Receipt, Stopwatch
 from ckstore.store.chunk_index import LocatedFrame, locate
 from ckstore.store.repository import Repository
@@ -42,6 +44,7 @@ class ArrayPart:
         box: The box.
         storage: Index of the storage that has its elements in row-major order.
         requires_grad: Whether the tensor required a gradient.
+        layout: How it lies on a device mesh; None: it is not sharded, or the planner does not say.
     """
 
     name: str
@@ -51,6 +54,7 @@ class ArrayPart:
     box: Box
     storage: int
     requires_grad: bool
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,7 @@ class _Merger:
         self.chunks: list[ChunkSpec] = []
         self.frames: list[LocatedFrame] = []
         self.arrays: dict[str, list[_Written]] = {}
+        self.layouts: dict[Layout, list[int]] = {}
         self.values: dict[str, tuple[int, ValuePart, Node]] = {}
         for rank, part in enumerate(parts):
             if part is not None:
@@ -218,8 +223,10 @@ class _Merger:
             offset=0,
             requires_grad=array.requires_grad,
         )
+        node = TensorNode(len(self.tensors))
         self.tensors.append(spec)
-        node = TensorNode(len(self.tensors) - 1)
+        if array.layout is not None:
+            self.layouts.setdefault(array.layout, []).append(node.tensor)
         return tiles_node(node, array.shape, cuts) if cuts else node
 
 
@@ -249,7 +256,7 @@ def merge(parts: Sequence[Part | None], names: Iterable[str], planner_data: Any,
     follows = planner_data is None or planner_data == {".".join(map(str, path)): path for path, _ in leaves}
     facts = DcpFacts(planner_data is not None, tuple(pickled), absent, None if follows else planner_data)
     return Merged(
-        _root(state, facts, parts, attempt),
+        _root(MergedTree(state, Table(merger.tensors), merger.layouts), facts, parts, attempt),
         tuple(merger.tensors),
         tuple(merger.storages),
         tuple(merger.chunks),
@@ -273,12 +280,12 @@ def _decisions(found: Sequence[Decisions | None], storages: Sequence[StorageDeci
     )
 
 
-def _root(state: Node, facts: DcpFacts, parts: Sequence[Part | None], attempt: bytes) -> Node:
+def _root(merged: MergedTree, facts: DcpFacts, parts: Sequence[Part | None], attempt: bytes) -> Node:
     ranks = [
         RankFacts("", 0, 0) if part is None else RankFacts(part.host, part.nbytes, part.nbytes_written)
         for part in parts
     ]
-    root = root_node(state, World(size=len(parts), attempt=attempt, ranks=tuple(ranks)))
+    root = root_node(merged.tree, world_of_union(merged, attempt=attempt, ranks=ranks))
     assert isinstance(root.child, DictNode)
     keys, children = (*root.child.keys, DCP_KEY), (*root.child.children, facts.node())
     return replace(root, child=replace(root.child, keys=keys, children=children))

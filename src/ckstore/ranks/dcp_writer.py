@@ -29,12 +29,13 @@ from ckstore.commit.commit import CommitRequest, decisions_of, refresh_bases, wr
 from ckstore.commit.unpublished import Unpublished
 from ckstore.config import Policy, check_metrics, check_policy, check_step
 from ckstore.delta.base_cache import BaseCache, first_paths
-from ckstore.errors import CorruptError, UnsupportedError, UsageError
+from ckstore.errors import CorruptError, LeafTypeError, UnsupportedError, UsageError
 from ckstore.format.many_ranks import state_of
 from ckstore.format.tensors import count_of
 from ckstore.format.tiles import Box
 from ckstore.format.tree import DictNode, ListNode, Path
 from ckstore.io.backend import Backend
+from ckstore.ranks.arrays import Layout
 from ckstore.ranks.dcp_boxes import start_of
 from ckstore.ranks.dcp_merge import ArrayPart, Part, SaveFacts, ValuePart, merge, publish
 from ckstore.ranks.dcp_place import CheckpointId, StorePlace, parse_checkpoint_id
@@ -44,6 +45,7 @@ from ckstore.state.capture import Captured, Structure, capture
 from ckstore.state.memory import MemorySpan, Spans
 from ckstore.state.tensors import HostStorage
 from ckstore.state.torch_adapter import TorchAdapter, wait_for_devices
+from ckstore.state.torch_shards import Geometry, ShardReader
 from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
@@ -304,6 +306,8 @@ class _Gathered:
         self._starts: list[int] = []
         self._arrays: list[ArrayPart] = []
         self._adapter = TorchAdapter()
+        self._shards = ShardReader()
+        self._state: Mapping[str, object] = getattr(planner, "state_dict", None) or {}
         mapping = getattr(planner, "mappings", None) or {}
         values: dict[str, tuple[object, bool]] = {}
         for item in items:
@@ -336,9 +340,21 @@ class _Gathered:
         memory = leaf.memory
         span = MemorySpan(memory.start, nbytes, leaf.element_width, leaf.is_float, (memory.keep,), memory.read)
         requires_grad = bool(tensor.requires_grad)
-        self._arrays.append(ArrayPart(name, leaf.dtype, leaf.itemsize, shape, box, len(self.storages), requires_grad))
-        self._add_storage(span, path, start_of(shape, leaf.itemsize, box) or 0)
+        geometry = self._geometry_of(name, shape)
+        cuts, layout = ((), None) if geometry is None else (geometry.cuts, Layout(*geometry.layout))
+        index = len(self.storages)
+        self._arrays.append(ArrayPart(name, leaf.dtype, leaf.itemsize, shape, box, index, requires_grad, layout))
+        # A base is named by its place in the storage. A wrong place would cost space only.
+        self._add_storage(span, path, start_of(shape, leaf.itemsize, cuts, box) or 0)
         self.nbytes_by_item.append(nbytes)
+
+    def _geometry_of(self, name: str, shape: tuple[int, ...]) -> Geometry | None:
+        """Return where the shards of a tensor lie; None: it is not sharded, or the planner does not say."""
+        try:
+            shards = self._shards.describe_shards(self._state.get(name))
+        except LeafTypeError:
+            return None
+        return None if shards is None or shards.geometry.shape != shape else shards.geometry
 
     def _add_storage(self, storage: HostStorage, path: Path, start: int) -> None:
         self.storages.append(storage)

@@ -90,12 +90,16 @@ def test_a_box_that_two_ranks_wrote_is_named(drawn, data):
     assert "rank 77" in str(caught.value)
 
 
-def test_whole_rows_begin_at_their_place_in_the_tensor():
-    assert start_of((8, 3), 2, Box((2, 0), (4, 3))) == 12
-    assert start_of((1, 8, 3), 2, Box((0, 2, 0), (1, 4, 3))) == 12
-    assert start_of((8, 3), 2, Box((2, 1), (4, 2))) is None
-    assert start_of((8, 3), 2, Box((8, 0), (0, 3))) is None
-    assert start_of((), 4, Box((), ())) == 0
+def test_boxes_begin_at_their_place_in_the_storage():
+    assert start_of((8, 3), 2, (), Box((2, 0), (4, 3))) == 12
+    assert start_of((1, 8, 3), 2, (), Box((0, 2, 0), (1, 4, 3))) == 12
+    assert start_of((8, 3), 2, (), Box((2, 1), (4, 2))) is None
+    assert start_of((8, 3), 2, (), Box((8, 0), (0, 3))) is None
+    assert start_of((), 4, (), Box((), ())) == 0
+    columns = ((), (2,))
+    assert start_of((8, 3), 2, columns, Box((0, 2), (8, 1))) == 32
+    assert start_of((8, 3), 2, columns, Box((0, 0), (8, 3))) is None
+    assert start_of((8, 3), 2, columns, Box((0, 1), (8, 2))) is None
 
 
 def test_a_tensor_without_elements_has_no_pieces():
