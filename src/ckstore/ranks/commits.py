@@ -17,8 +17,9 @@ from typing import Protocol
 
 from ckstore.config import Policy, policy_row
 from ckstore.errors import CkstoreError, CorruptError, UnsupportedError
-from ckstore.format.error_records import record_of
+from ckstore.format.error_records import ErrorRecord, record_of
 from ckstore.format.many_ranks import world_of
+from ckstore.format.paths import manifests_folder
 from ckstore.ranks.actions import Action, Finish, LookUp, Merge, Plan, Publish
 from ckstore.ranks.link import Link
 from ckstore.ranks.messages import Begin, More, Wanted, Write
@@ -40,6 +41,12 @@ _log = logging.getLogger("ckstore")
 
 LOOK_SECONDS = 0.5
 """How often a waiting rank checks whether its own commit was given up."""
+
+ABORT_SECONDS = 30.0
+"""How long a rank that has aborted a commit waits for its end. Rank 0 answers immediately, or is found to be lost."""
+
+FOUND_SECONDS = 3.0
+"""How long to look for a commit of a lost rank 0: a shared folder may show another host's files late."""
 
 _MANIFESTS_MAX = 8
 """Manifests, newest first, that are searched for a commit whose outcome is not known."""
@@ -152,17 +159,15 @@ class _RankCommit:
 
     def run(self) -> Receipt:
         """Do what the protocol asks for, until the commit has ended."""
-        while True:
-            action = self._link.wait(self._number, LOOK_SECONDS)
-            if isinstance(action, Finish):
-                return self._finish(action)
-            try:
+        try:
+            while not isinstance(action := self._link.wait(self._number, LOOK_SECONDS), Finish):
                 if self._staging is not None:
                     self._staging.check()
                 if action is not None:
                     self._do(action)
-            except BaseException as error:
-                return self.give_up(error)
+        except BaseException as error:
+            return self.give_up(error)
+        return self._finish(action)
 
     def give_up(self, error: BaseException) -> Receipt:
         """Tell all ranks that this one has failed. Raise the error, unless the checkpoint was published before.
@@ -172,19 +177,27 @@ class _RankCommit:
         """
         number, step, record = self._number, self._step, record_of(error)
         self._link.send(lambda member: member.abort(number, step, record))
-        while True:
+        finish = self._finish_of_abort(record)
+        if finish is not None and finish.receipt is not None and isinstance(error, Exception):
+            return self._finish(finish)
+        if self._work is not None:
+            is_unpublished = finish is not None and finish.receipt is None and not self._may_be_visible
+            self._work.fail(is_unpublished=is_unpublished)
+        raise error
+
+    def _finish_of_abort(self, record: ErrorRecord) -> Finish | None:
+        """Wait for the end of a commit that this rank has aborted. None: Ctrl-C came while its end was being taken."""
+        number, clock = self._number, self._tools.repository.clock
+        deadline = clock.monotonic() + ABORT_SECONDS
+        while clock.monotonic() < deadline:
             action = self._link.wait(number, LOOK_SECONDS)
             if isinstance(action, LookUp):
                 self._look_up()
             elif isinstance(action, Publish | Merge | Plan) and self._root is not None:
                 self._link.lead(lambda coordinator: coordinator.failed(number, record))
             elif isinstance(action, Finish):
-                break
-        if action.receipt is not None and isinstance(error, Exception):
-            return self._finish(action)
-        if self._work is not None:
-            self._work.fail(is_unpublished=action.receipt is None and not self._may_be_visible)
-        raise error
+                return action
+        return None
 
     def _do(self, action: Action) -> None:
         assert self._work is not None, "begin comes first"
@@ -237,10 +250,15 @@ class _RankCommit:
     def _look_up(self) -> None:
         number = self._number
         receipt = None
-        try:
-            receipt = find_attempt(self._tools.repository, self._link.attempt_id(number))
-        except CkstoreError as error:
-            _log.warning("could not look for the checkpoint of step %d: %s", self._step, error)
+        clock = self._tools.repository.clock
+        deadline = clock.monotonic() + FOUND_SECONDS
+        while receipt is None and clock.monotonic() < deadline:
+            try:
+                receipt = find_attempt(self._tools.repository, self._link.attempt_id(number))
+            except CkstoreError as error:
+                _log.warning("could not look for the checkpoint of step %d: %s", self._step, error)
+            if receipt is None:
+                clock.sleep(LOOK_SECONDS)
         if receipt is None:
             # Rank 0 may only be slow. So this rank keeps its packs; gc removes them if nothing names them.
             self._may_be_visible = True
@@ -274,6 +292,11 @@ def find_attempt(repository: Repository, attempt: bytes) -> bytes | None:
             continue
         world = world_of(manifest.tree)
         if world is not None and world.attempt == attempt:
+            # Rank 0 may have been lost right after the manifest became visible. Do what it would have done next.
+            repository.backend.sync_folder(manifests_folder(repository.run))
+            if repository.rescue_local_packs({pack.pack_id: pack.nbytes for pack in manifest.packs}):
+                return None
+            repository.manifests.note_published(name.seq)
             watch, engine = Stopwatch(repository.clock), repository.engine_name
             found = Receipt.of(manifest, watch, engine=engine, warnings=(), chunks_delta=0, chunks_derived=0)
             return encode_receipt(found)

@@ -7,8 +7,8 @@ import torch
 
 import ckstore
 from ckstore.errors import CkstoreError, RankError, UsageError
-from ckstore.ranks.commits import RankCommits
-from ckstore.ranks.work import RankRequest, RankTools
+from ckstore.ranks.commits import RankCommits, find_attempt
+from ckstore.ranks.work import RankRequest, RankTools, decode_receipt
 from ckstore.results import Receipt
 from support.rank_jobs import FAST, open_repository
 from support.thread_ranks import ThreadJob
@@ -110,3 +110,39 @@ def test_handles_that_share_a_connection_commit_in_turn(job, path):
         tools.repository.close()
     for place in (path, path.with_name("other")):
         assert ckstore.open(place).steps() == [5, 6]
+
+
+@pytest.mark.parametrize("interrupted", [0, 2])
+def test_an_interrupted_rank_fails_the_commit_on_all(job, path, interrupted):
+    rank = job.ranks[interrupted]
+    wait, calls = rank.link.wait, iter(range(100))
+
+    def interrupt(until, seconds):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return wait(until, seconds)
+
+    def commit(each):
+        try:
+            return each.commit(states()[each.link.rank], 5)
+        except KeyboardInterrupt:
+            return "interrupted"
+
+    rank.link.wait = interrupt
+    found = job.each(commit)
+    assert found.pop(interrupted) == "interrupted"
+    assert all(isinstance(each, CkstoreError) and f"rank {interrupted}" in str(each) for each in found), found
+    rank.link.wait = wait
+    assert all(isinstance(each, Receipt) for each in job.commit(states(), step=6))
+    assert ckstore.open(path).steps() == [6]
+
+
+def test_a_commit_of_a_lost_rank_0_is_found_only_if_it_is_whole(job, path):
+    (receipt, *_) = job.commit(states(), step=5)
+    rank = job.ranks[1]
+    repository, attempt = rank.tools.repository, rank.link.attempt_id(1)
+    found = find_attempt(repository, attempt)
+    assert decode_receipt(found).checkpoint_id == receipt.checkpoint_id
+    assert find_attempt(repository, rank.link.attempt_id(2)) is None
+    next((path / "packs").rglob("*.pack")).unlink()
+    assert find_attempt(repository, attempt) is None
