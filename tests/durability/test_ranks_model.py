@@ -41,16 +41,16 @@ QUICK = [
 DEEP = [
     (Setting(is_async=True), 1700),
     (Setting(is_async=True, **DEATH), 14480),
-    (Setting(deaths=1, cuts=1), 10999),
-    (Setting(deaths=1, failures=1), 11762),
-    (Setting(deaths=2), 3113),
+    (Setting(deaths=1, cuts=1), 10969),
+    (Setting(deaths=1, failures=1), 11697),
+    (Setting(deaths=2), 3103),
     (Setting(cuts=2), 7706),
     (Setting(more_for=1, cuts=1, failures=1), 20961),
     (Setting(commits=0, asks=True, deaths=1, cuts=1), 3453),
     (Setting(commits=2, changes_layout=True), 1517),
-    (Setting(commits=2, layouts=SAME, **DEATH), 22987),
-    (Setting(commits=2, layouts=SAME, **CUT), 36484),
-    (Setting(commits=2, layouts=SAME, **FAILURE), 42631),
+    (Setting(commits=2, layouts=SAME, **DEATH), 23177),
+    (Setting(commits=2, layouts=SAME, **CUT), 37062),
+    (Setting(commits=2, layouts=SAME, **FAILURE), 42889),
 ]
 TWO = Setting(commits=2, layouts=SAME)
 
