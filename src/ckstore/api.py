@@ -150,7 +150,7 @@ def open(
     rules, aging = _rules(retention), _demotion(demotion)
     trash_seconds = None if trash_for is None else seconds_of(trash_for)
     backend = backend_for(path, engine=engine, allow_shared_folder=allow_shared_folder, sharing=shared)
-    record = _record_of(backend, ranks, clock, create=create)
+    record = _record_of(backend, run, ranks, clock, create=create)
     repository = Repository(backend, record, run, clock=clock)
     store = Store(repository, policy or Policy(), trash_seconds=trash_seconds, ranks=ranks)
     if rules is not None:
@@ -160,7 +160,7 @@ def open(
     return store
 
 
-def _record_of(backend: Backend, ranks: Ranks | None, clock: Clock, *, create: bool) -> StoreRecord:
+def _record_of(backend: Backend, run: str, ranks: Ranks | None, clock: Clock, *, create: bool) -> StoreRecord:
     """Return the record of a store; make the store if there is none and ``create`` is True."""
 
     def read_or_make() -> StoreRecord:
@@ -173,9 +173,9 @@ def _record_of(backend: Backend, ranks: Ranks | None, clock: Clock, *, create: b
 
     if ranks is None:
         return read_or_make()
-    # Rank 0 makes the store. What it raises is raised on all ranks.
-    ranks.link().agree("open", b"", lambda values: read_or_make().store_id.encode())
-    return read_store_record(backend)
+    from ckstore.ranks.opening import open_record
+
+    return open_record(backend, run, ranks, clock, read_or_make)
 
 
 def open_existing(

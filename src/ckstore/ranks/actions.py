@@ -20,7 +20,9 @@ def rank_error(what: str, todo: str, *, kind: str = "RankError", **facts: Fact) 
 
 
 def of_rank(record: ErrorRecord, rank: int) -> ErrorRecord:
-    """Return an error that names the rank on which it happened."""
+    """Return an error that names the rank on which it happened, unless it names the ranks that it is about."""
+    if "ranks" in record.facts:
+        return record
     where = f"rank {rank}" if record.where is None else f"rank {rank}: {record.where}"
     return record._replace(where=where, facts={**record.facts, "rank": rank})
 

@@ -128,11 +128,10 @@ class RankCommits:
 
 def _facts(repository: Repository, policy: Policy) -> dict[str, str]:
     """Return what must be equal on all ranks."""
-    return {
-        "store": repository.store_id.hex(),
-        "run": repository.run,
-        "policy": repr(sorted(policy_row(policy).items())),
-    }
+    usual = policy_row(Policy())
+    changed = {name: value for name, value in policy_row(policy).items() if value != usual[name]}
+    settings = {f"policy setting {name}": repr(value) for name, value in changed.items()}
+    return {"store": repository.store_id.hex(), "run": repository.run, **settings}
 
 
 class _RankCommit:

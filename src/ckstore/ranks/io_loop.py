@@ -349,7 +349,8 @@ class IoLoop:
 
     def _take(self, rank: int, message: Message, now: float) -> None:
         if isinstance(message, Bye):
-            self._do(self._lost(rank, "has closed its store" + (f", after {message.why}" if message.why else "")))
+            why = f", after {message.why}" if message.why else ""
+            self._do(self._lost(rank, f"has ended or closed its store{why}"))
         elif self._job.rank == 0:
             self._do(self._coordinator.received(rank, message, now))
         else:

@@ -25,6 +25,7 @@ from ckstore.errors import (
 from ckstore.format.error_records import ErrorRecord, record_of, restored_error
 from ckstore.format.records import decode_inner, encode_inner
 from ckstore.hashing import PackId
+from ckstore.ranks import opening
 from ckstore.ranks.capture import RankCapture
 from ckstore.ranks.commits import RankCommits
 from ckstore.ranks.last_step import LastStep
@@ -46,11 +47,6 @@ if TYPE_CHECKING:
     from ckstore.state.capture import Captured
 
 _log = logging.getLogger("ckstore")
-
-VISIBLE_SECONDS = 30.0
-"""How long to wait for a checkpoint of rank 0 in a shared folder that shows another host's files late."""
-
-_LOOK_SECONDS = 0.2
 
 
 class Job:
@@ -243,7 +239,11 @@ class Job:
             if not verdict:
                 assert restored is not None, "a rank without a problem has restored"
                 return restored
-            failed = restored_error(decode_inner(verdict, ErrorRecord), source="another rank", other=CkstoreError)
+            record = decode_inner(verdict, ErrorRecord)
+            if error is None and request.into is not None:
+                todos = [*([record.todo] if record.todo else []), "the state of this rank was overwritten"]
+                record = record._replace(todo="; ".join(todos))
+            failed = restored_error(record, source="another rank", other=CkstoreError)
             if not fallback or not isinstance(failed, CorruptError | BackendError):
                 raise error or failed
             _log.warning("seq %d was skipped: %s", seq, failed)
@@ -283,7 +283,7 @@ class Job:
 
     def _wait_visible(self, seq: int) -> None:
         clock = self._repository.clock
-        deadline = clock.monotonic() + VISIBLE_SECONDS
+        deadline = clock.monotonic() + opening.VISIBLE_SECONDS
         while not self._repository.manifests.is_visible(seq):
             if clock.monotonic() >= deadline:
                 raise NotFoundError(
@@ -291,7 +291,7 @@ class Job:
                     where=self._repository.backend.root,
                     todo="check that all hosts have mounted the same store",
                 )
-            clock.sleep(_LOOK_SECONDS)
+            clock.sleep(opening.LOOK_SECONDS)
 
 
 def _first_problem(values: tuple[bytes, ...]) -> bytes:
@@ -299,5 +299,6 @@ def _first_problem(values: tuple[bytes, ...]) -> bytes:
     for rank, value in enumerate(values):
         if value:
             record = decode_inner(value, ErrorRecord)
-            return encode_inner(record._replace(what=f"rank {rank}: {record.what}"))
+            todo = record.todo and f"on rank {rank}, {record.todo}"
+            return encode_inner(record._replace(what=f"rank {rank}: {record.what}", todo=todo))
     return b""

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ckstore.concurrency import collector_paused
 from ckstore.config import Limits
-from ckstore.errors import MalformedError
+from ckstore.errors import MalformedError, counted
 from ckstore.format.columns import (
     CHUNK,
     DECISION,
@@ -38,9 +38,10 @@ from ckstore.format.header import ManifestHeader
 from ckstore.format.location import NO_BASE_INDEX, NO_BITS, PackRef
 from ckstore.format.many_ranks import RankFacts, root_node
 from ckstore.format.records import DecisionsRecord, LogicalRecord
+from ckstore.format.tree import Path, place_of
 from ckstore.hashing import PackId
 from ckstore.ranks.part import Part, Skeleton
-from ckstore.ranks.replicas import Comparison, compare
+from ckstore.ranks.replicas import STORED_FOR_EACH, Comparison, compare, ranks_text
 from ckstore.ranks.tiling import Tiling, tile
 from ckstore.ranks.union import (
     MergedTree,
@@ -55,6 +56,9 @@ from ckstore.ranks.union import (
     world_of_union,
 )
 from ckstore.store.chunk_index import LOCAL_TIER
+
+_NAMED_MAX = 8
+"""Values that differ between ranks, of which each has a warning of its own."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class Merger:
         self._tree: tuple[Union, Variants, MergedTree] | None = None
         self._layout: tuple[bytes, Tiling] | None = None
         self._pieces: tuple[Tiling, Numbers, Pieces] | None = None
+        self._named: set[Path] = set()
+        """Values that differ between ranks, of which a commit has warned."""
 
     def unite(self, parts: Sequence[Part], skeletons: Mapping[bytes, Skeleton]) -> Union:
         """Return the units of all ranks.
@@ -174,10 +180,21 @@ class Merger:
             chunks_derived=sum(part.chunks_derived for part in parts),
             chunks_reused=max(0, sum(part.chunks_planned for part in parts) - chunks_new),
             bytes_written=sum(part.bytes_written for part in parts),
-            warnings=tuple(
-                dict.fromkeys([*(text for part in parts for text in part.warnings), *map(str, comparison.differences)])
-            ),
+            warnings=tuple(dict.fromkeys(self._warnings_of(parts, comparison, merged))),
         )
+
+    def _warnings_of(self, parts: Sequence[Part], comparison: Comparison, merged: MergedTree) -> Iterator[str]:
+        """Yield the warnings of all ranks, and for the first time what differs between them without being declared."""
+        for part in parts:
+            yield from part.warnings
+        yield from map(str, comparison.differences)
+        news = [each for each in merged.differing if each[0] not in self._named]
+        self._named.update(path for path, _, _ in news)
+        for path, lowest, others in news[:_NAMED_MAX]:
+            yield f"{place_of(path)}: differs on {ranks_text(others)} from rank {lowest}; {STORED_FOR_EACH}"
+        left = len(news) - _NAMED_MAX
+        if left > 0:
+            yield f"{counted(left, 'further value')} {'differs' if left == 1 else 'differ'} between ranks"
 
     def _tree_of(self, union: Union, variants: Variants) -> MergedTree:
         if self._tree is None or self._tree[0] is not union or not _are_equal(self._tree[1], variants):

@@ -466,7 +466,7 @@ def _difference(other: int, first: Begin, rank: int, begin: Begin) -> ErrorRecor
     names = sorted({*first.facts, *begin.facts})
     pairs = [("step", str(first.step), str(begin.step))]
     pairs += [("call", _call_text(first), _call_text(begin))]
-    pairs += [(name, first.facts.get(name, "nothing"), begin.facts.get(name, "nothing")) for name in names]
+    pairs += [(name, first.facts.get(name, "not set"), begin.facts.get(name, "not set")) for name in names]
     for name, ours, theirs in pairs:
         if ours != theirs:
             values = sorted([(other, ours), (rank, theirs)])

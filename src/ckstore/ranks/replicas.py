@@ -21,6 +21,11 @@ from ckstore.ranks.part import CHECK, Part
 from ckstore.ranks.union import Numbers, Union
 from ckstore.ranks.writing import gaps
 
+STORED_FOR_EACH = "it was stored for each rank; if that is intended, mark it with ckstore.PerRank"
+"""What a commit does with values that differ between ranks, and what to do about it."""
+
+_NAMED_MAX = 8
+
 Piece = tuple[int, int]
 """Offset and length of the bytes of a unit that were compared."""
 
@@ -43,15 +48,19 @@ class Difference(NamedTuple):
     nbytes: int
 
     def __str__(self) -> str:
-        names = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        ranks = f"rank {names}" if len(self.ranks) == 1 else f"ranks {names}"
         kind = "a shard" if self.is_shard else "a tensor"
-        done = "one of its replicas was stored" if self.is_shard else "it was stored for each rank"
+        done = "one of its replicas was stored; check the memory of these ranks" if self.is_shard else STORED_FOR_EACH
         end = self.offset + self.nbytes
         return (
-            f"{place_of(self.path)}: {kind} differs on {ranks} from its other replicas, first in bytes {self.offset} "
-            f"to {end}; {done}"
+            f"{place_of(self.path)}: {kind} differs on {ranks_text(self.ranks)} from its other replicas, first in "
+            f"bytes {self.offset} to {end}; {done}"
         )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return numbers of ranks for people, the first ones."""
+    names = ", ".join(map(str, ranks[:_NAMED_MAX])) + (", ..." if len(ranks) > _NAMED_MAX else "")
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 @dataclass(frozen=True)

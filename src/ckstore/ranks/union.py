@@ -187,12 +187,15 @@ class MergedTree:
         tensors: Its tensors; their ``storage`` is a storage of the checkpoint.
         layouts: The tensors of each layout.
         partial: The items of mappings that only some of the ranks have that have the mapping, and these ranks.
+        differing: What differs between ranks without being declared, in more than the bytes of a tensor: the lowest
+            rank, and those that differ from it.
     """
 
     tree: Node
     tensors: Table[TensorSpec]
     layouts: dict[Layout, list[int]]
     partial: tuple[tuple[Path, tuple[int, ...]], ...] = ()
+    differing: tuple[tuple[Path, int, tuple[int, ...]], ...] = ()
 
 
 def storages_of(union: Union, variants: Variants) -> Numbers:
@@ -239,7 +242,7 @@ def merge_trees(union: Union, variants: Variants) -> MergedTree:
             layouts.setdefault(layout, []).extend(number for number in here if number not in is_listed)
             is_listed.update(here)
     listed = {layout: found for layout, found in layouts.items() if found}
-    return MergedTree(_renumbered(tree, number_of), tensors, listed, tuple(merger.partial))
+    return MergedTree(_renumbered(tree, number_of), tensors, listed, tuple(merger.partial), tuple(merger.differing))
 
 
 def _layouts_of(skeleton: Skeleton) -> dict[Layout, list[int]]:
@@ -285,6 +288,7 @@ class _TreeMerger:
         self._per_rank_count = 0
         self.tensors: list[TensorSpec] = []
         self.partial: list[tuple[Path, tuple[int, ...]]] = []
+        self.differing: list[tuple[Path, int, tuple[int, ...]]] = []
 
     @staticmethod
     def _keys_of(skeleton: Skeleton, numbers: Numbers) -> list[tuple[TensorSpec, int, int]]:
@@ -308,11 +312,11 @@ class _TreeMerger:
         groups = self._joined(groups)
         node = groups[0][1]
         if any(type(other) is not type(node) for _, other in groups):
-            return self._per_rank(groups)
+            return self._per_rank(groups, path)
         if isinstance(node, TensorNode):
-            return self._merge_tensors(groups)
+            return self._merge_tensors(groups, path)
         if isinstance(node, ValueNode):
-            return node if all(other == node for _, other in groups) else self._per_rank(groups)
+            return node if all(other == node for _, other in groups) else self._per_rank(groups, path)
         if isinstance(node, ConvertedNode):
             return self._merge_converted(groups, path)
         if isinstance(node, DictNode):
@@ -331,11 +335,13 @@ class _TreeMerger:
     def _ranks_of(self, groups: Iterable[Group]) -> list[int]:
         return sorted(rank for indices, _ in groups for index in indices for rank in self._union.ranks_of[index])
 
-    def _merge_tensors(self, groups: Sequence[Group]) -> Node:
+    def _merge_tensors(self, groups: Sequence[Group], path: Path) -> Node:
         nodes = [(indices[0], node) for indices, node in groups if isinstance(node, TensorNode)]
         keys = {self._keys[self._tables[index]][node.tensor] for index, node in nodes}
-        is_one = len(keys) == 1 and next(iter(keys))[1] not in self._variants
-        if not is_one or any(node.attributes != nodes[0][1].attributes for _, node in nodes):
+        if len(keys) > 1 or any(node.attributes != nodes[0][1].attributes for _, node in nodes):
+            return self._per_rank(groups, path)
+        if next(iter(keys))[1] in self._variants:
+            # Only bytes differ. The comparison of the replicas names them.
             return self._per_rank(groups)
         for index, node in nodes:
             number = self._number(index, node.tensor, 0)
@@ -353,7 +359,7 @@ class _TreeMerger:
     def _merge_converted(self, groups: Sequence[Group], path: Path) -> Node:
         nodes = [(indices, node) for indices, node in groups if isinstance(node, ConvertedNode)]
         if len({node.name for _, node in nodes}) > 1:
-            return self._per_rank(groups)
+            return self._per_rank(groups, path)
         before = self._per_rank_count
         child = self.merge([(indices, node.child) for indices, node in nodes], path)
         # A conversion needs its whole state, so it is one object for each rank if any part of it differs.
@@ -362,7 +368,7 @@ class _TreeMerger:
     def _merge_sequences(self, groups: Sequence[Group], path: Path) -> Node:
         nodes = [(indices, node) for indices, node in groups if isinstance(node, ListNode | TupleNode)]
         if len({len(node.children) for _, node in nodes}) > 1:
-            return self._per_rank(groups)
+            return self._per_rank(groups, path)
         children = tuple(
             [
                 self.merge([(indices, node.children[at]) for indices, node in nodes], (*path, at))
@@ -376,7 +382,7 @@ class _TreeMerger:
         top = nodes[0][1]
         facts = (top.kind, top.factory, top.attributes)
         if any((node.kind, node.factory, node.attributes) != facts for _, node in nodes):
-            return self._per_rank(groups)
+            return self._per_rank(groups, path)
         items: dict[Key, list[Group]] = {}
         for indices, node in nodes:
             for key, child in zip(node.keys, node.children, strict=True):
@@ -392,16 +398,22 @@ class _TreeMerger:
         return replace(top, keys=tuple(items), children=children, metadata=about)
 
     def _merged_metadata(self, groups: Sequence[Group]) -> Node:
-        """Return the metadata of a mapping: it has no path, so nothing in it is declared or partial."""
-        declared, partial = self._declared, self.partial
-        self._declared, self.partial = frozenset(), []
+        """Return the metadata of a mapping: it has no path, so nothing in it is declared, partial or named."""
+        facts = self._declared, self.partial, self.differing
+        self._declared, self.partial, self.differing = frozenset(), [], []
         try:
             return self.merge(groups, ())
         finally:
-            self._declared, self.partial = declared, partial
+            self._declared, self.partial, self.differing = facts
 
-    def _per_rank(self, groups: Sequence[Group], *, is_declared: bool = False) -> Node:
-        """Return what each rank has. One node if all have the same copies of the same tensors and values."""
+    def _per_rank(self, groups: Sequence[Group], path: Path | None = None, *, is_declared: bool = False) -> Node:
+        """Return what each rank has. One node if all have the same copies of the same tensors and values.
+
+        Args:
+            groups: The nodes.
+            path: Where they are, if the user must know that they differ.
+            is_declared: The user has said that they may differ.
+        """
         by_rank = {
             rank: (index, node) for indices, node in groups for index in indices for rank in self._union.ranks_of[index]
         }
@@ -410,6 +422,9 @@ class _TreeMerger:
         if not is_declared and all(child == children[0] for child in children):
             return children[0]
         self._per_rank_count += 1
+        if path is not None:
+            pairs = zip(ranks, children, strict=True)
+            self.differing.append((path, ranks[0], tuple(rank for rank, child in pairs if child != children[0])))
         return per_rank_node(dict(zip(ranks, children, strict=True)))
 
     def _own_node(self, index: int, node: Node, rank: int) -> Node:

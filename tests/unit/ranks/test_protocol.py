@@ -106,7 +106,7 @@ def test_content_that_is_not_that_of_the_digest_is_refused():
 def test_different_facts_name_values_and_ranks():
     for first, second, text in [
         ({"run": "a"}, {"run": "b"}, "run is a on rank 0 and b on rank 1"),
-        ({"run": "a", "policy": "x"}, {"run": "a"}, "policy is x on rank 0 and nothing on rank 1"),
+        ({"run": "a", "policy": "x"}, {"run": "a"}, "policy is x on rank 0 and not set on rank 1"),
     ]:
         coordinator = Coordinator(2)
         coordinator.received(1, begin(facts=second), 0.0)
