@@ -6,7 +6,7 @@ limits give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -111,6 +111,7 @@ def plan_commit(
     *,
     unshared: frozenset[int] = frozenset(),
     starts: Sequence[int] = (),
+    edges: Mapping[int, Sequence[int]] | None = None,
 ) -> CommitPlan:
     """Cut storages into chunks at element boundaries. Small ones of one kind share chunks, in their given order.
 
@@ -120,10 +121,12 @@ def plan_commit(
         unshared: Indices of storages that get chunks of their own even if they are small.
         starts: Where each storage begins in the storage of the checkpoint; empty: at 0. Chunks end at multiples of
             their length there, so that most of them stay the same when the ranks hold other shards.
+        edges: Further places at which chunks of a storage end, by storage: where those of its base begin.
     """
     planner = _Planner(limits.chunk_nbytes_max)
     for index, storage in enumerate(storages):
-        planner.add(index, storage, start=starts[index] if starts else 0, is_unshared=index in unshared)
+        start, further = starts[index] if starts else 0, edges.get(index, ()) if edges else ()
+        planner.add(index, storage, start=start, edges=further, is_unshared=index in unshared)
     chunks = tuple(chunk.frozen() for chunk in planner.chunks)
     specs = Table(
         StorageSpec(
@@ -175,15 +178,18 @@ class _Planner:
         self.pieces: dict[int, list[Piece]] = {}
         self._open: dict[tuple[int, bool], int] = {}
 
-    def add(self, index: int, storage: StorageShape, *, start: int, is_unshared: bool) -> None:
+    def add(self, index: int, storage: StorageShape, *, start: int, edges: Sequence[int], is_unshared: bool) -> None:
         self.pieces[index] = []
         if not is_unshared and 0 < storage.nbytes < _limit_for(storage, min(SHARED_NBYTES_MAX, self._chunk_nbytes_max)):
             self._add_shared(index, storage)
             return
         step = grid_nbytes(storage, self._chunk_nbytes_max)
-        offset = 0
+        places = sorted({edge for edge in edges if 0 < edge < storage.nbytes and edge % storage.element_width == 0})
+        ends = iter([*places, storage.nbytes])
+        offset, end = 0, 0
         while offset < storage.nbytes:
-            nbytes = min(step - (start + offset) % step, storage.nbytes - offset)
+            end = next(ends) if offset == end else end
+            nbytes = min(step - (start + offset) % step, end - offset)
             draft = _ChunkDraft(storage.element_width, storage.is_float, nbytes, [Source(index, offset, nbytes)])
             self.pieces[index].append(Piece(len(self.chunks), 0, nbytes))
             self.chunks.append(draft)

@@ -21,14 +21,15 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, cast
 
-from ckstore.commit.base_selection import select_bases
+from ckstore.commit.base_selection import paths_of_storages, select_bases
 from ckstore.commit.chunk_writer import WriteResult
 from ckstore.commit.chunking import plan_commit
 from ckstore.commit.unpublished import Unpublished, packs_removed_on_failure, remove_packs
 from ckstore.config import GIB, DemotePolicy, Policy, Residual
-from ckstore.delta.base_cache import BaseCache
+from ckstore.delta.base_cache import BaseCache, first_paths
 from ckstore.display import repr_of_summary
 from ckstore.errors import (
     BackendError,
@@ -44,7 +45,9 @@ from ckstore.format import paths
 from ckstore.format.header import ManifestHeader
 from ckstore.format.logical import EXACT_FIDELITY, fidelity_of
 from ckstore.format.manifest import Manifest, build_manifest
+from ckstore.format.many_ranks import plain_manifest
 from ckstore.format.paths import ManifestName
+from ckstore.format.tree import Path
 from ckstore.io.backend import Backend, Distant
 from ckstore.io.memory import DiscardingBackend
 from ckstore.ops.stored_checkpoint import IsolatedRepository, is_replaced, rewrite_policy, stored_state
@@ -527,7 +530,8 @@ class _Demoter:
             # Weights may lose precision even where they begin a chain.
             lossy = ResidualCommit(residual, is_first_exact=False)
             candidates = lossy.candidates(captured)
-            plan = plan_commit(captured.storages, repository.limits, unshared=candidates.unshared)
+            edges = _edges_of(captured, manifest if base is None else base)
+            plan = plan_commit(captured.storages, repository.limits, unshared=candidates.unshared, edges=edges)
             selection = select_bases(captured, plan, chunk_index, bases, self._policy, repository.limits, candidates)
             assert selection.lossy is not None
             make_writer = lossy.writer_factory(selection.lossy)
@@ -587,6 +591,17 @@ def _estimate_from(entry: DemoteEntry, coded: Sequence[DemoteEntry]) -> DemoteEn
         stored_after=round(share * entry.bytes_state),
         worst_rel_rms=max(each.worst_rel_rms for each in coded),
     )
+
+
+def _edges_of(captured: Captured, base: Manifest) -> dict[int, list[int]]:
+    """Return for each storage of a state where the chunks of its base begin: many ranks cut it at their shards."""
+    path_of = first_paths(plain_manifest(base).tree, [tensor.storage for tensor in base.tensors])
+    found: dict[Path, list[int]] = {}
+    for index, path in path_of.items():
+        pieces = base.storages[index].pieces
+        begins = accumulate((piece.nbytes for piece in pieces), initial=0)
+        found[path] = [begin for begin, piece in zip(begins, pieces, strict=False) if piece.offset == 0]
+    return {index: found[path] for index, path in paths_of_storages(captured).items() if path in found}
 
 
 def _replacement(manifest: Manifest, new_form: Unpublished, demote_policy: DemotePolicy) -> Manifest:

@@ -19,14 +19,16 @@ from typing import Any
 from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.commit.chunking import ChunkPlan, CommitPlan, Source
 from ckstore.config import MEMORY_NBYTES_MIN, Limits, Policy
+from ckstore.delta.base_cache import first_paths
 from ckstore.delta.chain_reader import ChainReader
 from ckstore.errors import UnsupportedError
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
+from ckstore.format.many_ranks import plain_manifest
 from ckstore.format.paths import ManifestName
 from ckstore.format.tensors import StorageSpec
 from ckstore.hashing import ChunkId
 from ckstore.io.buffers import map_zeros
-from ckstore.state.capture import Captured
+from ckstore.state.capture import Captured, Structure
 from ckstore.store.chunk_index import ChunkIndex
 from ckstore.store.memory_budget import REREAD, MemoryBudget
 from ckstore.store.repository import Repository
@@ -54,8 +56,11 @@ class StoredState:
 
     def captured(self) -> Captured:
         """Return the state in the form that a commit takes."""
-        manifest = self.manifest
-        return Captured(manifest.tree, [], list(manifest.tensors), list(self.storages), [])
+        manifest, structure = self.manifest, Structure()
+        # The paths by which bases are named: without the root of many ranks, and without the nodes around tiles.
+        storages = [tensor.storage for tensor in manifest.tensors]
+        structure.once("paths", lambda: first_paths(plain_manifest(manifest).tree, storages))
+        return Captured(manifest.tree, [], list(manifest.tensors), list(self.storages), [], structure)
 
     def chain(self, chunk: int) -> list[tuple[PackRef, FrameRef]]:
         """Return the frame of a chunk after its bases, deepest base first."""
