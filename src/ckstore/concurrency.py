@@ -344,14 +344,14 @@ def run_uninterrupted(
     except BaseException as error:
         if not decision.acquire(blocking=False):
             on_interrupt(error)
-            _wait_in_any_case(ended)
+            wait_in_any_case(ended)
         raise
     if failures:
         raise failures.pop(0)
     return results[0]
 
 
-def _wait_in_any_case(event: Latch) -> None:
+def wait_in_any_case(event: Latch) -> None:
     """Wait for an event that is about to be set. Ignore further interruptions: one is already being raised."""
     while not event.is_set():
         with contextlib.suppress(BaseException):

@@ -107,8 +107,7 @@ def stores_of_ranks(
 
     An exception is a result, too.
     """
-    with listen("127.0.0.1", 0) as end:
-        address = f"127.0.0.1:{end.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(world) as threads:
 
         def opened(rank: int) -> StoreRank:
@@ -130,3 +129,9 @@ def stores_of_ranks(
             yield each
         finally:
             each(StoreRank.close)
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens."""
+    with listen("127.0.0.1", 0) as end:
+        return int(end.getsockname()[1])

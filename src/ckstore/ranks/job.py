@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckstore.config import Policy
@@ -30,6 +31,7 @@ from ckstore.ranks.capture import RankCapture
 from ckstore.ranks.commits import RankCommits
 from ckstore.ranks.last_step import LastStep
 from ckstore.ranks.savers import SaverDoor, SaverJob, encode_share
+from ckstore.ranks.shared_reading import OtherRankError, SharedReading
 from ckstore.ranks.work import RankRequest, RankTools
 from ckstore.ranks.world import invite, invited
 from ckstore.restore.own_part import RankPlace
@@ -240,7 +242,7 @@ class Job:
                 assert restored is not None, "a rank without a problem has restored"
                 return restored
             record = decode_inner(verdict, ErrorRecord)
-            if error is None and request.into is not None:
+            if restored is not None and request.into is not None:
                 todos = [*([record.todo] if record.todo else []), "the state of this rank was overwritten"]
                 record = record._replace(todo="; ".join(todos))
             failed = restored_error(record, source="another rank", other=CkstoreError)
@@ -275,10 +277,17 @@ class Job:
     def _try_restore(
         self, policy: Policy, seq: int, request: RestoreRequest
     ) -> tuple[Restored | None, BaseException | None]:
+        """Restore on this rank. Return the result, or the error; neither, if another rank has one."""
+        sharing = SharedReading(self._link) if self._ranks.world > 1 else None
         try:
             self._wait_visible(seq)
+            request = replace(request, sharing=sharing)
             return restore_reference(self._repository, policy, f"seq:{seq}", request, []), None
+        except OtherRankError:
+            return None, None
         except Exception as error:
+            if sharing is not None:
+                sharing.refuse()
             return None, error
 
     def _wait_visible(self, seq: int) -> None:

@@ -120,6 +120,7 @@ def plan_restore(
     group_nbytes_max: int,
     wave_nbytes: int | None = None,
     distant: Container[int] = (),
+    chunks: Container[int] | None = None,
 ) -> RestorePlan:
     """Plan the reads for some storages of a manifest.
 
@@ -130,12 +131,13 @@ def plan_restore(
         wave_nbytes: Complete the state in waves of about this many bytes, because the buffer of a storage is freed
             when it is complete; None: process the whole state level by level.
         distant: Indices of packs in remote tiers, of which few unneeded bytes are read.
+        chunks: Only read these chunks; None: all that the storages need.
 
     Raises:
         MalformedError: Chunks of different lengths are deltas of one base.
     """
     planner = _Planner(manifest)
-    planner.want(storages, wave_nbytes)
+    planner.want(storages, wave_nbytes, chunks)
     drafts = sorted(planner.drafts(), key=lambda draft: draft.key)
     index_of = {id(draft): index for index, draft in enumerate(drafts)}
     reads = [draft.frozen(index_of) for draft in drafts]
@@ -151,6 +153,19 @@ def chain_of(manifest: Manifest, frame: int) -> list[tuple[PackRef, FrameRef]]:
         chain.append((manifest.packs[ref.pack], ref))
         frame = ref.base
     return chain[::-1]
+
+
+def targets_of(manifest: Manifest, storages: Iterable[int], chunks: Container[int]) -> dict[int, list[Target]]:
+    """Return the targets that some chunks have in some storages, by chunk."""
+    found: dict[int, list[Target]] = {}
+    for index in storages:
+        position = 0
+        for piece in manifest.storages[index].pieces:
+            if piece.chunk in chunks:
+                target = Target(index, position, piece.offset, piece.nbytes)
+                found.setdefault(piece.chunk, []).append(target)
+            position += piece.nbytes
+    return found
 
 
 def packs_of(manifest: Manifest, plan: RestorePlan) -> set[int]:
@@ -213,7 +228,7 @@ class _Planner:
         self._wanted: dict[int, _Wanted] = {}
         self.buffered_reads: list[BufferedRead] = []
 
-    def want(self, storages: Iterable[int], wave_nbytes: int | None) -> None:
+    def want(self, storages: Iterable[int], wave_nbytes: int | None, chunks: Container[int] | None) -> None:
         """Record the wanted chunks and their targets, by frame."""
         frame_of = {frame.chunk_id: index for index, frame in enumerate(self._frames)}
         by_chunk: dict[int, _Wanted] = {}
@@ -224,6 +239,9 @@ class _Planner:
             for piece in self._manifest.storages[index].pieces:
                 nbytes = piece.nbytes
                 wanted = by_chunk.get(piece.chunk)
+                if wanted is None and chunks is not None and piece.chunk not in chunks:
+                    position += nbytes
+                    continue
                 if wanted is None:
                     spec = self._manifest.chunks[piece.chunk]
                     wave = 0 if wave_nbytes is None else planned_nbytes // wave_nbytes

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
@@ -65,6 +65,8 @@ class RestoreRequest:
     on_progress: Callable[[int, int], None] | None
     rank: RankPlace | None = None
     """This process's place among the ranks of a job; None: it is the only one."""
+    sharing: ChunkSharing | None = None
+    """How the ranks of a host read together; None: each reads alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ def restore_manifest(
         )
     tensors, storages = targets.tables
     placed = replace(plain, tensors=tensors, storages=storages)
-    state = restore(repository, placed, targets, policy, on_progress=request.on_progress)
+    state = restore(repository, placed, targets, policy, on_progress=request.on_progress, sharing=request.sharing)
     warnings = (*notes, *targets.warnings)
     for sentence in warnings:
         _log.warning("%s", sentence)
@@ -208,6 +210,38 @@ class Placement(Protocol):
         ...
 
 
+class ChunkFiller(Protocol):
+    """Fills the destinations of chunks."""
+
+    on_chunk: Callable[[int, memoryview], None] | None
+    """Called on the decoding threads with the plain bytes of each chunk that was read from the store."""
+
+    def fill_decoded(self, plain: memoryview, targets: Sequence[Target]) -> None:
+        """Copy the plain bytes of a chunk to its targets. Thread-safe."""
+        ...
+
+
+class ChunkSharing(Protocol):
+    """How processes that restore one checkpoint read it together. ``ranks/shared_reading.py`` is one."""
+
+    def read(
+        self,
+        manifest: Manifest,
+        storages: Sequence[int],
+        filler: ChunkFiller,
+        read_chunks: Callable[[Container[int] | None], None],
+    ) -> None:
+        """Fill all destinations of some storages.
+
+        Args:
+            manifest: The checkpoint.
+            storages: Indices of the storages.
+            filler: Fills their destinations.
+            read_chunks: Reads chunks of the storages from the store; None: all of them.
+        """
+        ...
+
+
 WAVE_NBYTES = 256 * MIB
 """Size of a wave, in bytes. It bounds the host buffers of storages that are copied on to a device or a live tensor."""
 
@@ -219,8 +253,17 @@ def restore(
     policy: Policy,
     *,
     on_progress: Callable[[int, int], None] | None = None,
+    sharing: ChunkSharing | None = None,
 ) -> Any:
     """Fill every destination of ``placement`` from the store, and return the state.
+
+    Args:
+        repository: The store.
+        manifest: The checkpoint.
+        placement: The destinations.
+        policy: Threads, memory and checks.
+        on_progress: Called with bytes restored and bytes in total, from any thread.
+        sharing: How the ranks of a host read together; None: this process reads all that it needs.
 
     Raises:
         CorruptError: Stored bytes are not the committed ones; the error names pack, offset and a tensor.
@@ -228,6 +271,27 @@ def restore(
         UnsupportedError: A frame needs a codec of a newer version.
     """
     require_complete(manifest, placement.storages)
+    filler = _DestinationFiller(repository, manifest, placement, policy.verify_restored, on_progress)
+
+    def read_chunks(chunks: Container[int] | None) -> None:
+        _read_chunks(repository, manifest, placement, policy, filler, chunks)
+
+    if sharing is None:
+        read_chunks(None)
+    else:
+        sharing.read(manifest, placement.storages, filler, read_chunks)
+    return placement.finish()
+
+
+def _read_chunks(
+    repository: Repository,
+    manifest: Manifest,
+    placement: Placement,
+    policy: Policy,
+    filler: _DestinationFiller,
+    chunks: Container[int] | None,
+) -> None:
+    """Fill the destinations of some chunks from the store; None: of all chunks."""
     with collector_paused():
         plan = plan_restore(
             manifest,
@@ -236,8 +300,8 @@ def restore(
             group_nbytes_max=read_buffer_nbytes(repository.limits) - 2 * PAGE_NBYTES,
             wave_nbytes=None if placement.keeps_all else WAVE_NBYTES,
             distant=distant_packs(repository, manifest.packs),
+            chunks=chunks,
         )
-    filler = _DestinationFiller(repository, manifest, placement, policy.verify_restored, on_progress)
     for read in plan.reads:
         if read.master is not None:
             filler.keep_until_read(read.master.storage)
@@ -246,7 +310,6 @@ def restore(
     except CorruptError:
         repository.tiers.forget_ranges(manifest.packs)
         raise
-    return placement.finish()
 
 
 _MANY_TARGETS = 16
@@ -281,6 +344,7 @@ class _DestinationFiller:
         self._missing = self._nbytes.copy()
         self._total = sum(self._nbytes[placement.storages].tolist())
         self._done = 0
+        self.on_chunk: Callable[[int, memoryview], None] | None = None
 
     def keep_until_read(self, storage: int) -> None:
         """Delay the completion of a storage until one more chunk has been decoded from its bytes."""
@@ -302,6 +366,8 @@ class _DestinationFiller:
             raise self._damage_error(error, read, tools) from error
         for place in read.places[1:]:
             kernels.copy_bytes(plain, self._at(place))
+        if is_end and self.on_chunk is not None:
+            self.on_chunk(read.chunk, plain)
         self._spread(plain, read.targets, filled=read.places[:1])
         if read.master is not None:
             self._count(read.master.storage, 1, state_nbytes=0)
@@ -313,7 +379,13 @@ class _DestinationFiller:
             tools.reader.read(chain_of(self._manifest, read.frame), read.nbytes, plain)
         except CkstoreError as error:
             raise self._with_tensor(error, read.chunk) from error
+        if self.on_chunk is not None:
+            self.on_chunk(read.chunk, plain)
         self._spread(plain, read.targets, filled=())
+
+    def fill_decoded(self, plain: memoryview, targets: Sequence[Target]) -> None:
+        """Copy the plain bytes of a chunk to its targets, and count their bytes."""
+        self._spread(plain, targets, filled=())
 
     def _spread(self, plain: memoryview, targets: Sequence[Target], *, filled: Sequence[Target]) -> None:
         """Copy a chunk to its targets, except those already filled, and count their bytes."""

@@ -1,0 +1,481 @@
+"""Protects shared reading: exact bytes in every layout, each stored byte read once per host, and no rank that waits."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+
+import ckstore  # noqa: E402
+from ckstore.config import Policy  # noqa: E402
+from ckstore.errors import CorruptError, MissingChunkError, UsageError  # noqa: E402
+from ckstore.ranks import host_memory, shared_reading  # noqa: E402
+from ckstore.ranks import readers as readers_module  # noqa: E402
+from ckstore.ranks.host_memory import HostMemory, SlotTaker, SlotWriter  # noqa: E402
+from ckstore.ranks.job import Job  # noqa: E402
+from ckstore.ranks.readers import ALONE, readers_of  # noqa: E402
+from ckstore.ranks.world import Ranks  # noqa: E402
+from ckstore.restore import restore as restore_module  # noqa: E402
+from ckstore.restore.plan import chain_of  # noqa: E402
+from ckstore.restore.restore import RestoreRequest  # noqa: E402
+from support.fake_ranks import local_of, mesh_of, placements_of, rank_of, sharded  # noqa: E402
+from support.rank_jobs import PlayedJob, open_repository  # noqa: E402
+from support.small_chunks import open_small  # noqa: E402
+from support.thread_ranks import free_port  # noqa: E402
+
+CHUNK_NBYTES = 64 << 10
+SHAPES = {"w1": (1536, 512), "w2": (512, 1536), "norm": (512,), "e": (1000, 256)}
+TOKEN = "a secret of one job, 32 bytes..."
+
+
+def full_state(seed=0):
+    torch.manual_seed(seed)
+    return {key: torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32) for key, shape in SHAPES.items()}
+
+
+def placed(full, mesh, text, *, fill):
+    """Return shards of all tensors. In ``TP``, w1 is cut by columns and w2 by rows, and the rest is replicated."""
+    made = {}
+    for key, tensor in full.items():
+        words = text
+        if "TP" in text:
+            words = text.replace("TP", {"w1": "S1", "w2": "S0"}.get(key, "R"))
+        words = " ".join(word if word == "R" or int(word[1]) < tensor.ndim else "R" for word in words.split())
+        made[key] = sharded(tensor, mesh, placements_of(words), fill=fill)
+    return made
+
+
+def states_of(full, lengths, text, *, fill):
+    """Return the shards of every rank of a job."""
+    states, world = [], math.prod(lengths)
+    for rank in range(world):
+        with rank_of(rank, world):
+            states.append({"model": placed(full, mesh_of(*lengths), text, fill=fill)})
+    return states
+
+
+def commit(path, states, step=1):
+    job = PlayedJob(path, len(states))
+    try:
+        job.commit(states, step)
+    finally:
+        job.close()
+
+
+class Restores:
+    """A job whose ranks are threads and restore together. Counts the stored bytes that they read and need."""
+
+    def __init__(self, path, world, monkeypatch):
+        self._threads = ThreadPoolExecutor(world)
+        address = f"127.0.0.1:{free_port()}"
+        self.read = self.decoded = self.needed = 0
+        self.shared = []
+        self._watch(monkeypatch)
+
+        def join(rank):
+            return Job(open_repository(path), Ranks(rank, world, address, TOKEN, per_rank="nearest", join_seconds=10.0))
+
+        self.jobs = list(self._threads.map(join, range(world)))
+
+    def _watch(self, monkeypatch):
+        plan = restore_module.plan_restore
+
+        def watched(manifest, storages, *, chunks=None, **how):
+            made = plan(manifest, storages, chunks=chunks, **how)
+            chains = [chain_of(manifest, each.frame) for each in made.buffered_reads]
+            buffered = sum(ref.frame_nbytes for chain in chains for _, ref in chain)
+            self.read += sum(group.nbytes for group in made.groups) + buffered
+            self.decoded += sum(read.ref.frame_nbytes for read in made.reads) + buffered
+            self.shared.append(chunks is not None)
+            self.needed = sum(frame.frame_nbytes for frame in manifest.frames)
+            return made
+
+        monkeypatch.setattr(restore_module, "plan_restore", watched)
+
+    def restore(self, states):
+        """Restore into the states. Return the error of each rank, or None."""
+
+        def run(rank):
+            job = self.jobs[rank]
+            request = RestoreRequest(states[rank], None, None, False, None, job.place)
+            try:
+                job.restore(Policy(threads=1), None, request, fallback=False)
+            except Exception as error:
+                return error
+            return None
+
+        return list(self._threads.map(run, range(len(states))))
+
+    def close(self):
+        for job in self.jobs:
+            job._link.close()
+            job.close()
+            job._repository.close()
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def path(tmp_path):
+    open_small(tmp_path / "store", CHUNK_NBYTES).close()
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def restores(path, monkeypatch):
+    made = []
+
+    def make(world):
+        made.append(Restores(path, world, monkeypatch))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def check(states, full):
+    for state in states:
+        for key, shard in state["model"].items():
+            assert torch.equal(shard._local_tensor, local_of(full[key], shard.device_mesh, shard.placements)), key
+
+
+LAYOUTS = {
+    "FSDP8 to 6": (((8,), "S0"), ((6,), "S0")),
+    "FSDP8 to 16": (((8,), "S0"), ((16,), "S0")),
+    "FSDP8 to TP8": (((8,), "S0"), ((8,), "TP")),
+    "TP8 to FSDP8": (((8,), "TP"), ((8,), "S0")),
+    "FSDP4 x TP2 to TP8": (((4, 2), "S0 TP"), ((8,), "TP")),
+    "FSDP8 to columns": (((8,), "S0"), ((8,), "S1")),
+    "replicas": (((4,), "S0"), ((4,), "R")),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_of_a_host_read_each_stored_byte_once(path, restores, name):
+    saved, wanted = LAYOUTS[name]
+    full = full_state()
+    commit(path, states_of(full, *saved, fill=True))
+    states = states_of(full, *wanted, fill=False)
+    job = restores(len(states))
+    assert job.restore(states) == [None] * len(states)
+    check(states, full)
+    assert job.read <= 1.05 * job.needed
+    # All ranks took part, and none had to read again what it did not get.
+    assert job.shared == [True] * len(states)
+
+
+def test_what_no_rank_needs_twice_is_read_as_without_sharing(path, restores):
+    # Shards of whole chunks: only the small tensors share a chunk.
+    full = {"w": full_state()["w1"][:1024]}
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    states = states_of(full, (4,), "S0", fill=False)
+    job = restores(4)
+    assert job.restore(states) == [None] * 4
+    check(states, full)
+    assert job.shared == [False] * 4
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 2, 3)], ids=["two of two", "four of one"])
+def test_ranks_of_different_hosts_share_nothing(path, restores, monkeypatch, hosts):
+    full = full_state()
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    states = states_of(full, (4,), "R", fill=False)
+    job = restores(4)
+    key_of = shared_reading._key_of
+    numbers = iter(hosts)
+    monkeypatch.setattr(shared_reading, "_key_of", lambda manifest: key_of(manifest)[:8] + bytes([next(numbers)]))
+    assert job.restore(states) == [None] * 4
+    check(states, full)
+    assert job.read == len(set(hosts)) * job.needed
+
+
+@pytest.mark.parametrize("where", ["rows", "slots", "one slot"])
+def test_without_memory_each_rank_reads_alone(path, restores, monkeypatch, where):
+    full = full_state()
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    states = states_of(full, (4,), "R", fill=False)
+    job = restores(4)
+    allocate, calls = os.posix_fallocate, []
+
+    def refuse(fd, begin, nbytes):
+        calls.append(begin)
+        if where == "rows" or (where == "slots" and begin) or (where == "one slot" and len(calls) == 12):
+            raise OSError(28, "No space left on device")
+        allocate(fd, begin, nbytes)
+
+    monkeypatch.setattr(host_memory.os, "posix_fallocate", refuse)
+    assert job.restore(states) == [None] * 4
+    check(states, full)
+    assert (1.05 * job.needed < job.read < 4 * job.needed) if where == "one slot" else job.read == 4 * job.needed
+
+
+def test_a_changed_slot_is_noticed_and_the_chunk_read_again(path, restores, monkeypatch):
+    full = full_state()
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    states = states_of(full, (4,), "R", fill=False)
+    job = restores(4)
+    slot, counts = HostMemory.slot, []
+
+    def changed(self, member, number, nbytes):
+        view = slot(self, member, number, nbytes)
+        if member != self.own:
+            counts.append(nbytes)
+            if len(counts) % 5 == 0:
+                view[nbytes // 2] ^= 1
+        return view
+
+    monkeypatch.setattr(HostMemory, "slot", changed)
+    assert job.restore(states) == [None] * 4
+    check(states, full)
+    assert 1.05 * job.needed < job.read < 3 * job.needed
+
+
+def test_a_damaged_chunk_is_the_same_error_on_all_ranks(path, restores):
+    full = full_state()
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    pack = max(path.glob("packs/*/*.pack"), key=lambda each: each.stat().st_size)
+    content = bytearray(pack.read_bytes())
+    content[len(content) // 2] ^= 1
+    pack.chmod(0o600)
+    pack.write_bytes(content)
+    job = restores(4)
+    errors = job.restore(states_of(full, (4,), "R", fill=False))
+    assert all(isinstance(error, CorruptError) and pack.stem in str(error) for error in errors), errors
+
+
+def test_if_one_rank_cannot_restore_no_rank_changes_a_byte(path, restores):
+    full = full_state()
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    states = states_of(full, (4,), "R", fill=False)
+    states[2]["model"].pop("w1")
+    states[2]["model"]["other"] = states[0]["model"]["w1"]
+    job = restores(4)
+    errors = job.restore(states)
+    assert all(isinstance(error, UsageError) for error in errors), errors
+    assert all("rank 2" in str(errors[rank]) for rank in (0, 1, 3))
+    assert not job.read
+    assert not any(shard._local_tensor.any() for shard in states[0]["model"].values())
+
+
+def test_packs_that_vanish_are_read_again_from_where_they_are_now(path, restores, monkeypatch):
+    full = full_state()
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    states = states_of(full, (4,), "R", fill=False)
+    job = restores(4)
+    decode_all, failed = restore_module.decode_all, []
+
+    def failing(repository, *args, **how):
+        if repository is job.jobs[1]._repository and not failed:
+            failed.append(1)
+            raise MissingChunkError("a pack was replaced")
+        return decode_all(repository, *args, **how)
+
+    monkeypatch.setattr(restore_module, "decode_all", failing)
+    monkeypatch.setattr(restore_module, "_choose", lambda repository, ref: (next(manifests), []))
+    found = open_repository(path)
+    manifest = restore_module.load_whole(found, restore_module.resolve(found, "latest"), takes_lower=True)
+    # Of the rank that repeats, the second is another generation.
+    other = replace(manifest, header=replace(manifest.header, generation=1))
+    manifests = iter([manifest] * 4 + [other])
+    assert job.restore(states) == [None] * 4
+    found.close()
+    check(states, full)
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_deltas_and_roundings_are_shared(path, restores, step):
+    def state(step, *, fill):
+        rng = np.random.default_rng(7)
+        weights = rng.standard_normal(300_000).astype(np.float32)
+        for _ in range(step):
+            weights = weights + rng.standard_normal(weights.size).astype(np.float32) * np.float32(1e-5)
+        made = {"master": weights, "model": weights.astype(np.float16)}
+        return made if fill else {key: np.zeros_like(each) for key, each in made.items()}
+
+    with ckstore.open(path) as store:
+        for each in range(step + 1):
+            store.commit(state(each, fill=True), each)
+    states = [state(step, fill=False) for _ in range(4)]
+    job = restores(4)
+    assert job.restore(states) == [None] * 4
+    for each in states:
+        assert all(np.array_equal(each[key], want) for key, want in state(step, fill=True).items())
+    # Chunks are so short here that a read goes over those of other ranks.
+    assert job.decoded <= 1.05 * job.needed
+    assert job.shared == [True] * 4
+
+
+# Ranks that end
+
+
+def child_in(fd, act):
+    """Fork a rank, the second of two; return its pid when it has opened the memory."""
+    ready, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(ready)
+            memory = HostMemory(fd, 2, 1, 4)
+            memory.write_needs(np.arange(4))
+            os.write(done, b"1")
+            act(memory)
+        finally:
+            os._exit(1)
+    os.close(done)
+    assert os.read(ready, 1) == b"1"
+    os.close(ready)
+    return pid
+
+
+@pytest.fixture
+def memory_file():
+    fd = os.memfd_create("test")
+    yield fd
+    os.close(fd)
+
+
+def test_a_reader_that_is_killed_is_not_waited_for(memory_file):
+    readers = np.array([1, 1, 1, 1], np.int16)
+
+    def read_one_and_hang(memory):
+        memory.read_needs()
+        memory.open_slots(4096)
+        SlotWriter(memory, readers).write(2, memoryview(b"c" * 100))
+        signal.pause()
+
+    memory = HostMemory(memory_file, 2, 0, 4)
+    memory.write_needs(np.arange(4))
+    pid = child_in(memory_file, read_one_and_hang)
+    memory.read_needs()
+    memory.open_slots(4096)
+    taken = {}
+    taker = SlotTaker(memory, dict.fromkeys(range(4), 1), lambda chunk, plain: taken.update({chunk: bytes(plain)}))
+    deadline = time.monotonic() + 20
+    while not taken and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert set(taker.missing()) == {0, 1, 3}
+    assert taken == {2: b"c" * 100}
+    taker.stop()
+    memory.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_taker_that_takes_nothing_is_not_waited_for(memory_file, how):
+    pid = child_in(memory_file, lambda memory: signal.pause())
+    is_broken = []
+    memory = HostMemory(memory_file, 2, 0, 40, lambda: bool(is_broken))
+    memory.write_needs(np.arange(40))
+    memory.needs = np.ones((2, 40), np.bool_)
+    memory.open_slots(4096)
+    writer = SlotWriter(memory, np.zeros(40, np.int16))
+
+    def end():
+        time.sleep(0.3)
+        if how == "killed":
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        else:
+            os.kill(pid, signal.SIGSTOP)
+            # The other ranks notice that, and the job is broken.
+            is_broken.append(True)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    for chunk in range(40):
+        writer.write(chunk, memoryview(b"x" * 4096))
+    # The slots were full before.
+    ending.join(0)
+    assert not ending.is_alive()
+    memory.close()
+    if how == "stopped":
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_nothing_remains_when_a_restore_has_ended(path, restores):
+    full = full_state()
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    job = restores(4)
+    gc.collect()
+    gc.disable()
+    try:
+        before = memory_files()
+        assert job.restore(states_of(full, (4,), "R", fill=False)) == [None] * 4
+        assert memory_files() == before
+    finally:
+        gc.enable()
+
+
+def memory_files():
+    """Return how many descriptors and mappings of shared memory this process has."""
+    fds = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            fds += "ckstore-reading" in str(link.readlink())
+    return fds, Path("/proc/self/maps").read_text().count("ckstore-reading")
+
+
+# Who reads what
+
+
+def manifest_of(nbytes, bases=None):
+    """Return what ``readers_of`` needs of a manifest: a frame for each chunk."""
+    frames, offset = [], 0
+    for index, each in enumerate(nbytes):
+        base = -1 if bases is None else bases[index]
+        frames.append(SimpleNamespace(chunk_id=index, pack=0, offset=offset, frame_nbytes=each, base=base))
+        offset += each
+    chunks = [SimpleNamespace(chunk_id=index, nbytes=each) for index, each in enumerate(nbytes)]
+    return SimpleNamespace(chunks=chunks, frames=frames)
+
+
+@pytest.fixture(autouse=True)
+def plain_ids(monkeypatch, request):
+    if "manifest_of" in request.function.__code__.co_names:
+        monkeypatch.setattr(readers_module, "ChunkId", lambda each: each)
+
+
+def test_every_shared_chunk_has_one_reader_that_needs_it_and_loads_are_level():
+    rng = np.random.default_rng(3)
+    manifest = manifest_of(rng.integers(1 << 16, 1 << 22, 3000).tolist())
+    needs = rng.random((8, 3000)) < 0.4
+    readers = readers_of(manifest, needs)
+    count = needs.sum(axis=0)
+    assert (readers[count < 2] == ALONE).all()
+    shared = np.flatnonzero(count > 1)
+    assert needs[readers[shared], shared].all()
+    sizes = np.array([chunk.nbytes for chunk in manifest.chunks])
+    alone = needs & (count == 1)
+    loads = [sizes[alone[rank]].sum() + sizes[readers == rank].sum() for rank in range(8)]
+    assert max(loads) <= 1.02 * np.mean(loads)
+
+
+def test_ranks_that_share_little_read_alone():
+    needs = np.zeros((2, 100), np.bool_)
+    needs[0, :51] = needs[1, 50:] = True
+    assert readers_of(manifest_of([1000] * 100), needs) is None
+    needs[0, :60] = True
+    assert readers_of(manifest_of([1000] * 100), needs) is not None
+
+
+def test_a_chunk_is_read_with_its_base():
+    bases = [-1, -1, -1, -1, 0, 1, 2, 3]
+    readers = readers_of(manifest_of([1000] * 8, bases), np.ones((2, 8), np.bool_))
+    assert (readers[:4] == readers[4:]).all()
+    assert sorted(readers.tolist()) == [0] * 4 + [1] * 4
