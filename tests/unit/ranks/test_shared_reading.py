@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 
 import ckstore  # noqa: E402
 from ckstore.config import Policy  # noqa: E402
-from ckstore.errors import CorruptError, MissingChunkError, UsageError  # noqa: E402
+from ckstore.errors import CorruptError, MissingChunkError, RankError, UsageError  # noqa: E402
 from ckstore.ranks import host_memory, shared_reading  # noqa: E402
 from ckstore.ranks import readers as readers_module  # noqa: E402
 from ckstore.ranks.host_memory import HostMemory, SlotTaker, SlotWriter  # noqa: E402
@@ -33,6 +34,7 @@ from ckstore.restore import restore as restore_module  # noqa: E402
 from ckstore.restore.plan import chain_of  # noqa: E402
 from ckstore.restore.restore import RestoreRequest  # noqa: E402
 from support.fake_ranks import local_of, mesh_of, placements_of, rank_of, sharded  # noqa: E402
+from support.forked import fork  # noqa: E402
 from support.rank_jobs import PlayedJob, open_repository  # noqa: E402
 from support.small_chunks import open_small  # noqa: E402
 from support.thread_ranks import free_port  # noqa: E402
@@ -320,6 +322,45 @@ def test_deltas_and_roundings_are_shared(path, restores, step):
 
 
 # Ranks that end
+
+
+def test_a_rank_that_fails_while_reading_fails_the_restore_of_all(path, restores, monkeypatch):
+    full = full_state()
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    job = restores(4)
+    write, counts = SlotWriter.write, []
+
+    def failing(self, chunk, plain):
+        if self._memory.own == 2:
+            counts.append(chunk)
+            if len(counts) == 5:
+                raise ValueError("a bug")
+        write(self, chunk, plain)
+
+    monkeypatch.setattr(SlotWriter, "write", failing)
+    errors = job.restore(states_of(full, (4,), "R", fill=False))
+    assert isinstance(errors[2], ValueError)
+    assert all("rank 2: a bug" in str(errors[rank]) for rank in (0, 1, 3)), errors
+
+
+def test_a_rank_that_is_killed_while_reading_fails_the_restore_of_all(path, monkeypatch):
+    full = full_state()
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    states, address = states_of(full, (4,), "R", fill=False), f"127.0.0.1:{free_port()}"
+
+    def be_rank(rank):
+        job = Job(open_repository(path), Ranks(rank, 4, address, TOKEN))
+        if rank == 2:
+            monkeypatch.setattr(SlotWriter, "write", lambda self, chunk, plain: os.kill(os.getpid(), signal.SIGKILL))
+        request = RestoreRequest(states[rank], None, None, False, None, job.place)
+        with pytest.raises(RankError, match=r"rank 2 .*closed"):
+            job.restore(Policy(threads=1), None, request, fallback=False)
+
+    ends = [fork(partial(be_rank, rank), seconds_max=60) for rank in range(4)]
+    for end in (ends[0], ends[1], ends[3]):
+        end()
+    with pytest.raises(AssertionError):
+        ends[2]()
 
 
 def child_in(fd, act):
