@@ -11,7 +11,7 @@ TESTS  ?= tests
 # The suite starts thousands of processes. Without .pyc files each of them would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-frameworks test-unit test-slice test-deep lint bench bench-table wheel clean
+.PHONY: demo demo-ranks test test-frameworks test-unit test-slice test-deep lint bench bench-table wheel clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)
 	$(PYTHON) -c 'import sys; sys.exit("ckstore needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
@@ -22,6 +22,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src
 
 demo: $(VENV)/.installed  ## Train, kill, restore, compare: the main job, in about a minute.
 	$(BIN)/python examples/demo.py
+
+demo-ranks: $(VENV)/.installed  ## Four ranks train, are killed, and resume with four and with two; about a minute.
+	$(BIN)/python examples/demo_ranks.py
 
 test: $(VENV)/.installed  ## All behaviour, and a part of each long programme: other parts with each commit.
 	$(PYTEST) --ignore=tests/frameworks $(TESTS)
@@ -61,4 +64,4 @@ wheel:  ## Wheels in dist/ for other machines, audited, and tried where there is
 	$(PYTHON) tests/support/wheels.py $(PYTHONS)
 
 clean:
-	rm -rf $(VENV) build dist demo-store .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo-store demo-ranks-store .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -94,13 +94,13 @@ class Process:
         return {event["step"]: event["loss_hex"] for event in self.events_of("trained")}
 
 
-def remove_old_store(folder: Path) -> None:
+def remove_old_store(folder: Path, *, run: str = RUN) -> None:
     """Remove the store of an earlier demo; refuse to remove anything else."""
     if not folder.exists() and not folder.is_symlink():
         return
     entries = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else {"?"}
     runs = {path.name for path in (folder / "manifests").glob("*")}
-    if entries and not ("store.json" in entries and runs <= {RUN}):
+    if entries and not ("store.json" in entries and runs <= {run}):
         raise DemoError(f"{folder} is in the way, and is not the store of an earlier demo; move it, or use --store")
     shutil.rmtree(folder)
 

@@ -50,7 +50,7 @@ def test_killed_jobs_resume_bit_for_bit_in_any_world_and_layout(tmp_path, sample
     plain = commit_plain(tmp_path / "store")
     train_and_kill(tmp_path, sample.seed(0))
     run(partial(resume, folder=str(tmp_path)), WORLD, tmp_path / "four")
-    for world, per_rank in [(2, "own"), (8, "nearest")]:
+    for world, per_rank in sample.part([(2, "own"), (8, "nearest")], parts=2):
         run(partial(resume, folder=str(tmp_path), per_rank=per_rank), world, tmp_path / f"world{world}")
     # One process without ranks reads what the layouts have committed.
     with ckstore.open(tmp_path / "store", run="plain_to_fsdp_tp") as store:
