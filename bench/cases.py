@@ -26,6 +26,8 @@ from bench import (
     cases_history,
     cases_loops,
     cases_merge,
+    cases_rank_saves,
+    cases_reshard,
     cases_stages,
     cases_stall,
     cases_training,
@@ -309,4 +311,6 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     **cases_async.CASES,
     **cases_balance.CASES,
     **cases_merge.CASES,
+    **cases_rank_saves.CASES,
+    **cases_reshard.CASES,
 }

@@ -58,7 +58,11 @@ def make_world(count: int, layers: int, seed: int) -> World:
     shares = np.array([unit.nbytes // count for unit in skeleton.units], np.int64)
     ranges, lengths = _plan(shares)
     rng = np.random.default_rng(seed)
-    parts = [_part(rank, skeleton, ranges, lengths, shares, rng) for rank in range(count)]
+    parts = []
+    for rank in range(count):
+        own = ranges.copy()
+        own["offset"] += (rank * shares[own["unit"]]).astype(np.uint64)
+        parts.append(fake_part(rank, skeleton, own, lengths, rng, is_coded=True))
     return World(skeleton, parts, [part.encode() for part in parts])
 
 
@@ -81,21 +85,25 @@ def _plan(shares: np.ndarray) -> tuple[np.ndarray, list[int]]:
     return np.array(rows, RANGE), lengths
 
 
-def _part(
-    rank: int,
-    skeleton: Skeleton,
-    ranges: np.ndarray,
-    lengths: list[int],
-    shares: np.ndarray,
-    rng: np.random.Generator,
+def fake_part(
+    rank: int, skeleton: Skeleton, ranges: np.ndarray, lengths: list[int], rng: np.random.Generator, *, is_coded: bool
 ) -> Part:
-    own = ranges.copy()
-    own["offset"] += (rank * shares[own["unit"]]).astype(np.uint64)
+    """Return the part of a rank whose chunks have drawn ids.
+
+    Args:
+        rank: The rank.
+        skeleton: Its skeleton.
+        ranges: What it contributes, as ``RANGE``.
+        lengths: Plain bytes of each chunk.
+        rng: Draws the ids.
+        is_coded: Whether chunks are stored with fewer bytes.
+    """
     chunks, frames, packs = np.zeros(len(lengths), CHUNK), np.zeros(len(lengths), FRAME), np.zeros(1, PACK)
     chunks["chunk_id"] = frames["chunk_id"] = np.frombuffer(rng.bytes(32 * len(lengths)), "V32")
     chunks["nbytes"], chunks["element_width"], chunks["is_float"] = lengths, 4, 1
     # Coded chunks have about 0.8 of their bytes, and never the same number.
-    frames["stored_nbytes"] = [int(nbytes * rng.uniform(0.75, 0.85)) + 1 for nbytes in lengths]
+    coded = (int(nbytes * rng.uniform(0.75, 0.85)) + 1 for nbytes in lengths)
+    frames["stored_nbytes"] = list(coded) if is_coded else lengths
     frames["base"] = NO_BASE_INDEX
     offset = SUPERHEADER_NBYTES
     for row in range(len(lengths)):
@@ -111,7 +119,7 @@ def _part(
         attempt=bytes(16),
         skeleton=skeleton.digest,
         host=f"node{rank // 8}",
-        ranges=own,
+        ranges=ranges,
         chunks=chunks,
         packs=packs,
         frames=frames,

@@ -27,7 +27,16 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "training": ("stall_guarded", "stall_accumulation", "stall_python_loop", "stages_beside"),
     "gpu": ("stall_gpu_blocking", "stall_gpu_guarded", "telling_devices"),
     "stores": ("cpu_start", "ls_1000", "gc_plan", "gc_beside", "tiers", "coder_loops"),
-    "ranks": ("ranks_balance", "ranks_plan"),
+    "ranks": (
+        "ranks_balance",
+        "ranks_plan",
+        "ranks_save",
+        "ranks_async",
+        "ranks_restore",
+        "ranks_reshard",
+        "ranks_identity",
+        "ranks_one",
+    ),
 }
 """Section of docs/BENCH.md -> its cases, in order."""
 
@@ -63,6 +72,12 @@ TITLES = {
     "coder_loops": "Plane coder on one core, by instruction set",
     "ranks_balance": "Highest number of bytes that a rank writes, relative to the mean of all ranks",
     "ranks_plan": "Rank 0 merges the parts of all ranks into one manifest: LLaMA 8B, 873 tensors",
+    "ranks_save": "Durable save by four ranks, HSDP 2x2, and bytes written for each byte of the state",
+    "ranks_async": "Background save by four ranks, FSDP, and by one with as many bytes: time until the call returns",
+    "ranks_restore": "Cold load by another number of ranks, FSDP",
+    "ranks_reshard": "Bytes that ranks of another layout read, each alone, relative to those that they need",
+    "ranks_identity": "Unchanged state after a change of the ranks: share of its bytes that is written again",
+    "ranks_one": "One process: without ranks, and as the only rank of a job",
 }
 COMMANDS = {"tiers": "python -m bench.tiers"}
 """Cases that ``bench.run`` does not know."""
@@ -189,6 +204,24 @@ def _with_manifests(record: Record) -> Cells:
     return cells
 
 
+def _with_bytes(record: Record) -> Cells:
+    """Return the values of participants, each with the bytes written for each byte of the state."""
+    return {name: f"{text}; {_fact(record, name, 'bytes_per_unique'):.3f}" for name, text in _values(record).items()}
+
+
+def _with_waits(record: Record) -> Cells:
+    """Return the values of participants, each with the wait at the optimizer's step if it is guarded."""
+    cells = _values(record)
+    for name, text in cells.items():
+        if " guarded" in name:
+            cells[name] = f"{text}; {_short(_fact(record, name, 'step_wait'))} at the step"
+    return cells
+
+
+def _fact(record: Record, name: str, fact: str) -> float:
+    return statistics.median(sample[fact] for sample in record["participants"][name]["samples"])
+
+
 def _by_layout(record: Record) -> Cells:
     """Return the values of all ways for each layout in one cell."""
     cells: dict[str, list[str]] = {}
@@ -205,5 +238,9 @@ CELLS: dict[str, tuple[str, Callable[[Record], Cells]]] = {
     "stall_python_loop": ("% of its speed without a save", _kept),
     "cpu_many_tensors": ("processor us/tensor", _with_manifests),
     "ranks_balance": ("1 is level", _by_layout),
+    "ranks_save": ("s; bytes / byte", _with_bytes),
+    "ranks_async": ("s", _with_waits),
+    "ranks_reshard": ("read / needed", _by_layout),
+    "ranks_identity": ("1 is everything", _by_layout),
 }
 """Case -> unit and cells, where these are not the participants' values."""
