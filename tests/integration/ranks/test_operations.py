@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as torch_dcp  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 import ckstore  # noqa: E402
+from ckstore.cli.main import run as ckstore_command  # noqa: E402
 from ckstore.errors import MissingChunkError  # noqa: E402
 from ckstore.ops.interop.export import export_safetensors  # noqa: E402
 from support.damaged_stores import frames_of, manifest_of  # noqa: E402
@@ -220,6 +221,22 @@ def test_demotion_makes_rows_lossy_and_leaves_the_rest_exact(store):
     assert store.contents(1).world.size == WORLD
 
 
+def test_demotion_across_a_change_of_world(tmp_path):
+    path = tmp_path / "store"
+    for world, steps in ((4, (0, 1)), (2, (2, 3))):
+        commit(path, steps, world)
+    with ckstore.open(path) as store:
+        store.commit({"model": whole(4)}, 4)
+        report = store.demote(policy={"keep_newest": 1, "keep_every": 0, "fidelity": "near"})
+        assert {entry.step for entry in report.entries if entry.is_done} >= {1, 2, 3}
+        for step in range(5):
+            model = store.restore(step)["model"]
+            for name, want in whole(step).items():
+                assert (model[name] - want).abs().max() < 2e-3, (step, name)
+            assert torch.equal(model["tiles"], whole(step)["tiles"])
+        assert store.verify("decode").is_clean
+
+
 def test_repacking_stores_differences_and_changes_no_content(tmp_path):
     path = tmp_path / "store"
     commit(path, STEPS, delta=False)
@@ -280,3 +297,19 @@ def test_a_folder_of_torch_is_imported_next_to_them(store, tmp_path):
     found = store.restore("latest")
     assert all(torch.equal(found["model"][name], want) for name, want in whole(9).items())
     check_all(store)
+
+
+def test_whole_tensors_are_exported_for_transformers(store, tmp_path):
+    # One buffer at a time: the tensors need not fit into memory together.
+    store.export_hf(3, tmp_path / "folder")
+    found = load_file(tmp_path / "folder" / "model.safetensors")
+    assert found.keys() == whole(3).keys()
+    for name, want in whole(3).items():
+        assert torch.equal(found[name], want), name
+
+
+def test_the_command_line_restores_whole_tensors(path, tmp_path):
+    assert ckstore_command(["restore", str(path), "3", "-o", str(tmp_path / "state.pt"), "--only", "model.*"]) == 0
+    found = torch.load(tmp_path / "state.pt")
+    for name, want in whole(3).items():
+        assert torch.equal(found["model"][name], want)

@@ -42,3 +42,14 @@ def test_most_chunks_survive_another_number_of_ranks() -> None:
 
     eight, six = cut(8), cut(6)
     assert sum(hi - lo for lo, hi in eight & six) > 0.9 * SHAPE.nbytes
+
+
+def test_chunks_end_where_those_of_the_base_begin() -> None:
+    step = grid_nbytes(SHAPE, LIMITS.chunk_nbytes_max)
+    nbytes = 3 * step
+    # An edge within an element, at the begin and beyond the end are those of another tensor.
+    wanted = {0: [0, 400_000 % step, step, 5 * step, 4002]}
+    plan = plan_commit([SpanShape(nbytes, 4, True), SpanShape(nbytes, 4, True)], LIMITS, edges=wanted)
+    cut, uncut = ([piece.nbytes for piece in storage.pieces] for storage in plan.storages)
+    assert cut == [400_000 % step, step - 400_000 % step, step, step]
+    assert uncut == [step] * 3
