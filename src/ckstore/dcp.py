@@ -150,7 +150,7 @@ def save(
         CkstoreError: Nothing was saved. If several ranks failed, it is the error of the first.
     """
     writer = Writer(store, step, run=run, policy=policy, metrics=metrics)
-    with _errors_of_ranks(), _alone():
+    with _errors_of_ranks(store), _alone():
         metadata = state_dict_saver.save(
             state,
             storage_writer=writer,
@@ -237,7 +237,7 @@ def load(
         reader.find()
     else:
         reader = _agreed(reader, store, run, policy, process_group)
-    with _errors_of_ranks(), _alone():
+    with _errors_of_ranks(store), _alone():
         state_dict_loader.load(
             state,
             storage_reader=reader,
@@ -267,16 +267,25 @@ def _agreed(
 
 
 @contextmanager
-def _errors_of_ranks() -> Iterator[None]:
+def _errors_of_ranks(store: StorePlace) -> Iterator[None]:
     """Raise ckstore's own error instead of DCP's, which is no Exception and has it inside."""
     try:
         yield
     except CheckpointException as error:
-        for rank, (failure, _) in sorted(error.failures.items()):
-            if isinstance(failure, CkstoreError):
-                what = failure.what if len(error.failures) == 1 and rank == 0 else f"rank {rank}: {failure.what}"
-                raise type(failure)(what, where=failure.where, todo=failure.todo, **failure.facts) from error
-        raise
+        found = {
+            rank: failure for rank, (failure, _) in sorted(error.failures.items()) if isinstance(failure, CkstoreError)
+        }
+        if not found:
+            raise
+        rank, failure = next(iter(found.items()))
+        what = failure.what
+        if isinstance(store, Store) and len(found) > 1:
+            # All ranks got the error of one of them. It alone got it without its number.
+            failure = next((each for each in found.values() if "rank " in str(each)), failure)
+            what = failure.what
+        elif len(error.failures) > 1 or rank:
+            what = f"rank {rank}: {what}"
+        raise type(failure)(what, where=failure.where, todo=failure.todo, **failure.facts) from error
 
 
 @contextmanager

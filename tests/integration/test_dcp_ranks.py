@@ -17,6 +17,9 @@ def test_four_ranks_save_one_checkpoint_that_any_world_loads(tmp_path):
         with ckstore.open(tmp_path / name) as store:
             assert [info.step for info in store.log()] == steps[::-1]
             assert store.verify("decode").is_clean
+    with ckstore.open(tmp_path / "opened") as store:
+        assert store.steps() == [1, 2]
+        assert [store.restore(1)["rng"][rank].tolist() for rank in range(4)] == [[rank] * 4 for rank in range(4)]
     with ckstore.open(tmp_path / "fsdp_tp") as store:
         world = store.contents(10).world
         assert world.meshes == (MeshFacts(("dp", "tp"), (2, 2)),)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import ckstore
 from ckstore import dcp
 from ckstore.errors import CkstoreError
 
@@ -104,8 +105,25 @@ def save_tiles(rank, folder):
         whole *= 1 + 1e-4 * torch.rand_like(whole)
 
 
+def save_to_open_store(rank, folder):
+    """Save to a store that the ranks have opened, with collectives of torch and without."""
+    state = state_of(*trained(meshes()["fsdp"]))
+    with ckstore.open(f"{folder}/opened", ranks=ckstore.Ranks.of_torch()) as store:
+        assert dcp.save({**state, "rng": torch.full((4,), rank)}, store, 1).seq == 0
+        writer = dcp.Writer(store)
+        torch_dcp.save(state, storage_writer=writer, planner=dcp.SavePlanner(), use_collectives=False)
+        assert (writer.receipt.step, writer.receipt.chunks_new) == (2, 0)
+        target = {"model": {key: torch.zeros_like(value) for key, value in state["model"].items()}}
+        assert dcp.load(target, store).step == 2
+        for key, value in state["model"].items():
+            assert torch.equal(target["model"][key].to_local(), value.to_local())
+        with pytest.raises(CkstoreError, match=r"^a leaf of type builtins\.object cannot be stored: rank 3: x"):
+            dcp.save({**state, **({"x": object()} if rank == 3 else {})}, store, 3)
+
+
 def save_first(rank, folder):
     """Run the programmes that save, in one group of four."""
+    save_to_open_store(rank, folder)
     save_tiles(rank, folder)
     save_all(rank, folder)
     fail_on_one_rank(rank, folder)
