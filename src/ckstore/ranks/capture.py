@@ -88,8 +88,12 @@ class RankCapture:
         self._marks = MarkerAdapter()
         self._shards: ShardCaptureAdapter | None = None
 
-    def capture(self, state: object) -> RankState:
-        """Capture a state, and wait for device work that still computes it.
+    def capture(self, state: object, *, is_waited: bool = True) -> RankState:
+        """Capture a state.
+
+        Args:
+            state: The state.
+            is_waited: Wait for device work that still computes it. Staging waits for that by itself.
 
         Raises:
             LeafTypeError: A leaf cannot be stored.
@@ -98,7 +102,8 @@ class RankCapture:
         adapters: list[LeafAdapter] = []
         if "torch" in sys.modules:
             adapters.append(self._shard_adapter())
-        captured = self._cache.capture_for_commit(state, [*adapters, self._marks])
+        capture = self._cache.capture_for_commit if is_waited else self._cache.capture
+        captured = capture(state, [*adapters, self._marks])
         shards = self._shards.found if self._shards is not None else {}
         facts = captured.structure.once("rank", lambda: _RankFacts.of(captured, shards, self._world))
         if facts.trees is not None:

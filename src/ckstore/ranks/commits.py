@@ -84,6 +84,8 @@ class RankCommits:
             # Other handles may use the same connection. The ranks do not send again what rank 0 knows.
             known = link.once(RankContents)
             self._root = Root(tools.repository, known, on_divergence=on_divergence)
+        self.failure: ErrorRecord | None = None
+        """Why the last commit failed: the same on all ranks. None: it succeeded, or its end is not known."""
 
     def commit(
         self,
@@ -111,6 +113,19 @@ class RankCommits:
         link = self._link
         number = link.next_number() if number is None else link.take_number(number)
         commit = _RankCommit(link, self._tools, self._root, number, step)
+        try:
+            return self._committed(commit, policy, make_request, staging, take_run)
+        finally:
+            self.failure = commit.failure
+
+    def _committed(
+        self,
+        commit: _RankCommit,
+        policy: Policy,
+        make_request: Callable[[], RankRequest],
+        staging: Staging | None,
+        take_run: Callable[[], None] | None,
+    ) -> Receipt:
         try:
             if self._root is not None:
                 (take_run or self._take_run)()
@@ -145,6 +160,7 @@ class _RankCommit:
         self._request: RankRequest | None = None
         self._staging: Staging | None = None
         self._may_be_visible = False
+        self.failure: ErrorRecord | None = None
 
     def begin(self, request: RankRequest, facts: dict[str, str], staging: Staging | None) -> None:
         """Take part in the commit."""
@@ -177,12 +193,18 @@ class _RankCommit:
         number, step, record = self._number, self._step, record_of(error)
         self._link.send(lambda member: member.abort(number, step, record))
         finish = self._finish_of_abort(record)
+        self.failure = None if finish is None else finish.error
         if finish is not None and finish.receipt is not None and isinstance(error, Exception):
             return self._finish(finish)
         if self._work is not None:
-            is_unpublished = finish is not None and finish.receipt is None and not self._may_be_visible
-            self._work.fail(is_unpublished=is_unpublished)
+            self._work.fail(is_unpublished=self._is_unpublished(finish))
         raise error
+
+    def _is_unpublished(self, finish: Finish | None) -> bool:
+        """Return True if the manifest of a failed commit is certainly not in the store. Then packs may be removed."""
+        if finish is None or finish.error is None or self._may_be_visible:
+            return False
+        return not finish.error.facts.get(MAY_BE_VISIBLE)
 
     def _finish_of_abort(self, record: ErrorRecord) -> Finish | None:
         """Wait for the end of a commit that this rank has aborted. None: Ctrl-C came while its end was being taken."""
@@ -242,6 +264,8 @@ class _RankCommit:
                 self._link.lead(lambda coordinator: coordinator.published(number, receipt))
         except BaseException as error:
             record = record_of(error)
+            # Then no rank removes its packs.
+            record.facts[MAY_BE_VISIBLE] = root.may_be_visible(error)
             self._link.lead(lambda coordinator: coordinator.failed(number, record))
             if not isinstance(error, Exception):
                 raise
@@ -274,11 +298,10 @@ class _RankCommit:
                 work.finish(receipt)
             return receipt
         assert finish.error is not None, "a commit ends with a receipt or an error"
-        error = self._link.error_of(finish.rank, finish.error)
-        may_be_visible = self._may_be_visible or bool(getattr(error, "facts", {}).get(MAY_BE_VISIBLE))
+        self.failure = finish.error
         if work is not None:
-            work.fail(is_unpublished=not may_be_visible)
-        raise error
+            work.fail(is_unpublished=self._is_unpublished(finish))
+        raise self._link.error_of(finish.rank, finish.error)
 
 
 def find_attempt(repository: Repository, attempt: bytes) -> bytes | None:

@@ -18,7 +18,6 @@ from ckstore.errors import (
     BackendError,
     CapacityError,
     CkstoreError,
-    ConflictError,
     CorruptError,
     NotFoundError,
     UsageError,
@@ -68,7 +67,7 @@ class Job:
         self._commits = RankCommits(self._link, self._tools, on_divergence=ranks.on_divergence)
         self._background_capture = RankCapture(ranks.world)
         self._background_count = 0
-        self._last_step: LastStep | None = None
+        self._last_step_count = 0
         self._listener: Listener | None = None
         self._door = self._opened_door()
 
@@ -127,13 +126,15 @@ class Job:
 
     def captured_share(self, state: Any) -> tuple[Captured, bytes]:
         """Return the captured state of this rank, and what it holds, encoded."""
-        captured = self._background_capture.capture(state)
+        captured = self._background_capture.capture(state, is_waited=False)
         return captured.captured, encode_share(captured)
 
     def last_step(self) -> LastStep:
-        """Return this rank's part in the agreement on the step of the last commit."""
-        self._last_step = self._last_step or LastStep(self._link)
-        return self._last_step
+        """Return this rank's part in an agreement on the step of the last commit: another one for each call."""
+        self._last_step_count += 1
+        repository = self._repository
+        name = f"{repository.record.store_id}/{repository.run}/{self._last_step_count}"
+        return LastStep(self._link, name)
 
     # Calls of the whole job
 
@@ -160,20 +161,27 @@ class Job:
             nbytes = captured.captured.nbytes
             return RankRequest(captured, step, policy, parent, metrics)
 
-        for is_last in (False, True):
-            try:
-                return self._commits.commit(step, policy, make_request)
-            except CapacityError as error:
-                if is_last or not self._has_made_room(nbytes, error):
-                    raise
-            except ConflictError as error:
-                names = error.facts.get("pack_ids")
-                gone = [PackId(bytes.fromhex(name)) for name in names] if isinstance(names, list) else []
-                if is_last or not gone:
-                    raise
-                _log.warning("packs vanished during the commit of step %d; repeating it without them", step)
-                self._repository.chunk_index.forget_packs(gone)
-        raise AssertionError("unreachable")
+        try:
+            return self._commits.commit(step, policy, make_request)
+        except CkstoreError:
+            if not self._has_removed_cause(step, nbytes):
+                raise
+        return self._commits.commit(step, policy, make_request)
+
+    def _has_removed_cause(self, step: int, nbytes: int) -> bool:
+        """Return whether a failed commit may succeed now; the same on all ranks, whatever each of them raises."""
+        failure = self._commits.failure
+        if failure is None:
+            return False
+        if failure.kind == "CapacityError":
+            error = restored_error(failure, source="the job", other=CkstoreError)
+            return isinstance(error, CapacityError) and self._has_made_room(nbytes, error)
+        names = failure.facts.get("pack_ids")
+        if failure.kind != "ConflictError" or not isinstance(names, list):
+            return False
+        _log.warning("packs vanished during the commit of step %d; repeating it without them", step)
+        self._repository.chunk_index.forget_packs([PackId(bytes.fromhex(name)) for name in names])
+        return True
 
     def _has_made_room(self, nbytes: int, error: CapacityError) -> bool:
         """Have rank 0 free space for what all ranks want to write. Return whether it could."""
@@ -285,7 +293,8 @@ class Job:
             return restore_reference(self._repository, policy, f"seq:{seq}", request, []), None
         except OtherRankError:
             return None, None
-        except Exception as error:
+        except BaseException as error:
+            # Ctrl-C, too: the other ranks wait for this one's result.
             if sharing is not None:
                 sharing.refuse()
             return None, error

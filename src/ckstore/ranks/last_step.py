@@ -16,23 +16,23 @@ import threading
 
 from ckstore.ranks.link import Link
 
-_TOPIC = "the step of the last commit"
-
 
 class LastStep:
     """One rank's part in the agreement. Made on all ranks.
 
     Args:
         link: The connection to the other ranks.
+        name: Tells several agreements of one job apart; the same on all ranks.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, name: str = "") -> None:
         self._link = link
+        self._topic = f"the step of the last commit {name}".strip()
         self._lock = threading.Lock()
         self._checked = 0
         self._has_replied = False
         self._target: int | None = None
-        link.reply_to(_TOPIC, self._reply, _after_highest)
+        link.reply_to(self._topic, self._reply, _after_highest)
 
     def is_reached(self, step: int, *, is_asked: bool) -> bool:
         """Say whether the last commit is to be made now, after a step of this rank.
@@ -51,9 +51,9 @@ class LastStep:
         if not is_waiting and not is_asked:
             return False
         if not is_waiting:
-            self._link.ask(_TOPIC)
+            self._link.ask(self._topic)
         if self._target is None and (is_waiting or self._link.world == 1):
-            self._target = int(self._link.answer_to(_TOPIC))
+            self._target = int(self._link.answer_to(self._topic))
         return self._target is not None and step >= self._target
 
     def _reply(self) -> bytes:

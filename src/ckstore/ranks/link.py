@@ -162,13 +162,21 @@ class Link:
         key = (topic, number)
         self._loop.boxes[key] = SimpleQueue()
         self.send(lambda member: member.ask(topic, number, value, is_patient=is_patient))
-        while True:
-            # Ends: rank 0 answers in join_seconds, or is lost.
-            action = self.wait(key, _WAIT_SECONDS)
-            if isinstance(action, Agreed):
-                return self._answer(action)
-            if isinstance(action, Decide):
-                self._decide(action, decide)
+        try:
+            while True:
+                # Ends: rank 0 answers in join_seconds, or is lost.
+                action = self.wait(key, _WAIT_SECONDS)
+                if isinstance(action, Agreed):
+                    break
+                if isinstance(action, Decide):
+                    self._decide(action, decide)
+        except BaseException as error:
+            if self.rank == 0:
+                # Nobody else can answer the others.
+                record = record_of(error)
+                self.lead(lambda coordinator: coordinator.refuse(topic, number, record))
+            raise
+        return self._answer(action)
 
     def reply_to(self, topic: str, reply: Callable[[], bytes], decide: Callable[[tuple[bytes, ...]], bytes]) -> None:
         """Take part in a question that any rank may ask once, without a call of this rank.

@@ -36,6 +36,10 @@ HOLDING = np.dtype([("unit", "<u4"), ("group", "<u4"), ("offset", "<u8"), ("nbyt
 
 OWN_SPAN = np.dtype([("unit", "<u4"), ("lo", "<u8"), ("hi", "<u8")])
 
+OWN_NBYTES_MAX = 1 << 20
+"""Largest unit that each rank writes without being asked if it differed before. Of a larger one, such as a weight with
+a flipped bit, only the ranks that differ write a copy, after the comparison."""
+
 UnitKey = tuple[Path, int, int, bool, bool]
 """What makes units of several ranks the same: path, bytes, element width, is_float, and whether it is a shard."""
 
@@ -223,7 +227,11 @@ class _UnitTable:
         prefixes = set(skeleton.per_rank)
         lengths = sorted({len(path) for path in prefixes})
         return [
-            unit.array is None and (unit.path in differing or any(unit.path[:length] in prefixes for length in lengths))
+            unit.array is None
+            and (
+                (unit.path in differing and unit.nbytes <= OWN_NBYTES_MAX)
+                or any(unit.path[:length] in prefixes for length in lengths)
+            )
             for unit in skeleton.units
         ]
 

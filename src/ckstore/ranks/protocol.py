@@ -273,6 +273,13 @@ class Coordinator:
             return self._answer(topic, number, None, 0, of_rank(value, 0))
         return self._answer(topic, number, value, None, None)
 
+    def refuse(self, topic: str, number: int, error: ErrorRecord) -> list[Action]:
+        """Rank 0's caller was interrupted while it waited for the ranks. The others get an error."""
+        question = self._questions.get(topic)
+        if question is None or question.number != number:
+            return []
+        return self._answer(topic, number, None, 0, of_rank(error, 0))
+
     # Commits
 
     def _begin(self, rank: int, begin: Begin, now: float) -> list[Action]:

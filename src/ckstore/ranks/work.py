@@ -262,16 +262,6 @@ class RankWork:
             _log.warning("packs of an unpublished checkpoint are left for `ckstore gc` to remove: %s", failure)
 
 
-def _may_be_visible(repository: Repository, seq: int, error: CkstoreError) -> bool:
-    """Return True unless the manifest of a failed commit is certainly not in place."""
-    if isinstance(error, BackendError) and error.facts.get("is_uncertain"):
-        return True
-    try:
-        return repository.manifests.is_visible(seq)
-    except (CkstoreError, OSError):
-        return True
-
-
 class RankContents:
     """What the ranks sent about their states, by digest: that of the last commit, which they do not send again.
 
@@ -323,6 +313,8 @@ class Root:
         self._comparison: Comparison | None = None
         self._merged: Merged | None = None
         self._parts: dict[int, Part] = {}
+        self._claimed: int | None = None
+        """The seq of the commit that is being published."""
 
     def plan(self, digests: Sequence[Sequence[bytes]], contents: Mapping[bytes, bytes]) -> list[bytes]:
         """Return for each rank which bytes it writes, of those that others hold, too.
@@ -331,7 +323,7 @@ class Root:
             digests: For each rank the digests of its skeleton and its holdings.
             contents: What the digests stand for that are new.
         """
-        self._comparison = self._merged = None
+        self._comparison = self._merged = self._claimed = None
         self._parts = {}
         known = self._contents.update(digests, contents)
         self._skeletons = {skeleton: content.skeleton for (skeleton, _), content in zip(digests, known, strict=True)}
@@ -380,9 +372,21 @@ class Root:
                 ranks=shards[0].ranks,
             )
         news = tuple(each for each in found.differences if each.is_shard or each.path not in self._differing)
-        # From the next commit on, each rank writes its own value.
-        self._differing.update(each.path for each in news if not each.is_shard)
+        # As long as they differ, each rank writes its own value without being asked.
+        self._differing = {each.path for each in found.differences if not each.is_shard}
         return replace(found, differences=news)
+
+    def may_be_visible(self, error: BaseException) -> bool:
+        """Return True unless the manifest of a failed commit is certainly not in place. Then packs must stay."""
+        if self._claimed is None:
+            return False
+        # A server that did not answer may still make the manifest visible.
+        if isinstance(error, BackendError) and error.facts.get("is_uncertain"):
+            return True
+        try:
+            return self._repository.manifests.is_visible(self._claimed)
+        except (CkstoreError, OSError):
+            return True
 
     def publish(self, request: RankRequest, watch: Stopwatch) -> bytes:
         """Publish what was merged. Return the encoded receipt.
@@ -394,7 +398,7 @@ class Root:
         assert merged is not None, "merge comes first"
         with watch("publish"):
             repository.lease.check()
-            seq = repository.manifests.claim(repository.seq_next())  # 8a
+            seq = self._claimed = repository.manifests.claim(repository.seq_next())  # 8a
             repository.note_seq(seq)
             now_ns = repository.clock.now_ns()
             record = LogicalRecord(
@@ -410,12 +414,7 @@ class Root:
             )
             header, encoded = merged.encode(record, repository.store_id, limits=repository.limits)
             name = ManifestName(repository.run, seq, request.step, 0)
-            try:
-                repository.manifests.publish_encoded(name, encoded)
-            except CkstoreError as error:
-                # Then no rank removes its packs.
-                error.facts[MAY_BE_VISIBLE] = _may_be_visible(repository, seq, error)
-                raise
+            repository.manifests.publish_encoded(name, encoded)
         with watch("verify"):
             packs = merged.packs
             gone = repository.rescue_local_packs({pack.pack_id: pack.nbytes for pack in packs})  # 9

@@ -101,18 +101,12 @@ def test_error_of_a_decision_is_raised_on_all_ranks(hub):
         assert (str(error), error.step, error.rank) == ("there is no such step: rank 0: steps", 9, 0)
 
 
-def test_other_ranks_see_that_one_asks(hub):
+def test_ranks_reply_without_a_call_of_theirs(hub):
     _, links = hub(3)
-    asking = threading.Thread(target=in_threads, args=(links[1:2], lambda link: link.agree("stop", b"1", max)))
-    asking.start()
-    deadline = time.monotonic() + 10
-    while not (links[0].is_asked("stop") and links[2].is_asked("stop")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert not links[1].is_asked("stop")
-    in_threads([links[0], links[2]], lambda link: link.agree("stop", b"2", max))
-    asking.join(10)
-    assert not any(link.is_asked("stop") for link in links)
+    for link in links:
+        link.reply_to("stop", lambda link=link: bytes([link.rank]), max)
+    links[1].ask("stop")
+    assert in_threads(links, lambda link: link.answer_to("stop")) == [b"\x02"] * 3
 
 
 def test_different_values_are_named(hub, tmp_path):
