@@ -129,6 +129,8 @@ class RankGroup:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
         self._processes = []
 
 
