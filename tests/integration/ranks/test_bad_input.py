@@ -110,11 +110,16 @@ def test_other_trees_are_stored_and_named(job):
         ("lengths", lambda rank: [1] * (2 if rank == 2 else 1)),
     ]
     for step, (name, make) in enumerate(cases):
-        (warning,) = check_receipts(job.commit(lambda rank, make=make: {"x": make(rank)}, lambda rank, step=step: step))
-        assert warning.startswith("x: "), name
+        key = f"x{step}"
+        (warning,) = check_receipts(job.commit(lambda rank, make=make, key=key: {key: make(rank)}))
+        assert warning.startswith(f"{key}: "), name
         assert " on rank 2 from " in warning, name
         assert warning.endswith("if that is intended, mark it with ckstore.PerRank"), name
-        assert not check_receipts(job.commit(lambda rank, make=make: {"x": ckstore.PerRank(make(rank))})), name
+        # It is said once, and never of what is marked.
+        assert not check_receipts(job.commit(lambda rank, make=make, key=key: {key: make(rank)})), name
+        marked = f"marked{step}"
+        marking = job.commit(lambda rank, make=make, marked=marked: {marked: ckstore.PerRank(make(rank))})
+        assert not check_receipts(marking), name
 
 
 def test_many_values_that_differ_have_a_few_warnings(job):
