@@ -34,6 +34,7 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.concurrency import Latch, log_safely, noop
 from ckstore.config import EngineName
 from ckstore.errors import CkstoreError, MalformedError, SaverError, UsageError
+from ckstore.format.error_records import ErrorRecord
 from ckstore.processes import close_in_children, is_stopped, process_started, start_python
 from ckstore.results import Receipt
 
@@ -50,7 +51,7 @@ SEND_RETRY_SECONDS = 0.02
 
 _NO_RULES: Mapping[str, Any] = MappingProxyType({})
 
-_WORK_MESSAGES = (protocol.Begin, protocol.Release, protocol.Warm, protocol.Forget, protocol.Quit)
+_WORK_MESSAGES = (protocol.Begin, protocol.Decline, protocol.Release, protocol.Warm, protocol.Forget, protocol.Quit)
 """Messages that give the saver work."""
 
 
@@ -345,6 +346,11 @@ class Saver:
         """Report that all bytes of a ticket are staged. A dead saver is not an error."""
         with contextlib.suppress(Exception):
             self._send(protocol.Staged(ticket))
+
+    def decline(self, number: int, step: int, error: ErrorRecord) -> None:
+        """Have the saver tell the other ranks that this one cannot take part in a commit. A dead saver is no error."""
+        with contextlib.suppress(Exception):
+            self._send(protocol.Decline(number, step, error))
 
     def abort(self, ticket: int) -> None:
         """Cancel a ticket. It still ends in a callback: ``on_failed``, or ``on_done`` if it was already published."""

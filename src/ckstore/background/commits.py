@@ -38,6 +38,7 @@ from ckstore.background.staging import Staging, StagingArea
 from ckstore.concurrency import Latch, log_safely, run_uninterrupted
 from ckstore.config import EngineName, Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError, SaverError, UsageError
+from ckstore.format.error_records import record_of
 from ckstore.io.local import LocalBackend
 from ckstore.results import Receipt
 from ckstore.state.capture import Captured
@@ -328,19 +329,35 @@ class BackgroundCommits:
             CapacityError: There is no memory to stage the state, or the policy allows less.
             SaverError: No saver can be started.
         """
-        layout, starts = self._area.plan_layout(request.captured, request.guarded)
-        busy = self._wait_for_slot(request)
-        if busy is not None:
-            return busy
         commit: InFlightCommit | None = None
         try:
+            layout, starts = self._area.plan_layout(request.captured, request.guarded)
+            busy = self._wait_for_slot(request)
+            if busy is not None:
+                return busy
             commit = self._hand_to_saver(request, layout, starts)
             commit.staging.copy_now()
             return commit.pending
         except BaseException as error:
             if commit is not None:
                 self.give_up(commit.pending, error)
+            else:
+                self.decline(request.number, request.step, request.policy, error)
             raise
+
+    def decline(self, number: int, step: int, policy: Policy, error: BaseException) -> None:
+        """In a job of many ranks: tell the others that this one cannot take part in a commit. Never raises.
+
+        Args:
+            number: The number of the commit; 0: there is no job.
+            step: The step.
+            policy: How it was to be stored.
+            error: Why.
+        """
+        if number:
+            # If that fails, the others wait as for any rank that does not take part.
+            with contextlib.suppress(CkstoreError, OSError, MemoryError):
+                self._saver_for(policy).decline(number, step, record_of(error))
 
     def give_up(self, pending: Pending, error: BaseException) -> None:
         """Cancel a commit whose caller gets an exception, unless it is fully staged."""

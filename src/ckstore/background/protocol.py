@@ -83,6 +83,14 @@ class Begin(NamedTuple):
     number: Count = 0
 
 
+class Decline(NamedTuple):
+    """Trainer: this rank cannot take part in a background commit of its job, and why. There is no reply."""
+
+    number: Count
+    step: Count
+    error: ErrorRecord
+
+
 class Staged(NamedTuple):
     """Trainer: all bytes of a ticket are staged. From now on it is published even if the trainer dies."""
 
@@ -197,6 +205,7 @@ class Log(NamedTuple):
 Message = (
     Hello
     | Begin
+    | Decline
     | Staged
     | Abort
     | Hurry
@@ -216,7 +225,7 @@ Message = (
     | Log
 )  # fmt: skip
 TicketMessage = Began | Progress | Done | Failed | Retained | SlotFree
-TO_SAVER = (Hello, Begin, Staged, Abort, Release, Forget, Quit, Hurry, Warm)
+TO_SAVER = (Hello, Begin, Staged, Abort, Release, Forget, Quit, Hurry, Warm, Decline)
 TO_TRAINER = (Ready, Began, Progress, Done, Failed, Retained, SlotFree, Answer, Leaving, Log)
 
 _KINDS: tuple[type[Message], ...] = (*TO_SAVER, *TO_TRAINER)

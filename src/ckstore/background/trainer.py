@@ -42,6 +42,10 @@ class BackgroundJob(Protocol):
         """Return the number of the next background commit, the same on every rank."""
         ...
 
+    def check_ranks(self) -> None:
+        """Raise if a rank of the job was lost."""
+        ...
+
     def captured_share(self, state: Any) -> tuple[Captured, bytes]:
         """Return the captured state of this rank, and what it holds, encoded."""
         ...
@@ -81,13 +85,20 @@ class TrainerSide:
             LeafTypeError: A leaf cannot be stored.
             CkstoreError: An earlier commit failed, and its result was never requested.
         """
-        self._started().raise_unreported(call_did_nothing=True)
         share, number = b"", 0
         if self._job is None:
+            self._started().raise_unreported(call_did_nothing=True)
             captured = self._captured(state)
         else:
             number = self._job.next_background_commit(policy)
-            captured, share = self._job.captured_share(state)
+            try:
+                self._started().raise_unreported(call_did_nothing=True)
+                self._job.check_ranks()
+                captured, share = self._job.captured_share(state)
+            except BaseException as error:
+                # The others have begun this commit, or will.
+                self._started().decline(number, step, policy, error)
+                raise
         return AsyncRequest(
             captured=captured,
             step=step,

@@ -112,6 +112,8 @@ class RankCommits:
         """
         link = self._link
         number = link.next_number() if number is None else link.take_number(number)
+        # Before the state is captured: then the others wait for this rank as long as it lives.
+        link.send(lambda member: member.join(number, step))
         commit = _RankCommit(link, self._tools, self._root, number, step)
         try:
             return self._committed(commit, policy, make_request, staging, take_run)
@@ -134,6 +136,21 @@ class RankCommits:
         except BaseException as error:
             return commit.give_up(error)
         return commit.run()
+
+    def decline(self, number: int, step: int, error: Exception) -> None:
+        """Make a commit fail on all ranks, because this rank cannot take part.
+
+        Args:
+            number: The number of the commit.
+            step: The step.
+            error: Why. The others get it with the number of this rank.
+        """
+        link = self._link
+        number, record = link.take_number(number), record_of(error)
+        link.send(lambda member: member.abort(number, step, record))
+        while not isinstance(link.wait(number, LOOK_SECONDS), Finish):
+            # Ends: rank 0 answers, or is lost.
+            pass
 
     def _take_run(self) -> None:
         self._tools.repository.wait_for_orphan()

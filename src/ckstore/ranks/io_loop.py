@@ -21,7 +21,7 @@ import selectors
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -91,6 +91,9 @@ class Job(NamedTuple):
     rank: int
     world: int
     token: bytes
+    past: Mapping[bytes, CkstoreError] | None = None
+    """Savers, which connect again after a loss: tokens of earlier connections, and how those ended. Rank 0 tells a rank
+    that is late. None: a lost rank does not come back."""
 
 
 class _RunningClock:
@@ -146,6 +149,10 @@ class IoLoop:
         """Topics of questions that other ranks ask, and the newest number."""
         self.is_broken = False
         """Whether a peer was lost. It does not come back."""
+        self.first_loss: tuple[int, str] | None = None
+        """The peer that was lost first, and how."""
+        self.refusal: CkstoreError | None = None
+        """Rank 0: what a rank that connects now is told. None: it may join."""
         self.on_all_staged: Callable[[int], None] | None = None
         """Called on the thread of the loop with the number of a commit of which all ranks are staged."""
         self.repliers: dict[str, Callable[[], None]] = {}
@@ -158,7 +165,7 @@ class IoLoop:
         self._coordinator = Coordinator(job.world, join_seconds=timing.join_seconds)
         """Used on rank 0 only."""
         self._commands: SimpleQueue[Callable[[], list[Action]]] = SimpleQueue()
-        self._is_stopping = self._has_ended = False
+        self._is_stopping = self._has_ended = self._has_parted = False
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Not closed before, because another thread may be about to write to this number.
@@ -182,6 +189,10 @@ class IoLoop:
     def post(self, event: Callable[[Member], list[Action]]) -> None:
         """Pass an event to this rank's state machine."""
         self._command(lambda: event(self._member))
+
+    def has_seen(self, number: int) -> bool:
+        """Rank 0: whether a rank has taken part in a commit."""
+        return self._coordinator.has_seen(number)
 
     def lead(self, event: Callable[[Coordinator], list[Action]]) -> None:
         """Rank 0: pass an event to the state machine for all ranks."""
@@ -242,7 +253,17 @@ class IoLoop:
         if now >= self._next_check:
             self._next_check = now + self._tick_seconds
             self._check_time(now)
+        if self.is_broken and self._job.past is not None and self._job.rank == 0 and self._coordinator.is_idle:
+            self._tell_of_loss()
         self._send_queued(now)
+
+    def _tell_of_loss(self) -> None:
+        """Savers: say goodbye after a loss, so that all of them connect again for the next commit."""
+        if not self._has_parted:
+            self._has_parted = True
+            for rank, peer in self._peers.items():
+                peer.queue(Bye(self._coordinator.first_loss))
+                self._unsent.add(rank)
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -308,6 +329,7 @@ class IoLoop:
 
     def _lost(self, rank: int, how: str) -> list[Action]:
         self.is_broken = True
+        self.first_loss = self.first_loss or (rank, how)
         peer = self._peers.pop(rank, None)
         if peer is not None:
             self._unsent.discard(rank)
@@ -428,16 +450,16 @@ class IoLoop:
         guest.content += received
         if received and len(guest.content) < CLAIM_NBYTES:
             return
-        is_whole = len(guest.content) == CLAIM_NBYTES
-        claim = check_claim(self._job.token, guest.greeting, guest.content) if is_whole else None
-        if claim is None:
+        known = self._claim_of(guest)
+        if known is None:
             self._dismiss(guest)
             return
+        claim, token, error = known
         self._forget(guest)
         source = f"rank {claim.rank} ({guest.name})"
         peer = Connection(guest.end, source, TO_RANK_0, now)
-        peer.queue_bytes(answer_to(self._job.token, guest.greeting, guest.content))
-        error = self._refusal(claim)
+        peer.queue_bytes(answer_to(token, guest.greeting, guest.content))
+        error = error or self._refusal(claim)
         if error is None:
             peer.queue(Welcome())
             self._add_peer(claim.rank, peer)
@@ -451,6 +473,16 @@ class IoLoop:
         if claim.version != PROTOCOL_VERSION:
             self._do(self._coordinator.lost(claim.rank, _without_rank(error.what)))
 
+    def _claim_of(self, guest: _Guest) -> tuple[Claim, bytes, CkstoreError | None] | None:
+        """Return what a guest claims, its token, and why it is too late if that is an earlier one."""
+        if len(guest.content) != CLAIM_NBYTES:
+            return None
+        for token, error in ((self._job.token, None), *(self._job.past or {}).items()):
+            claim = check_claim(token, guest.greeting, guest.content)
+            if claim is not None:
+                return claim, token, error
+        return None
+
     def _refusal(self, claim: Claim) -> CkstoreError | None:
         rank, world = claim.rank, self._job.world
         if claim.version != PROTOCOL_VERSION:
@@ -458,6 +490,11 @@ class IoLoop:
         if claim.world != world or not 0 < rank < world:
             what = f"rank {rank} of {claim.world} connected to a job of {world} ranks"
             return UsageError(what, todo="pass the same world on every rank", rank=rank)
+        if self.refusal is not None:
+            return self.refusal
+        if self._job.past is not None and self.is_broken:
+            what = f"{self._coordinator.first_loss}: the commit failed on all ranks"
+            return RankError(what, todo="commit again", rank=self._coordinator.first_lost)
         if rank in self._peers:
             return UsageError(f"rank {rank} is connected already", todo="give every process its own rank", rank=rank)
         if (how := self._coordinator.how_lost(rank)) is not None:

@@ -124,6 +124,14 @@ class Job:
         self._background_count += 1
         return self._background_count
 
+    def check_ranks(self) -> None:
+        """Raise if this rank knows that another one was lost.
+
+        Raises:
+            RankError: One was; the message names it.
+        """
+        self._link.check()
+
     def captured_share(self, state: Any) -> tuple[Captured, bytes]:
         """Return the captured state of this rank, and what it holds, encoded."""
         captured = self._background_capture.capture(state, is_waited=False)

@@ -22,7 +22,7 @@ from ckstore.concurrency import start_thread
 from ckstore.errors import CkstoreError, RankError, UsageError
 from ckstore.format.error_records import ErrorRecord, record_of, restored_error
 from ckstore.ranks import LINK_THREAD_NAME
-from ckstore.ranks.actions import Action, Decide, Finish, attempt_id
+from ckstore.ranks.actions import START_AGAIN, Action, Decide, Finish, attempt_id
 from ckstore.ranks.connection import Connection
 from ckstore.ranks.handshake import (
     GREETING_NBYTES,
@@ -102,6 +102,24 @@ class Link:
     def is_broken(self) -> bool:
         """Whether another rank was lost, so that no commit can succeed any more."""
         return self._loop.is_broken
+
+    def check(self) -> None:
+        """Raise if another rank was lost, as far as this rank knows. Rank 0 knows about all, the others about rank 0.
+
+        Raises:
+            RankError: It names the rank.
+        """
+        if (loss := self._loop.first_loss) is not None:
+            rank, how = loss
+            raise RankError(f"rank {rank} {how}", todo=START_AGAIN, rank=rank)
+
+    def has_seen(self, number: int) -> bool:
+        """Rank 0: whether a rank has taken part in a commit."""
+        return self._loop.has_seen(number)
+
+    def refuse(self, error: CkstoreError) -> None:
+        """Rank 0: refuse ranks that connect from now on, with this error."""
+        self._loop.refusal = error
 
     def call_when_all_staged(self, call: Callable[[int], None] | None) -> None:
         """Have a function called with the number of each commit of which all ranks are staged, on another thread."""

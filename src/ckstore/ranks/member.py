@@ -26,6 +26,7 @@ from ckstore.ranks.messages import (
     Content,
     Done,
     Failed,
+    Joining,
     Message,
     More,
     Part,
@@ -64,14 +65,23 @@ class Member:
         self._rank = rank
         self._lost: str | None = None
         self._live: dict[int, _Share] = {}
-        self._begun_max = 0
+        self._begun_max = self._joined = 0
         self._spans: bytes | None = None
         self._questions: dict[str, int] = {}
 
     # Events from the caller
 
+    def join(self, number: int, step: int) -> list[Action]:
+        """The caller will take part in a commit. Finish follows, at the latest after ``begin`` or ``abort``."""
+        self._begun_max = self._joined = number
+        self._live[number] = _Share(step)
+        return self._end_if_lost(number) or [Send(0, Joining(number, step))]
+
     def begin(self, begin: Begin) -> list[Action]:
         """The caller takes part in a commit."""
+        if begin.number == self._joined and begin.number not in self._live:
+            # It has failed on another rank meanwhile.
+            return []
         self._begun_max = max(self._begun_max, begin.number)
         self._live[begin.number] = _Share(begin.step)
         return self._end_if_lost(begin.number) or [Send(0, begin)]

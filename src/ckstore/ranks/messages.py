@@ -36,6 +36,13 @@ class Begin(NamedTuple):
     digests: tuple[bytes, ...]
 
 
+class Joining(NamedTuple):
+    """A rank will take part in a commit. Begin follows when it has captured its state, for as long as it lives."""
+
+    number: Count
+    step: Count
+
+
 class Content(NamedTuple):
     """A rank: the content of a digest that rank 0 wanted."""
 
@@ -158,11 +165,11 @@ class Refused(NamedTuple):
     error: ErrorRecord
 
 
-ToRank0 = Begin | Content | Staged | Part | Abort | Ask
+ToRank0 = Joining | Begin | Content | Staged | Part | Abort | Ask
 ToRank = Wanted | Write | AllStaged | More | Done | Failed | Asked | Agreed
 Message = ToRank0 | ToRank | Beat | Bye | Welcome | Refused
 
-TO_RANK_0: tuple[type[Message], ...] = (Begin, Content, Staged, Part, Abort, Ask, Beat, Bye)
+TO_RANK_0: tuple[type[Message], ...] = (Joining, Begin, Content, Staged, Part, Abort, Ask, Beat, Bye)
 TO_RANK: tuple[type[Message], ...] = (
     *(Wanted, Write, AllStaged, More, Done, Failed, Asked, Agreed),
     *(Beat, Bye, Welcome, Refused),
@@ -179,6 +186,7 @@ KINDS: dict[int, type[Message]] = {
     19: Part,
     20: Abort,
     21: Ask,
+    22: Joining,
     32: Wanted,
     33: Write,
     34: AllStaged,

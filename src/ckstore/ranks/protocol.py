@@ -21,7 +21,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -39,6 +39,7 @@ from ckstore.ranks.messages import (
     Content,
     Done,
     Failed,
+    Joining,
     Message,
     More,
     Part,
@@ -80,6 +81,8 @@ class _Commit:
     stage: Stage = Stage.JOINING
     answered_to: set[int] = field(default_factory=set)
     """Ranks that wait for the outcome."""
+    joined: set[int] = field(default_factory=set)
+    """Ranks that take part, and may still be capturing their state."""
     begun: dict[int, Begin] = field(default_factory=dict)
     wanted: dict[bytes, int] = field(default_factory=dict)
     """Digests whose content was not received yet, and the rank that sends it."""
@@ -150,6 +153,8 @@ class Coordinator:
         """
         if rank in self._lost:
             return []
+        if isinstance(message, Joining):
+            return self._join(rank, message, now)
         if isinstance(message, Begin):
             return self._begin(rank, message, now)
         if isinstance(message, Abort):
@@ -184,7 +189,7 @@ class Coordinator:
         """Time has passed. Call it about once a second."""
         actions: list[Action] = []
         for commit in list(self._live.values()):
-            missing = self._missing(commit.begun)
+            missing = self._missing(commit.joined)
             if missing and self._is_over(commit.opened, now):
                 record = self._absent_record(missing, f"begin the {_step_text(commit)}", "call commit on every rank")
                 actions += self._fail(commit, missing[0], record)
@@ -195,10 +200,24 @@ class Coordinator:
                 actions += self._answer(topic, question.number, None, missing[0], record)
         return actions
 
+    def has_seen(self, number: int) -> bool:
+        """Whether a rank has taken part in a commit. On any thread."""
+        return number in self._live or number in self._ended
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no commit and no question is unfinished."""
+        return not (self._live or self._questions)
+
+    @property
+    def first_lost(self) -> int | None:
+        """The rank that was lost first."""
+        return next(iter(self._lost), None)
+
     @property
     def first_loss(self) -> str:
         """The rank that was lost first, and how. Empty: none was."""
-        rank = next(iter(self._lost), None)
+        rank = self.first_lost
         return "" if rank is None else cut_text(f"rank {rank} {self._lost[rank]}", _WHY_NBYTES_MAX)
 
     # Events from rank 0's caller
@@ -282,6 +301,17 @@ class Coordinator:
 
     # Commits
 
+    def _join(self, rank: int, joining: Joining, now: float) -> list[Action]:
+        commit, actions = self._taken(rank, joining.number, now)
+        if commit is None:
+            return actions
+        commit.joined.add(rank)
+        return self._fail_of_lost(commit) if self._lost else []
+
+    def _fail_of_lost(self, commit: _Commit) -> list[Action]:
+        lost = next(iter(self._lost))
+        return self._fail(commit, lost, self._lost_record(lost, _step_text(commit)))
+
     def _begin(self, rank: int, begin: Begin, now: float) -> list[Action]:
         commit, actions = self._taken(rank, begin.number, now)
         if commit is None:
@@ -290,9 +320,9 @@ class Coordinator:
         first = begin if other is None else commit.begun[other]
         is_repeated = rank in commit.begun
         commit.begun[rank] = begin
+        commit.joined.add(rank)
         if self._lost:
-            lost = min(self._lost)
-            return self._fail(commit, lost, self._lost_record(lost, _step_text(commit)))
+            return self._fail_of_lost(commit)
         if is_repeated or len(self._live) > self._in_flight_max:
             return self._fail(commit, rank, _out_of_turn(rank, begin))
         if other is not None and (record := _difference(other, first, rank, begin)):
@@ -413,7 +443,7 @@ class Coordinator:
             return self._send([rank], Agreed(ask.topic, ask.number, None, rank, _out_of_turn(rank, ask)))
         question.values[rank] = ask.value
         if self._lost:
-            lost = min(self._lost)
+            lost = next(iter(self._lost))
             return self._answer(ask.topic, ask.number, None, lost, self._lost_record(lost, f"{ask.topic!r}"))
         if len(question.values) == self._world:
             values = tuple(question.values[other] for other in range(self._world))
@@ -432,7 +462,7 @@ class Coordinator:
     def _send(self, ranks: Iterable[int], message: Message) -> list[Action]:
         return [Send(rank, message) for rank in ranks if rank not in self._lost]
 
-    def _missing(self, arrived: Mapping[int, object]) -> list[int]:
+    def _missing(self, arrived: Container[int]) -> list[int]:
         return [rank for rank in range(self._world) if rank not in arrived]
 
     def _is_over(self, opened: float, now: float) -> bool:

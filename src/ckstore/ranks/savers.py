@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckstore.errors import MalformedError
+from ckstore.errors import CkstoreError, MalformedError, RankError
 from ckstore.format.records import Count, ShortText, decode_inner, encode_inner
 from ckstore.hashing import digest_of
 from ckstore.ranks.arrays import Held, RankState
@@ -22,6 +22,10 @@ from ckstore.ranks.link import Link
 from ckstore.ranks.part import Skeleton
 from ckstore.ranks.world import addresses_of
 from ckstore.state.capture import Captured
+
+
+_PAST_MAX = 16
+"""Earlier commits whose savers rank 0 recognizes if they are late."""
 
 
 class SaverJob(NamedTuple):
@@ -121,6 +125,8 @@ def _decoded_share(content: bytes, captured: Captured) -> RankState:
 class SaverLinks:
     """The connection of a saver to the others; a new one after each loss. Used by one thread.
 
+    Rank 0 keeps its side of a connection that has failed until the next commit. So a saver that is late is told why.
+
     Args:
         job: The job.
         listener: Rank 0: the inherited socket. It stays open.
@@ -129,6 +135,8 @@ class SaverLinks:
     def __init__(self, job: SaverJob, listener: socket.socket | None) -> None:
         self._job, self._listener = job, listener
         self._link: Link | None = None
+        self._ended: CkstoreError | None = None
+        """Rank 0: why the connection is not used any more."""
 
     def link_for(self, number: int) -> Link:
         """Return a connection that works for a commit, which all savers ask for with the same number.
@@ -136,18 +144,46 @@ class SaverLinks:
         Raises:
             RankError: Another saver cannot be reached.
         """
-        if self._link is not None and self._link.is_broken:
-            self.discard()
+        link = self._link
+        # If another saver has begun this commit there, all get the same error there.
+        if link is not None and (link.is_broken or self._ended is not None) and not link.has_seen(number):
+            self.close()
         if self._link is None:
-            job = self._job
-            token = digest_of(f"{job.token} savers from commit {number}".encode())
-            listener = None if self._listener is None else self._listener.dup()
-            addresses = addresses_of(job.address) if job.rank else ()
-            timing = Timing(join_seconds=job.join_seconds)
-            self._link = Link(Job(job.rank, job.world, token), timing, listener=listener, addresses=addresses)
+            self._link = self._connected(number)
         return self._link
 
-    def discard(self) -> None:
+    def _connected(self, number: int) -> Link:
+        job = self._job
+        if job.rank:
+            past: dict[bytes, CkstoreError] = {}
+        else:
+            late = self._ended or RankError(
+                "rank 0 has connected to the other ranks again: an earlier commit failed", todo="commit again", rank=0
+            )
+            past = {self._token(each): late for each in range(max(1, number - _PAST_MAX), number)}
+        self._ended = None
+        listener = None if self._listener is None else self._listener.dup()
+        addresses = addresses_of(job.address) if job.rank else ()
+        timing = Timing(join_seconds=job.join_seconds)
+        ours = Job(job.rank, job.world, self._token(number), past)
+        return Link(ours, timing, listener=listener, addresses=addresses)
+
+    def _token(self, number: int) -> bytes:
+        return digest_of(f"{self._job.token} savers from commit {number}".encode())
+
+    def discard(self, error: CkstoreError) -> None:
+        """Use the connection for no other commit.
+
+        Args:
+            error: Why: a saver that is late gets it from rank 0.
+        """
+        if self._job.rank or self._link is None:
+            self.close()
+        else:
+            self._ended = error
+            self._link.refuse(error)
+
+    def close(self) -> None:
         """Close the connection. The next commit makes another."""
         if self._link is not None:
             self._link.close()

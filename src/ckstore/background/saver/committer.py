@@ -26,10 +26,11 @@ from ckstore.background.staged_head import Head
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.commit.commit import Fingerprint
 from ckstore.commit.pipeline import WriteBlocks
-from ckstore.concurrency import ThreadLimit, leave_idle_class
+from ckstore.concurrency import ThreadLimit, leave_idle_class, noop
 from ckstore.config import EngineName
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import CapacityError, CkstoreError, SaverError
+from ckstore.format.error_records import restored_error
 from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
@@ -79,6 +80,7 @@ class Committer:
             ticket, when all ranks have staged it.
         thread_limit: How many threads a commit may use at present.
         listener: Rank 0 of such a job: the socket for the savers of the others.
+        before_result: Called before the result of a ticket is sent: sends what must arrive before it.
     """
 
     def __init__(
@@ -88,8 +90,12 @@ class Committer:
         on_lease: OnLease,
         thread_limit: ThreadLimit,
         listener: socket.socket | None = None,
+        *,
+        before_result: Callable[[], None] = noop,
     ) -> None:
         self._hello = hello
+        self._trainer = protocol.ProcessWatch(hello.trainer_pid, hello.trainer_started)
+        self._before_result = before_result
         self._listener = listener
         self._job: SaverRank | None = None
         self._send = send
@@ -138,6 +144,11 @@ class Committer:
     def holds_lease(self) -> bool:
         """Whether the lease is held, and tickets can be promised for that reason."""
         return self._job is None and self._lease is not None and self._lease.is_held
+
+    @property
+    def is_other_rank(self) -> bool:
+        """Whether this is a rank of a job other than rank 0: then the lease is not its concern."""
+        return self._job is not None and not self._job.is_first
 
     @property
     def retained_tickets(self) -> frozenset[int]:
@@ -194,8 +205,19 @@ class Committer:
         with contextlib.suppress(CapacityError, MemoryError):
             yield from self._blocks.warm(block_count, nbytes)
 
+    def decline(self, message: protocol.Decline) -> None:
+        """Make a commit of the job fail on all ranks. Errors are logged."""
+        if self._job is None:
+            return
+        try:
+            error = restored_error(message.error, source="the trainer", other=SaverError)
+            self._job.decline(message.number, message.step, error)
+        except CkstoreError as error:
+            _log.warning("the other ranks could not be told that this one has failed: %s", error)
+
     def close(self) -> None:
         """Give up the lease and close the store."""
+        self._trainer.close()
         if self._job is not None:
             self._job.close()
         if self._repository is not None:
@@ -211,6 +233,7 @@ class Committer:
             self._seq_of[number] = parent
             self._report(ticket, error)
             return
+        self._before_result()
         self._seq_of[number] = receipt.seq
         while len(self._seq_of) > _PARENTS_MAX:
             del self._seq_of[min(self._seq_of)]
@@ -284,17 +307,25 @@ class Committer:
             captured,
             parent,
             watch,
-            take_run=lambda: self._hold_lease(ticket),
+            take_run=lambda: self._take_run_of_job(ticket),
             on_all_staged=lambda: self._on_lease(ticket),
         )
         return set_tags(self._repository, receipt, ticket.head.tags) if job.is_first else receipt
+
+    def _take_run_of_job(self, ticket: Ticket) -> None:
+        """Take the lease before this rank begins. So the commit may outlive the trainer as soon as all is staged."""
+        was_transferred = self._hold_lease(ticket)
+        # The trainer is checked after the lease was taken: one that starts from now on finds the lease, and waits.
+        ticket.may_outlive_trainer = was_transferred or self._trainer.is_alive
+        ticket.check()
 
     def _structure_of(self, head: Head) -> Structure:
         if head.structure != self._structure[0] or not head.structure:
             self._structure = head.structure, Structure()
         return self._structure[1]
 
-    def _hold_lease(self, ticket: Ticket) -> None:
+    def _hold_lease(self, ticket: Ticket) -> bool:
+        """Take the lease. Return whether the trainer had transferred it."""
         assert self._repository is not None
         assert self._lease is not None
         transferred = self._lease.accept_transfer()
@@ -318,6 +349,7 @@ class Committer:
             _log.warning("the disk is full: %s", room_after(self._repository, ticket.nbytes, error))
             self._repository.prepare_run()
             self._lease.take()
+        return transferred is not None
 
     def _follow(self, parent: int | None) -> None:
         """Make the parent the delta base, if the trainer has gone back to an earlier checkpoint."""

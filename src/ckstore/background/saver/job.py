@@ -16,6 +16,7 @@ from ckstore.commit.pipeline import WriteBlocks
 from ckstore.concurrency import ThreadLimit, leave_idle_class
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import RankError
+from ckstore.format.error_records import record_of, restored_error
 from ckstore.ranks.commits import RankCommits
 from ckstore.ranks.link import Link
 from ckstore.ranks.savers import SaverJob, SaverLinks, decode_share
@@ -81,17 +82,13 @@ class SaverRank:
             parent: The seq that it continues.
             watch: Receives the duration of each stage.
             take_run: Rank 0: takes the lease of the run.
-            on_all_staged: Called when all ranks have staged it, on any thread.
+            on_all_staged: Called when all ranks have staged it, on a thread that must not wait.
 
         Raises:
             CkstoreError: The commit failed on one of the ranks; the message names it.
         """
         head, number = ticket.head, ticket.job_number
-        link = self._links.link_for(number)
-        if self._commits is None or self._commits[0] is not link:
-            # The other savers take this one for dead if the thread is suspended.
-            leave_idle_class(link.thread)
-            self._commits = link, RankCommits(link, self._tools, on_divergence=self._job.on_divergence)
+        link, commits = self._commits_for(number)
 
         def note_all_staged(staged: int) -> None:
             if staged == number:
@@ -111,15 +108,43 @@ class SaverRank:
 
         link.call_when_all_staged(note_all_staged)
         try:
-            return self._commits[1].commit(
+            return commits.commit(
                 head.step, head.policy, make_request, number=number, staging=ticket, take_run=take_run
             )
-        except RankError:
-            self._links.discard()
+        except BaseException as error:
+            self._after(error)
             raise
         finally:
             link.call_when_all_staged(None)
 
+    def decline(self, number: int, step: int, error: Exception) -> None:
+        """Make a commit fail on all ranks, because this rank's trainer cannot take part.
+
+        Args:
+            number: The number of the commit.
+            step: The step.
+            error: Why.
+
+        Raises:
+            RankError: The other savers cannot be reached.
+        """
+        self._commits_for(number)[1].decline(number, step, error)
+        self._after(error)
+
+    def _commits_for(self, number: int) -> tuple[Link, RankCommits]:
+        link = self._links.link_for(number)
+        if self._commits is None or self._commits[0] is not link:
+            # The other savers take this one for dead if the thread is suspended.
+            leave_idle_class(link.thread)
+            self._commits = link, RankCommits(link, self._tools, on_divergence=self._job.on_divergence)
+        return self._commits
+
+    def _after(self, error: BaseException) -> None:
+        """Leave the connection if the other savers do: after an error that is a RankError for them."""
+        shared = restored_error(record_of(error), source="the job", other=RankError)
+        if isinstance(shared, RankError):
+            self._links.discard(shared)
+
     def close(self) -> None:
         """Leave the job."""
-        self._links.discard()
+        self._links.close()

@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import logging
 import os
+import queue
 import select
 import signal
 import socket
@@ -95,9 +96,13 @@ class Server:
         self._tickets: dict[int, Ticket] = {}
         """Tickets whose slots are in use: not yet committed, or retained as delta bases."""
         self._last = 0
+        self._promised: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        """Tickets that all ranks of a job have staged, and that the trainer was not told about."""
         self._ended: set[int] = set()
         """Tickets that have ended and whose slots are not free. Owned by the committing thread."""
-        self._committer = Committer(hello, self.channel.send, self._on_lease, priority.thread_limit, listener)
+        self._committer = Committer(
+            hello, self.channel.send, self._on_lease, priority.thread_limit, listener, before_result=self.send_promises
+        )
         self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
 
     def run(self) -> int:
@@ -157,6 +162,7 @@ class Server:
             self._has_read_socket = True
             if not (is_alive and is_open) or SYSTEM_CLOCK.monotonic() >= self._delayed_until:
                 self._begin_delayed()
+            self.send_promises()
             self._leave_in_time()
             # Only this thread lowers priorities: a thread that lowers its own could be suspended while it holds a lock.
             self._set_priority()
@@ -210,7 +216,7 @@ class Server:
         self._begin_delayed()
         if isinstance(message, protocol.Abort):
             self._abort(message.ticket)
-        elif isinstance(message, (protocol.Release, protocol.Forget)):
+        elif isinstance(message, (protocol.Release, protocol.Forget, protocol.Decline)):
             self._add(message)
         elif isinstance(message, protocol.Warm):
             if not WRITE_BLOCKS_MIN <= message.block_count <= WRITE_BLOCKS:
@@ -263,6 +269,7 @@ class Server:
             return
         ticket = Ticket(message.ticket, slot, head, self._monitor, parents=(message.parent, message.parent_ticket))
         ticket.may_retain, ticket.job_number = message.may_retain, message.number
+        ticket.may_outlive_trainer = self._committer.is_other_rank
         self._committer.announce(head.step)
         with self._changed:
             self._tickets[ticket.number] = ticket
@@ -351,7 +358,18 @@ class Server:
             return not (self._jobs or self._is_working or self._delayed)
 
     def _on_lease(self, only: Ticket | None) -> None:
-        self._confirm_lease(only=only)
+        if only is None:
+            self._confirm_lease()
+            return
+        # On the thread of a link, which must not wait for a trainer whose socket is full.
+        self._promised.put(only)
+        os.eventfd_write(self._bell, 1)
+
+    def send_promises(self) -> None:
+        """Report tickets that all ranks have staged. On any thread that may wait for the trainer."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._confirm_lease(only=self._promised.get_nowait())
 
     def _confirm_lease(self, seen: Ticket | None = None, only: Ticket | None = None) -> None:
         """Report for every ticket that the lease is held, provided the trainer is alive to notice. On any thread.
@@ -369,7 +387,7 @@ class Server:
                 if waiting and not self._trainer.is_alive:
                     waiting = [ticket for ticket in waiting if ticket is seen]
                 for ticket in waiting:
-                    ticket.has_lease = True
+                    ticket.has_lease = ticket.may_outlive_trainer = True
             for ticket in waiting:
                 self.channel.send(protocol.Began(ticket.number))
 
@@ -401,6 +419,8 @@ class Server:
                 self._free_slots()
                 if job.number in self._ended:
                     self.channel.send(protocol.Retained(job.number))
+            elif isinstance(job, protocol.Decline):
+                self._committer.decline(job)
             elif isinstance(job, protocol.Forget):
                 self._committer.release_retained()
                 self._free_slots()
@@ -414,6 +434,8 @@ class Server:
 
     def _is_waited_for(self, job: Job) -> bool:
         """Whether the trainer waits for this job. If it waits at all, it waits for all jobs of that moment."""
+        if isinstance(job, protocol.Decline):
+            return False
         return isinstance(job, protocol.Release | protocol.Forget | protocol.Warm) or job.number <= self._hurried_last
 
     def _warm(self, job: protocol.Warm) -> None:

@@ -87,7 +87,9 @@ class Ticket:
         self.head = head
         self.parents = parents
         self.has_lease = False
-        """Whether the lease was held for it while the trainer lived. Only then is it published after a death."""
+        """Whether the lease was held for it while the trainer lived, and the trainer was sent Began."""
+        self.may_outlive_trainer = False
+        """Whether it is published after the trainer's death, if it is fully staged."""
         self.job_number = 0
         """In a job of many ranks: the number of this background commit."""
         self.may_retain = False
@@ -142,12 +144,12 @@ class Ticket:
         """Whether it will never be published."""
         # Read the trainer's death before the slot: then everything that was staged before the death counts.
         is_gone = self._monitor.is_trainer_gone
-        return self.is_aborted or (is_gone and not (self.has_lease and self.is_whole))
+        return self.is_aborted or (is_gone and not (self.may_outlive_trainer and self.is_whole))
 
     @property
     def is_orphan(self) -> bool:
         """Whether it is to be published although its trainer is dead."""
-        return self.has_lease and self._monitor.is_trainer_gone
+        return self.may_outlive_trainer and self._monitor.is_trainer_gone
 
     def abort(self) -> None:
         """Cancel it, as the trainer asked."""
@@ -211,7 +213,7 @@ class Ticket:
         self._monitor.wait(look)
 
 
-Job = Ticket | protocol.Release | protocol.Forget | protocol.Warm
+Job = Ticket | protocol.Decline | protocol.Release | protocol.Forget | protocol.Warm
 """What the committing thread works on, in order."""
 
 
