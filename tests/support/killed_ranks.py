@@ -20,6 +20,7 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ import numpy as np
 import ckstore
 from ckstore.background import client
 from ckstore.background.commits import BackgroundCommits, InFlightCommit
+from ckstore.background.saver.staged_state import Ticket
 from ckstore.errors import CkstoreError
 from ckstore.io.local import LocalBackend
 from ckstore.processes import JOB_SIGNALS
@@ -76,6 +78,7 @@ class Point:
         signal: ``SIGKILL`` or ``SIGSTOP``.
         is_async: Whether the job commits in the background.
         seed: Decides in which commit, how long after the step, and what becomes of a stopped process.
+        fault: A protection that is taken away: ``removes packs`` or ``forgets promises``. Empty: none.
     """
 
     step: str
@@ -84,6 +87,7 @@ class Point:
     signal: str
     is_async: bool
     seed: int
+    fault: str = ""
 
     @property
     def occurrence(self):
@@ -93,7 +97,9 @@ class Point:
     @property
     def delay(self):
         """Seconds from the step to the signal."""
-        return 0.0 if self.seed < COMMITS else random.Random(repr(self)).expovariate(1 / 0.01)
+        mean = 0.1 if self.step == "submit" else 0.01
+        is_immediate = self.seed < COMMITS or self.step == "promised"
+        return 0.0 if is_immediate else random.Random(repr(self)).expovariate(1 / mean)
 
     @property
     def is_continued(self):
@@ -114,6 +120,19 @@ def points_of(seeds):
             for step in TRAINER_STEPS:
                 found += [Point(step, trainer, (victim,), name, True, seed) for victim in (trainer, saver)]
     return found
+
+
+TRAINERS = tuple(f"trainer {rank}" for rank in range(WORLD))
+
+
+def promised_points(count, fault=""):
+    """Return points at which all trainers are killed as soon as one of them is promised its checkpoint."""
+    return [Point("promised", TRAINERS[seed % WORLD], TRAINERS, "SIGKILL", True, seed, fault) for seed in range(count)]
+
+
+def random_points(seeds):
+    """Return points at which all trainers are killed at a random moment after one of them begins a commit."""
+    return [Point("submit", TRAINERS[seed % WORLD], TRAINERS, "SIGKILL", True, seed) for seed in seeds]
 
 
 def state_of(rank, step):
@@ -219,6 +238,13 @@ class Hook:
                 self._is_publishing = False
 
         Manifests.publish_encoded = publish_encoded
+        fault = "" if self._point is None else self._point.fault
+        if fault == "removes packs":
+            fail = work.RankWork.fail
+            commits.find_attempt = lambda *_: None
+            work.RankWork.fail = lambda self, is_unpublished: fail(self, is_unpublished=True)
+        elif fault == "forgets promises":
+            Ticket.is_given_up = property(lambda ticket: ticket.is_aborted or ticket._monitor.is_trainer_gone)
         world.Timing = savers.Timing = _timing
 
     def is_publishing(self):
@@ -241,7 +267,7 @@ class LentSaver:
         deadline = time.monotonic() + (timeout or 1e6)
         while self.poll() is None:
             if time.monotonic() >= deadline:
-                raise client.subprocess.TimeoutExpired("saver", timeout)
+                raise subprocess.TimeoutExpired("saver", timeout)
             time.sleep(0.01)
         return self.returncode
 
@@ -279,11 +305,12 @@ def be_trainer(place, rank, ranks_count, listener, invitation, hook, steps, *, i
     hook.tell(opened=None if (latest := store.latest()) is None else latest.step)
     failed = 0
     for step in steps:
+        called = time.monotonic()
         try:
             receipt = commit_one(store, hook, rank, step, is_async=is_async)
-            hook.tell(ack=step, seq=receipt.seq, id=receipt.checkpoint_id)
+            hook.tell(ack=step, called=called, seq=receipt.seq, id=receipt.checkpoint_id)
         except CkstoreError as error:
-            hook.tell(failed=step, kind=type(error).__name__, text=str(error))
+            hook.tell(failed=step, called=called, kind=type(error).__name__, text=str(error))
             failed += 1
             if failed == 2:
                 break
@@ -352,7 +379,7 @@ class Job:
         self.acks, self.failures, self.promised, self.opened, self.ended = {}, {}, set(), {}, {}
         self.problems = []
         self.struck_at = None
-        self.last_answer = 0.0
+        self.longest = 0.0
         self._listener = listen("127.0.0.1", 0)
         invitation = f"127.0.0.1:{self._listener.getsockname()[1]}", os.urandom(16).hex()
         names = [f"saver {rank}{mark}" for rank in range(ranks_count) for mark in ("", "b") if is_async]
@@ -418,7 +445,7 @@ class Job:
 
     def _serve(self, is_over, begun):
         while not is_over():
-            limit = max(begun, self.struck_at or 0.0) + ANSWER_SECONDS
+            limit = max(begun, self.struck_at or 0.0) + (COMMITS + 1) * ANSWER_SECONDS
             if time.monotonic() >= limit:
                 return
             for fd, _ in self._poll.poll(20):
@@ -455,8 +482,8 @@ class Job:
             self.opened[int(rank)] = message["opened"]
         elif "ended" in message:
             self.ended[process.name] = True
-        if ("ack" in message or "failed" in message) and self.struck_at and process.name not in self.silent:
-            self.last_answer = max(self.last_answer, time.monotonic() - self.struck_at)
+        if "called" in message and self.struck_at and process.name not in self.silent:
+            self.longest = max(self.longest, time.monotonic() - max(self.struck_at, message["called"]))
         return True
 
     def _strike(self, process):
@@ -509,7 +536,10 @@ def check_store(place, worlds, wanted):
         problems += [f"verify: {error}" for error in report.damage]
         infos = {info.step: info for info in store.log()}
         for step in infos:
-            found = difference(store.restore(step), step, worlds[step])
+            try:
+                found = difference(store.restore(step), step, worlds[step])
+            except CkstoreError as error:
+                found = f"restore: {error}"
             problems += [found] if found else []
         for step, seq in wanted.items():
             if step not in infos or (seq is not None and infos[step].seq != seq):
@@ -544,11 +574,10 @@ def check_answers(job):
                 problems.append(f"rank {rank} failed without a cause: {text}")
             elif not re.search(r"rank \d", text) and f"saver {rank}" not in victims:
                 problems.append(f"the error of rank {rank} for step {step} names no rank: {text}")
-    for name in job._trainers():
-        if name not in job.ended and name not in victims:
-            problems.append(f"{name} has no answer: {job.acks} {job.failures}")
-    if job.last_answer > ANSWER_SECONDS:
-        problems.append(f"the last answer came after {job.last_answer:.1f} s")
+    silent = [name for name in job._trainers() if name not in job.ended and name not in victims]
+    problems += [f"{name} has no answer: {job.acks} {job.failures}" for name in silent]
+    if job.longest > ANSWER_SECONDS:
+        problems.append(f"an answer came after {job.longest:.1f} s")
     return problems
 
 
@@ -583,7 +612,7 @@ def run_point(point, folder):
     return {
         "problems": problems,
         "was_struck": job.struck_at is not None,
-        "seconds": round(job.last_answer, 2),
+        "seconds": round(job.longest, 2),
         "acks": {step: sorted(answers) for step, answers in job.acks.items()},
         "failures": job.failures,
         "promised": sorted(job.promised),
@@ -638,6 +667,15 @@ def main(lanes, base):
     gc.collect()
     gc.freeze()
     run_all(sys.stdin, lanes, base)
+
+
+def results_of(points, base, *, lanes):
+    """Run points in another process. Return their results."""
+    command = [sys.executable, "-m", "support.killed_ranks", str(lanes), str(base)]
+    lines = "".join(json.dumps(asdict(point)) + "\n" for point in points)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, input=lines, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 if __name__ == "__main__":

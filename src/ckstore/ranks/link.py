@@ -7,6 +7,7 @@ rank that loses its connection does not come back: the job must be started again
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -39,6 +40,8 @@ from ckstore.ranks.protocol import Coordinator
 
 _RETRY_SECONDS = 0.2
 _WAIT_SECONDS = 5.0
+_REFUSED_SECONDS = 5.0
+"""How long a saver tries to connect while all addresses of rank 0 refuse that."""
 
 Address = tuple[str, int]
 
@@ -303,23 +306,30 @@ def connect(job: Job, addresses: Sequence[Address], timing: Timing) -> Connectio
         UnsupportedError: Rank 0 runs another version of ckstore.
         UsageError: Rank 0 refused this rank.
     """
-    deadline = SYSTEM_CLOCK.monotonic() + timing.join_seconds
+    begun = SYSTEM_CLOCK.monotonic()
+    deadline = begun + timing.join_seconds
     reasons: dict[Address, str] = {}
     while True:
+        is_refused = True
         for address in addresses:
             left = deadline - SYSTEM_CLOCK.monotonic()
             try:
                 return _connect(job, address, min(left, timing.handshake_seconds))
             except OSError as error:
                 reasons[address] = error.strerror or str(error)
-            if SYSTEM_CLOCK.monotonic() + _RETRY_SECONDS >= deadline:
-                tried = ", ".join(f"{host}:{port} ({reason})" for (host, port), reason in reasons.items())
-                raise RankError(
-                    f"rank {job.rank} could not reach rank 0 within {timing.join_seconds:g} s",
-                    where=tried,
-                    todo="check that rank 0 runs, and that a firewall lets ranks connect to it",
-                    rank=0,
-                )
+                is_refused = is_refused and error.errno == errno.ECONNREFUSED
+        now = SYSTEM_CLOCK.monotonic()
+        # Rank 0 listens for savers before their trainers know where. If all addresses refuse, it has ended.
+        is_gone = job.past is not None and is_refused and now >= begun + _REFUSED_SECONDS
+        if is_gone or now + _RETRY_SECONDS >= deadline:
+            tried = ", ".join(f"{host}:{port} ({reason})" for (host, port), reason in reasons.items())
+            seconds = _REFUSED_SECONDS if is_gone else timing.join_seconds
+            raise RankError(
+                f"rank {job.rank} could not reach rank 0 within {seconds:g} s",
+                where=tried,
+                todo="check that rank 0 runs, and that a firewall lets ranks connect to it",
+                rank=0,
+            )
         SYSTEM_CLOCK.sleep(_RETRY_SECONDS)
 
 

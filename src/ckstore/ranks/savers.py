@@ -23,7 +23,6 @@ from ckstore.ranks.part import Skeleton
 from ckstore.ranks.world import addresses_of
 from ckstore.state.capture import Captured
 
-
 _PAST_MAX = 16
 """Earlier commits whose savers rank 0 recognizes if they are late."""
 

@@ -8,7 +8,21 @@ from ckstore.format.error_records import ErrorRecord
 from ckstore.hashing import digest_of
 from ckstore.ranks.actions import Finish, LookUp, Merge, Plan, Send, attempt_id
 from ckstore.ranks.member import Member
-from ckstore.ranks.messages import Abort, Agreed, Ask, Begin, Content, Done, Failed, More, Part, Staged, Wanted, Write
+from ckstore.ranks.messages import (
+    Abort,
+    Agreed,
+    Ask,
+    Begin,
+    Content,
+    Done,
+    Failed,
+    Joining,
+    More,
+    Part,
+    Staged,
+    Wanted,
+    Write,
+)
 from ckstore.ranks.protocol import Coordinator
 
 CONTENT = b"what a rank holds"
@@ -211,3 +225,41 @@ def test_content_is_asked_for_again_after_a_plan_that_failed():
     for rank in range(2):
         actions = coordinator.received(rank, begin(3), 0.0)
     assert actions == [Plan(3, ((digest_of(CONTENT),),) * 2, {})]
+
+
+def test_a_rank_that_has_joined_is_waited_for_while_it_captures():
+    coordinator = Coordinator(2, join_seconds=60.0)
+    coordinator.joined(1)
+    assert coordinator.received(1, Joining(1, 100), 0.0) == []
+    assert coordinator.received(0, begin(), 59.0) == []
+    assert coordinator.tick(600.0) == []
+    [wanted] = coordinator.received(1, begin(), 700.0)
+    assert wanted == Send(0, Wanted(1, (digest_of(CONTENT),)))
+
+
+def test_a_rank_that_has_joined_and_is_lost_fails_the_commit():
+    coordinator = Coordinator(3)
+    coordinator.received(0, begin(), 0.0)
+    coordinator.received(1, Joining(1, 100), 0.0)
+    coordinator.received(2, Joining(1, 100), 0.0)
+    ranks, error = failures(coordinator.lost(1, "closed its connection"))
+    assert ranks == [0, 2]
+    assert "rank 1" in error.what
+
+
+def test_a_commit_that_fails_during_the_capture_ends_once():
+    member = Member(1)
+    member.join(1, 100)
+    [finish] = member.received(Failed(1, 0, RECORD))
+    assert isinstance(finish, Finish)
+    assert member.begin(begin()) == []
+    assert member.abort(1, 100, RECORD) == []
+    assert member.begin(begin(2)) == [Send(0, begin(2))]
+
+
+def test_the_rank_that_was_lost_first_is_named():
+    coordinator = Coordinator(4)
+    coordinator.lost(3, "closed its connection")
+    coordinator.lost(1, "has closed its store")
+    _, error = failures(coordinator.received(2, begin(), 0.0))
+    assert error.what.startswith("rank 3 closed its connection")

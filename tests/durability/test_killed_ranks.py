@@ -1,0 +1,64 @@
+"""Jobs of four ranks with a process killed or stopped at each step of a commit lose, tear and mix nothing.
+
+After each point: what a rank got a receipt for, and what ``wait_staged`` promised before trainers died, restores bit by
+bit; so does everything else that is visible; every rank got a receipt or an error that names a rank in 20 seconds; the
+savers have ended; a job with another number of ranks resumes and commits; gc removes all packs without references.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from support.killed_ranks import points_of, promised_points, random_points, results_of
+from support.strace_sweep import fast_folder
+
+LANES = 8
+"""Jobs at a time: they wait most of the time."""
+
+SEEDS = range(6)
+
+
+@pytest.fixture
+def base(tmp_path):
+    with fast_folder(tmp_path) as folder:
+        yield folder
+
+
+def check(results):
+    bad = [result for result in results if result["problems"]]
+    assert not bad, "\n".join(f"{result['point']}: {result['problems']}" for result in bad) + bad[0]["output"]
+
+
+@pytest.mark.deep
+def test_a_process_killed_or_stopped_at_any_step_breaks_no_promise(base, sample):
+    points = points_of(SEEDS if sample.is_whole else [sample.seed(0) % len(SEEDS)])
+    assert len(points_of(SEEDS)) >= 3000
+    results = results_of(sample.part(points, parts=64), base, lanes=LANES)
+    check(results)
+    assert any(result["was_struck"] for result in results)
+
+
+@pytest.mark.deep
+def test_a_promised_checkpoint_survives_all_trainers(base, sample):
+    results = results_of(promised_points(sample.count(200, parts=64)), base, lanes=LANES)
+    check(results)
+    assert all(result["was_struck"] and result["promised"] for result in results)
+
+
+@pytest.mark.deep
+def test_trainers_killed_at_random_moments_leave_whole_checkpoints(base, sample):
+    first = sample.seed(10)
+    check(results_of(random_points(range(first, first + sample.count(1000, parts=64) // 4)), base, lanes=LANES))
+
+
+@pytest.mark.parametrize("fault", ["removes packs", "forgets promises"])
+def test_a_missing_protection_is_found(base, fault):
+    if fault == "removes packs":
+        points = [point for point in points_of([0]) if (point.step, point.victims) == ("synced", ("trainer 0",))]
+        points = [replace(point, fault=fault) for point in points if point.signal == "SIGKILL" and not point.is_async]
+    else:
+        points = promised_points(1, fault)
+    [result] = results_of(points, base, lanes=1)
+    assert any("is not there" in problem or "restore: " in problem for problem in result["problems"]), result

@@ -1,0 +1,120 @@
+"""Savers of many ranks: all get one answer quickly when a rank fails, is late, or has a trainer that does not read."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import CkstoreError, LeafTypeError, RankError
+from ckstore.ranks.link import listen
+from ckstore.ranks.savers import SaverJob, SaverLinks
+from ckstore.ranks.world import Listener, Ranks
+
+QUICK_SECONDS = 20.0
+"""Well below the 60 s in which a rank may join."""
+
+
+def in_threads(ranks, act):
+    """Call a function for each rank, at the same time. Return the results."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(act, ranks))
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """Two ranks of this process, with a saver process each."""
+    listener = listen("127.0.0.1", 0)
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    jobs = [Ranks(rank, 2, address, "a token of this test") for rank in range(2)]
+    jobs[0]._shared.listener = Listener(listener)
+    found = in_threads(jobs, lambda ranks: ckstore.open(tmp_path / "store", ranks=ranks))
+    yield found
+    in_threads(found, lambda store: store.close())
+    for job in jobs:
+        job.close()
+
+
+def state_of(store):
+    return {"w": np.arange(1000.0), "rank": repr(store)}
+
+
+def commit(store, step, state=None):
+    """Return the receipt of a background commit, or its error."""
+    try:
+        return store.commit_async(state or state_of(store), step).result(QUICK_SECONDS)
+    except (CkstoreError, TimeoutError) as error:
+        return error
+
+
+def seqs_of(answers):
+    return [getattr(each, "seq", each) for each in answers]
+
+
+def test_a_rank_whose_call_fails_is_named_on_the_others_at_once(stores):
+    assert seqs_of(in_threads(stores, lambda store: commit(store, 1))) == [0, 0]
+    bad = {"w": object()}
+    found = in_threads(stores, lambda store: commit(store, 2, bad if store is stores[1] else None))
+    assert isinstance(found[1], LeafTypeError)
+    assert isinstance(found[0], CkstoreError), found
+    assert "rank 1" in str(found[0])
+    # The numbers of the commits are still in step.
+    assert seqs_of(in_threads(stores, lambda store: commit(store, 3))) == [1, 1]
+
+
+def test_the_first_call_may_fail_on_rank_0(stores):
+    bad = {"w": object()}
+    found = in_threads(stores, lambda store: commit(store, 1, bad if store is stores[0] else None))
+    assert "rank 0" in str(found[1]), found
+    assert seqs_of(in_threads(stores, lambda store: commit(store, 2))) == [0, 0]
+
+
+@pytest.fixture
+def links():
+    listener = listen("127.0.0.1", 0)
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    found = [
+        SaverLinks(SaverJob(rank, 3, address, "a token of this test", 30.0, "warn"), listener) for rank in range(3)
+    ]
+    yield found
+    for each in found:
+        each.close()
+    listener.close()
+
+
+def test_a_saver_that_is_late_is_told_why_the_connection_ended(links):
+    zero, one, two = links
+    first = zero.link_for(1)
+    one.link_for(1)
+    one.close()
+    wait_until(lambda: first.is_broken)
+    begun = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 has closed its store"):
+        two.link_for(1)
+    zero.discard(RankError("rank 1 has failed", rank=1))
+    with pytest.raises(RankError, match="rank 1 has failed"):
+        two.link_for(1)
+    # Rank 0 has begun another commit.
+    assert zero.link_for(2) is not first
+    with pytest.raises(RankError, match="rank 1 has failed"):
+        two.link_for(1)
+    two.link_for(2)
+    assert time.monotonic() - begun < QUICK_SECONDS
+
+
+def test_all_savers_connect_again_after_a_loss_between_commits(links):
+    before = [each.link_for(1) for each in links]
+    links[2].close()
+    wait_until(lambda: all(link.is_broken for link in before[:2]))
+    after = [each.link_for(2) for each in links]
+    assert not any(link.is_broken for link in after)
+
+
+def wait_until(is_met, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not is_met():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
