@@ -34,7 +34,6 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.concurrency import Latch, log_safely, noop
 from ckstore.config import EngineName
 from ckstore.errors import CkstoreError, MalformedError, SaverError, UsageError
-from ckstore.format.error_records import ErrorRecord
 from ckstore.processes import close_in_children, is_stopped, process_started, start_python
 from ckstore.results import Receipt
 
@@ -347,10 +346,10 @@ class Saver:
         with contextlib.suppress(Exception):
             self._send(protocol.Staged(ticket))
 
-    def decline(self, number: int, step: int, error: ErrorRecord) -> None:
-        """Have the saver tell the other ranks that this one cannot take part in a commit. A dead saver is no error."""
+    def decline(self, message: protocol.Decline) -> None:
+        """Have the saver tell the other ranks that this one cannot take part in a commit."""
         with contextlib.suppress(Exception):
-            self._send(protocol.Decline(number, step, error))
+            self._send(message)
 
     def abort(self, ticket: int) -> None:
         """Cancel a ticket. It still ends in a callback: ``on_failed``, or ``on_done`` if it was already published."""

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ckstore.background import protocol
 from ckstore.background.arena import FREE, UNIT_NBYTES, Slot, units_of
 from ckstore.background.arena_layout import ArenaLayout
 from ckstore.background.client import Callbacks, Saver
@@ -357,7 +358,7 @@ class BackgroundCommits:
         if number:
             # If that fails, the others wait as for any rank that does not take part.
             with contextlib.suppress(CkstoreError, OSError, MemoryError):
-                self._saver_for(policy).decline(number, step, record_of(error))
+                self._saver_for(policy).decline(protocol.Decline(number, step, record_of(error)))
 
     def give_up(self, pending: Pending, error: BaseException) -> None:
         """Cancel a commit whose caller gets an exception, unless it is fully staged."""

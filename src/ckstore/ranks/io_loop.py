@@ -152,7 +152,7 @@ class IoLoop:
         self.first_loss: tuple[int, str] | None = None
         """The peer that was lost first, and how."""
         self.refusal: CkstoreError | None = None
-        """Rank 0: what a rank that connects now is told. None: it may join."""
+        """Rank 0: the error for a rank that connects now. None: it may join."""
         self.on_all_staged: Callable[[int], None] | None = None
         """Called on the thread of the loop with the number of a commit of which all ranks are staged."""
         self.repliers: dict[str, Callable[[], None]] = {}

@@ -124,7 +124,7 @@ def _decoded_share(content: bytes, captured: Captured) -> RankState:
 class SaverLinks:
     """The connection of a saver to the others; a new one after each loss. Used by one thread.
 
-    Rank 0 keeps its side of a connection that has failed until the next commit. So a saver that is late is told why.
+    Rank 0 keeps its side of a failed connection until the next commit. So a saver that is late gets the same error.
 
     Args:
         job: The job.

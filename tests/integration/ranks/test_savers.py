@@ -85,7 +85,7 @@ def links():
     listener.close()
 
 
-def test_a_saver_that_is_late_is_told_why_the_connection_ended(links):
+def test_a_saver_that_is_late_gets_the_error_of_the_connection(links):
     zero, one, two = links
     first = zero.link_for(1)
     one.link_for(1)

@@ -23,13 +23,14 @@ from ckstore.background.protocol import (
 from ckstore.background.staged_head import HeadWriter, SampleRow, StorageRow, decode_head
 from ckstore.config import Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedError, NotFoundError, SaverError
-from ckstore.format.error_records import TEXT_NBYTES_MAX
+from ckstore.format.error_records import TEXT_NBYTES_MAX, ErrorRecord
 from ckstore.format.records import encode_inner
 from ckstore.results import Receipt
 from ckstore.state.capture import capture
 
 RECEIPT = Receipt(5, 3, "ab" * 32, 100, 50, 4, 1, 2, 1, {"write": 0.5, "total": 1.0}, "uring", ("a warning",))
 TO_SAVER_SAMPLES = [
+    protocol.Decline(3, 100, ErrorRecord("CapacityError", "it failed", None, None, {})),
     protocol.Hello(b"/a/store", "main", "auto", 77, "1234", 19, 20),
     protocol.Begin(4, 1, 8192, 300, None, 3),
     protocol.Begin(5, 0, 0, 1, 12, 0, False, 10),

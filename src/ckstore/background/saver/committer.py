@@ -213,7 +213,7 @@ class Committer:
             error = restored_error(message.error, source="the trainer", other=SaverError)
             self._job.decline(message.number, message.step, error)
         except CkstoreError as error:
-            _log.warning("the other ranks could not be told that this one has failed: %s", error)
+            _log.warning("the other ranks were not informed that this one has failed: %s", error)
 
     def close(self) -> None:
         """Give up the lease and close the store."""

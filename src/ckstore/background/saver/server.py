@@ -97,7 +97,7 @@ class Server:
         """Tickets whose slots are in use: not yet committed, or retained as delta bases."""
         self._last = 0
         self._promised: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
-        """Tickets that all ranks of a job have staged, and that the trainer was not told about."""
+        """Tickets that all ranks of a job have staged, and that the trainer does not know about."""
         self._ended: set[int] = set()
         """Tickets that have ended and whose slots are not free. Owned by the committing thread."""
         self._committer = Committer(
