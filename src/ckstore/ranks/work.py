@@ -28,7 +28,7 @@ from ckstore.format.logical import EXACT_FIDELITY
 from ckstore.format.manifest import Manifest, build_manifest
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import LogicalRecord, decode_inner, encode_inner
-from ckstore.format.tree import ListNode, Path
+from ckstore.format.tree import ListNode, Path, place_of
 from ckstore.hashing import digest_of
 from ckstore.ranks.arrays import Held, RankState
 from ckstore.ranks.merge import Merged, Merger
@@ -355,7 +355,9 @@ class Root:
             skeletons = {skeleton.digest: skeleton for skeleton in self._skeletons.values()}
             union = self._merger.unite(decoded, skeletons)
             if self._comparison is None:
-                self._comparison = self._with_news(compare(union, decoded))
+                found = compare(union, decoded)
+                _refuse_different_meshes(found, [skeletons[part.skeleton] for part in decoded])
+                self._comparison = self._with_news(found)
                 if self._comparison.more:
                     return {rank: encode_inner(ranges) for rank, ranges in self._comparison.more.items()}
             self._merged = self._merger.merge(union, decoded, self._comparison)
@@ -443,6 +445,28 @@ class Root:
             warnings=merged.warnings,
         )
         return encode_receipt(receipt)
+
+
+def _refuse_different_meshes(found: Comparison, skeletons: Sequence[Skeleton]) -> None:
+    """Refuse a tensor that has other values on another device mesh: it is another tensor with the same path.
+
+    Raises:
+        UsageError: There is one.
+    """
+    for each in found.differences:
+        meshes: dict[tuple[int, ...], None] = {}
+        for skeleton in skeletons if each.is_shard else ():
+            for unit in skeleton.units:
+                if unit.path == each.path and unit.array is not None:
+                    meshes.setdefault(skeleton.layouts[unit.array.layout].mesh_ranks)
+        if len(meshes) > 1:
+            first, second, *_ = meshes
+            raise UsageError(
+                f"ranks {list(first)} and ranks {list(second)} have different tensors under the same path",
+                where=place_of(each.path),
+                todo="give the parts of each pipeline stage keys of their own, such as the numbers of the layers",
+                path=each.path,
+            )
 
 
 def encode_receipt(receipt: Receipt) -> bytes:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 import ckstore
-from ckstore.errors import CkstoreError, RankError, UsageError
+from ckstore.errors import BackendError, CkstoreError, RankError, UsageError
 from ckstore.ranks.commits import RankCommits, find_attempt
 from ckstore.ranks.work import RankRequest, RankTools, decode_receipt
 from ckstore.results import Receipt
-from support.rank_jobs import FAST, open_repository
+from support.fake_ranks import mesh_of, rank_of, sharded
+from support.rank_jobs import FAST, PlayedJob, open_repository
 from support.thread_ranks import ThreadJob
 
 
@@ -146,3 +148,31 @@ def test_a_commit_of_a_lost_rank_0_is_found_only_if_it_is_whole(job, path):
     assert find_attempt(repository, rank.link.attempt_id(2)) is None
     next((path / "packs").rglob("*.pack")).unlink()
     assert find_attempt(repository, attempt) is None
+
+
+def test_an_error_after_the_manifest_is_visible_keeps_all_packs(job, path):
+    repository = job.ranks[0].tools.repository
+    rescue = repository.rescue_local_packs
+
+    def fail(packs):
+        raise BackendError("no answer", where="packs")
+
+    repository.rescue_local_packs = fail
+    found = job.commit(states(), step=5)
+    repository.rescue_local_packs = rescue
+    assert all(isinstance(each, BackendError) for each in found), found
+    restored = ckstore.open(path).restore(5)
+    assert torch.equal(restored["w"], states()[0]["w"])
+
+
+def test_different_tensors_of_two_meshes_under_one_path_are_refused(path):
+    def stage(rank, first):
+        with rank_of(rank, 4):
+            mesh = mesh_of(2, ranks=[0, 1] if rank < 2 else [2, 3])
+            return {"layer": sharded(torch.arange(8.0) + first, mesh, [Shard(0)])}
+
+    job = PlayedJob(path, 4)
+    with pytest.raises(UsageError, match="different tensors under the same path") as caught:
+        job.commit([stage(rank, 0 if rank < 2 else 100) for rank in range(4)], step=1)
+    assert "layer" in str(caught.value)
+    job.close()
