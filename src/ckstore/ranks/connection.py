@@ -41,6 +41,8 @@ class Connection:
         """Whether the other side has closed its direction."""
         self.early: list[Message] = []
         """Messages that arrived together with Welcome."""
+        self.nonce = b""
+        """That of Welcome."""
         self._kinds = kinds
         self._outgoing: deque[memoryview] = deque()
         self._head = bytearray()

@@ -159,6 +159,8 @@ class IoLoop:
         """Called on the thread of the loop when another rank asks about this topic."""
         self.deciders: dict[str, Callable[[tuple[bytes, ...]], bytes]] = {}
         """Rank 0: answer questions about these topics on the thread of the loop."""
+        self.nonce = os.urandom(16) if connection is None else connection.nonce
+        """Makes the ids of this job's commits different from those of all others. Rank 0 chooses it."""
         self._job, self._timing = job, timing
         self._tick_seconds = min(_TICK_SECONDS, timing.beat_seconds / 4)
         self._member = Member(job.rank)
@@ -461,7 +463,7 @@ class IoLoop:
         peer.queue_bytes(answer_to(token, guest.greeting, guest.content))
         error = error or self._refusal(claim)
         if error is None:
-            peer.queue(Welcome())
+            peer.queue(Welcome(self.nonce))
             self._add_peer(claim.rank, peer)
             self._do(self._coordinator.joined(claim.rank))
             return

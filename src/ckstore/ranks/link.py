@@ -137,7 +137,7 @@ class Link:
 
     def attempt_id(self, number: int) -> bytes:
         """Return the 16 bytes by which a commit is found in the store."""
-        return attempt_id(self._token, number)
+        return attempt_id(self._token + self._loop.nonce, number)
 
     def send(self, event: Callable[[Member], list[Action]]) -> None:
         """Pass an event to this rank's state machine, such as ``lambda member: member.part(number, content)``."""
@@ -384,7 +384,7 @@ def _read_welcome(connection: Connection, deadline: float) -> None:
             error = restored_error(messages[0].error, source="rank 0", other=RankError)
             raise error if isinstance(error, CkstoreError) else RankError(str(error))
         if messages and isinstance(messages[0], Welcome):
-            connection.early = messages[1:]
+            connection.early, connection.nonce = messages[1:], messages[0].nonce
             return
         if connection.is_ended:
             raise ConnectionAbortedError("the connection was closed")

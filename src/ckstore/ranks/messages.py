@@ -156,7 +156,9 @@ class Bye(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """Rank 0: the rank has joined the job."""
+    """Rank 0: the rank has joined the job. ``nonce`` is random: a user may give several jobs the same token."""
+
+    nonce: bytes
 
 
 class Refused(NamedTuple):

@@ -34,7 +34,7 @@ SAMPLES = [
     messages.Agreed("restore", 2, None, 1, RECORD),
     messages.Beat(),
     messages.Bye("rank 2 closed its connection"),
-    messages.Welcome(),
+    messages.Welcome(bytes(16)),
     messages.Refused(RECORD),
 ]
 ALL = tuple(KINDS.values())
