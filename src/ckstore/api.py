@@ -1488,10 +1488,8 @@ class Store:
                 with contextlib.ExitStack() as stack:
                     for last in filter(None, (each() for each in listening)):
                         stack.callback(last.close)
-                    for work in after:
-                        stack.callback(work.close)
-                    if self._job is not None:
-                        stack.callback(self._job.close)
+                    for close in [work.close for work in after] + ([self._job.close] if self._job else []):
+                        stack.callback(close)
                     stack.callback(self._finalizer)
             if background is not None:
                 background.raise_unreported(call_did_nothing=False)
