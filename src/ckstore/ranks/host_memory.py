@@ -8,6 +8,7 @@ for each slot; then the slots. A rank writes only to its own row, records and sl
 there is no lock between processes.
 
 Invariants:
+- A reader is at most about RING_NBYTES ahead of the slowest one.
 - A reader uses a slot again only after every rank that needs its chunk has taken it, or has left.
 - A rank trusts no slot: it copies the bytes first, and uses them only if they have the checksum of the record.
 - Pages are populated before they are used, so a lack of memory is an error, and never SIGBUS.
@@ -42,8 +43,11 @@ RING_NBYTES = 256 * MIB
 SLOTS_MIN, SLOTS_MAX = 2, 16
 """Slots of a rank."""
 
-_STATE, _PID, _STARTED = range(3)
+_STATE, _PID, _STARTED, _PROGRESS = range(4)
 """Fields of a row."""
+
+_ALL_READ = 1 << 30
+"""Progress of a rank that has read all that it reads for others."""
 
 _READING, _TAKING, _LEFT = range(3)
 """States: reads for others; only takes; neither."""
@@ -88,7 +92,7 @@ class HostMemory:
         self._checked = 0.0
         self._rows = self._mapped(0, self._rows_nbytes, populated=self._rows_nbytes)
         self._fields = self._rows[: members * self._row_nbytes].view(np.int64).reshape(members, -1)
-        self._states = self._fields[:, _STATE]
+        self._states, self._progress = self._fields[:, _STATE], self._fields[:, _PROGRESS]
         self._fields[own, _PID] = os.getpid()
         self._fields[own, _STARTED] = int(process_started(os.getpid()) or 0)
 
@@ -141,6 +145,15 @@ class HostMemory:
         begin = self._slots_begin - self._rows_nbytes + (member * self.slot_count + slot) * self.slot_nbytes
         view: memoryview = self._slots[begin : begin + nbytes].data
         return view
+
+    def set_progress(self, part: float) -> None:
+        """Tell the others which part of its chunks this rank has read for them, from 0 to 1."""
+        self._progress[self.own] = int(part * _ALL_READ)
+
+    def least_progress(self) -> float:
+        """Return the progress of the slowest rank that still reads for others."""
+        is_reading = ~self.has_stopped_reading()
+        return float(self._progress[is_reading].min(initial=_ALL_READ)) / _ALL_READ
 
     def stop_reading(self) -> None:
         """Tell the others that this rank has read its last chunk for them."""
@@ -214,6 +227,11 @@ class SlotWriter:
         self._needs = memory.needs.copy()
         self._needs[memory.own] = False
         self._is_own = readers == memory.own
+        self._written, self._total = 0, int(self._is_own.sum())
+        # If one rank were far ahead, the others would hold very many tensors that wait for a chunk of a slower one.
+        shared = int((readers >= 0).sum())
+        self._lead_max = RING_NBYTES / (memory.slot_nbytes * max(1, shared))
+        memory.set_progress(0 if self._total else 1)
         self._lock = threading.Lock()
         self._takers: list[NDArray[np.int64] | None] = [None] * memory.slot_count
         """Who takes the chunk in each slot; None: the slot was never used."""
@@ -224,11 +242,14 @@ class SlotWriter:
         """Put a chunk into a slot if other ranks wait for it. Waits for a free slot."""
         if self._is_ended or not self._is_own[chunk]:
             return
-        takers = np.flatnonzero(self._needs[:, chunk] & ~self._memory.has_left())
+        memory = self._memory
+        takers = np.flatnonzero(self._needs[:, chunk] & ~memory.has_left())
         slot = self._taken_slot(takers) if takers.size else None
+        with self._lock:
+            self._written += 1
+            memory.set_progress(self._written / self._total)
         if slot is None:
             return
-        memory = self._memory
         record = memory.records[memory.own, slot]
         view = memory.slot(memory.own, slot, len(plain))
         kernels.copy_bytes(plain, view)
@@ -250,7 +271,8 @@ class SlotWriter:
                 left = self._memory.has_left()
                 if left[takers].all():
                     return None
-                for slot, before in enumerate(self._takers):
+                is_ahead = self._written / self._total - self._memory.least_progress() > self._lead_max
+                for slot, before in enumerate(() if is_ahead else self._takers):
                     if not self._is_busy[slot] and self._is_free(slot, before, left):
                         if before is None and not self._populated(slot):
                             return None

@@ -472,6 +472,44 @@ def memory_files():
     return fds, Path("/proc/self/maps").read_text().count("ckstore-reading")
 
 
+def test_a_reader_waits_for_a_slower_one(memory_file, monkeypatch):
+    monkeypatch.setattr(host_memory, "RING_NBYTES", 10 * 4096)
+    readers = np.array([0, 1] * 50, np.int16)
+    memories = [HostMemory(memory_file, 3, own, 100) for own in range(3)]
+    for memory in memories:
+        memory.write_needs(np.arange(100))
+    for memory in memories:
+        memory.read_needs()
+        memory.open_slots(4096)
+    fast, slow, _ = (SlotWriter(memory, readers) for memory in memories)
+    plain = memoryview(b"x" * 4096)
+    takers = [
+        SlotTaker(memory, {c: int(r) for c, r in enumerate(readers) if r != own}, lambda chunk, plain: None)
+        for own, memory in enumerate(memories)
+    ]
+    done = []
+    writing = threading.Thread(target=lambda: [done.append(fast.write(2 * index, plain)) for index in range(50)])
+    writing.start()
+    try:
+        for index in range(20):
+            slow.write(2 * index + 1, plain)
+            # A tenth of all chunks is as much as the ring: five of these.
+            assert len(done) <= index + 1 + 7
+        deadline = time.monotonic() + 20
+        while len(done) < 24 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert 24 <= len(done) <= 27
+        assert writing.is_alive()
+        slow.end()
+        writing.join(20)
+        assert len(done) == 50
+    finally:
+        for taker, memory in zip(takers, memories, strict=True):
+            taker.stop()
+            memory.close()
+        writing.join(20)
+
+
 # Who reads what
 
 
