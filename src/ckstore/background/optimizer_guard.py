@@ -228,7 +228,7 @@ def _spans_of(optimizer: Any) -> list[Span]:
                 within.extend(part)
             elif isinstance(part, torch.Tensor) and is_dtensor(part):
                 # The optimizers of FSDP2 and tensor parallelism own shards.
-                plain.append(part._local_tensor)
+                plain.append(part._local_tensor)  # type: ignore[attr-defined]
         parts = within
     if not are_strided(plain):
         plain = [each for each in plain if are_strided((each,))]
