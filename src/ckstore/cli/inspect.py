@@ -115,7 +115,7 @@ def show(
 
     \b
     stored     bytes on disk; "-": the tensor shares a stored chunk with others
-    written    bytes of packs that a rank wrote; its bytes are those of the state that it stored
+    written    bytes of packs that a rank wrote; "bytes": of the state it stored
     used       bytes of a pack that this checkpoint needs
     rms error  of a tensor stored with a loss, relative to the RMS of its values
     kept       share of elements not quantized to zero; 100% with method outer

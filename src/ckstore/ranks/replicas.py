@@ -39,6 +39,7 @@ class Difference(NamedTuple):
         ranks: The ranks whose bytes differ from those of most ranks.
         offset: Where the first piece begins that differs.
         nbytes: Length of this piece.
+        is_whole: All its pieces differ.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class Difference(NamedTuple):
     ranks: tuple[int, ...]
     offset: int
     nbytes: int
+    is_whole: bool = False
 
     def __str__(self) -> str:
         kind = "a shard" if self.is_shard else "a tensor"
@@ -92,9 +94,9 @@ def compare(union: Union, parts: Sequence[Part]) -> Comparison:
     for unit in found.units_that_differ():
         pieces = found.pieces_of(unit)
         differing = _odd_ranks(pieces)
-        piece = min(piece for piece, digests in pieces.items() if len(set(digests.values())) > 1)
-        is_shard = union.units[unit].array is not None
-        differences.append(Difference(union.units[unit].path, is_shard, tuple(differing), *piece))
+        torn = [piece for piece, digests in pieces.items() if len(set(digests.values())) > 1]
+        is_shard, is_whole = union.units[unit].array is not None, len(torn) == len(pieces)
+        differences.append(Difference(union.units[unit].path, is_shard, tuple(differing), *min(torn), is_whole))
         if not is_shard:
             variants[unit] = _copies(union, unit, pieces, differing)
             split.append(unit)

@@ -448,14 +448,14 @@ class Root:
 
 
 def _refuse_different_meshes(found: Comparison, skeletons: Sequence[Skeleton]) -> None:
-    """Refuse a tensor that has other values on another device mesh: it is another tensor with the same path.
+    """Refuse a tensor all of whose bytes differ on another device mesh: it is another tensor with the same path.
 
     Raises:
         UsageError: There is one.
     """
     for each in found.differences:
         meshes: dict[tuple[int, ...], None] = {}
-        for skeleton in skeletons if each.is_shard else ():
+        for skeleton in skeletons if each.is_shard and each.is_whole else ():
             for unit in skeleton.units:
                 if unit.path == each.path and unit.array is not None:
                     meshes.setdefault(skeleton.layouts[unit.array.layout].mesh_ranks)
