@@ -106,14 +106,14 @@ MUTANTS = [
     (
         "lost ranks are forgotten",
         Setting(**DEATH),
-        "if self._lost:\n            lost = min(self._lost)\n            return self._fail",
-        "if False:\n            lost = min(self._lost)\n            return self._fail",
+        "lost = next(iter(self._lost))\n        return self._fail(commit, lost,",
+        "return []\n        lost = 0\n        return self._fail(commit, lost,",
     ),
     (
         "lost ranks are forgotten in questions",
         Setting(commits=0, asks=True, **DEATH),
-        "if self._lost:\n            lost = min(self._lost)\n            return self._answer",
-        "if False:\n            lost = min(self._lost)\n            return self._answer",
+        "if self._lost:\n            lost = next(iter(self._lost))\n            return self._answer",
+        "if False:\n            lost = next(iter(self._lost))\n            return self._answer",
     ),
     (
         "questions outlive a lost rank",

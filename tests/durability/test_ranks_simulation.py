@@ -79,8 +79,8 @@ def test_many_ranks_send_few_messages():
         ("return None, self._send([rank], late)", "return None, []"),
         ("self._send(sorted(commit.answered_to), outcome)", "self._send([0], outcome)"),
         (
-            "if self._lost:\n            lost = min(self._lost)\n            return self._fail",
-            "if False:\n            return self._fail",
+            "lost = next(iter(self._lost))\n        return self._fail(commit, lost,",
+            "return []\n        lost = 0\n        return self._fail(commit, lost,",
         ),
     ],
 )

@@ -37,6 +37,7 @@ TORCH_MODULES = (
     "ckstore.state.shard_adapters",
     "ckstore.background.cuda",
     "ckstore.background.optimizer_guard",
+    "ckstore.ranks.dcp_",
 )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import ckstore
-from support.rank_processes import report
+from support.forked_ranks import report
 
 LAYOUTS = ("fsdp", "fsdp_tp", "tp", "hsdp", "ddp", "pipeline", "by_name")
 WORLD = 4

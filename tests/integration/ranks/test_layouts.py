@@ -11,7 +11,7 @@ import torch
 
 import ckstore
 from support.rank_layouts import WORLD, check_same, named, new_model, new_optimizer, resume, train_and_commit
-from support.rank_processes import RankProcesses
+from support.forked_ranks import RankProcesses
 
 
 def commit_plain(path):
