@@ -81,6 +81,7 @@ class _Commit:
     stage: Stage = Stage.JOINING
     answered_to: set[int] = field(default_factory=set)
     """Ranks that wait for the outcome."""
+    step: int | None = None
     joined: set[int] = field(default_factory=set)
     """Ranks that take part, and may still be capturing their state."""
     begun: dict[int, Begin] = field(default_factory=dict)
@@ -306,6 +307,7 @@ class Coordinator:
         if commit is None:
             return actions
         commit.joined.add(rank)
+        commit.step = joining.step if commit.step is None else commit.step
         return self._fail_of_lost(commit) if self._lost else []
 
     def _fail_of_lost(self, commit: _Commit) -> list[Action]:
@@ -483,7 +485,8 @@ class Coordinator:
 
 def _step_text(commit: _Commit) -> str:
     begin = next(iter(commit.begun.values()), None)
-    return "commit" if begin is None else f"commit of step {begin.step}"
+    step = commit.step if begin is None else begin.step
+    return "commit" if step is None else f"commit of step {step}"
 
 
 def _out_of_turn(rank: int, message: Message) -> ErrorRecord:

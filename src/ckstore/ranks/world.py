@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +39,8 @@ class Listener:
 
     def __init__(self, end: socket.socket) -> None:
         self._end: socket.socket | None = end
+        # A store may be dropped without being closed.
+        self._close = weakref.finalize(self, end.close)
         self.port = int(end.getsockname()[1])
         close_in_children(self)
 
@@ -52,6 +55,7 @@ class Listener:
         end, self._end = self._end, None
         if end is None:
             raise UsageError("this process is a fork, or the job was left", todo="make another ckstore.Ranks")
+        self._close.detach()
         return end
 
     def close(self) -> None:

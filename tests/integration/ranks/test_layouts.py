@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ckstore
-from support.rank_layouts import WORLD, check_same, named, new_model, new_optimizer, resume, train_and_commit
 from support.forked_ranks import RankProcesses
+from support.rank_layouts import WORLD, check_same, named, new_model, new_optimizer, resume, train_and_commit
 
 
 def commit_plain(path):

@@ -151,7 +151,8 @@ def test_rank_that_goes_on_after_a_stop_gets_an_error(job, tmp_path):
     ranks[2].go()
     outcome = ranks[2].outcome(time.monotonic() + SECONDS_MAX)
     assert (outcome["is_done"], outcome["cause"]) == (False, 0)
-    assert "was not in the store" in outcome["what"]
+    # It may find out before or after it has sent its part.
+    assert outcome["what"].startswith("rank 0 closed its connection before it acknowledged the commit of step 100")
 
 
 def test_stopped_rank_0_that_goes_on_may_publish_what_the_others_gave_up(job, tmp_path):

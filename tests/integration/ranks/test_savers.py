@@ -92,7 +92,7 @@ def test_a_saver_that_is_late_gets_the_error_of_the_connection(links):
     one.close()
     wait_until(lambda: first.is_broken)
     begun = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 has closed its store"):
+    with pytest.raises(RankError, match="rank 1 has ended or closed its store"):
         two.link_for(1)
     zero.discard(RankError("rank 1 has failed", rank=1))
     with pytest.raises(RankError, match="rank 1 has failed"):
