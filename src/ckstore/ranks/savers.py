@@ -161,11 +161,16 @@ class SaverLinks:
             )
             past = {self._token(each): late for each in range(max(1, number - _PAST_MAX), number)}
         self._ended = None
-        listener = None if self._listener is None else self._listener.dup()
+        listener = None if job.rank or self._listener is None else self._listener.dup()
         addresses = addresses_of(job.address) if job.rank else ()
         timing = Timing(join_seconds=job.join_seconds)
         ours = Job(job.rank, job.world, self._token(number), past)
-        return Link(ours, timing, listener=listener, addresses=addresses)
+        try:
+            return Link(ours, timing, listener=listener, addresses=addresses)
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            raise
 
     def _token(self, number: int) -> bytes:
         return digest_of(f"{self._job.token} savers from commit {number}".encode())
