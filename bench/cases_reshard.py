@@ -29,7 +29,7 @@ def ranks_reshard(bench: Bench) -> Result:
     result = Result("ranks_reshard", "read / needed", is_higher_better=False)
     layers = 1 if bench.is_small else rank_plans.LAYERS
     result.setting = {"layers": layers, "rounds": 1}
-    result.columns = ("highest_rank",)
+    result.columns = ("highest_rank", "one_host")
     manifests: dict[str, Any] = {}
     for saved, wanted in reshard_changes(layers, is_small=bench.is_small):
         name = f"{saved.name} to {wanted.name}"
@@ -43,12 +43,14 @@ def ranks_reshard(bench: Bench) -> Result:
             if before.name not in manifests:
                 manifests.clear()
                 manifests[before.name] = rank_plans.manifest_of(before)
-            pairs = list(rank_plans.read_by(manifests[before.name], after))
-            read, needed = (sum(each) for each in zip(*pairs, strict=True))
-            return Sample(read / needed, {"highest_rank": max(own / part for own, part in pairs)})
+            reads = rank_plans.read_by(manifests[before.name], after)
+            needed, alone, together = (sum(each) for each in zip(*reads, strict=True))
+            highest = max(read.alone / read.needed for read in reads)
+            return Sample(alone / needed, {"highest_rank": highest, "one_host": together / needed})
 
         for way, count in (("DCP", by_dcp), ("ckstore", by_ckstore)):
             _count(result, f"{name}: {way}", partial(count, (saved, wanted)))
+    result.notes.append("one_host: all ranks on one host, where they share what they read")
     result.notes.append("compression none. DCP reads each saved shard whole of which a rank needs a part")
     return result
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +33,10 @@ from ckstore.ranks.capture import RankCapture
 from ckstore.ranks.merge import Merger
 from ckstore.ranks.part import RANGE, Skeleton
 from ckstore.ranks.planning import Holdings, RankContent, decode_spans, encode_spans, plan_ranks
+from ckstore.ranks.readers import readers_of
 from ckstore.ranks.writing import Share
 from ckstore.restore.own_part import RankPlace, own_part
-from ckstore.restore.plan import RestorePlan, plan_restore
+from ckstore.restore.plan import plan_restore
 from ckstore.restore.restore import WAVE_NBYTES
 from ckstore.state.placement import prepare_restore
 from ckstore.state.shard_adapters import ShardRestoreAdapter
@@ -171,32 +172,72 @@ def manifest_of(layout: RankLayout) -> Manifest:
     return decode_manifest(content)
 
 
-def read_by(manifest: Manifest, layout: RankLayout) -> Iterator[tuple[int, int]]:
-    """Yield for each rank of a layout the bytes that it reads from a checkpoint, and those that it needs."""
+class Read(NamedTuple):
+    """Bytes that a rank reads from a checkpoint.
+
+    Args:
+        needed: Bytes of its own shards.
+        alone: Bytes that it reads if it does not share with other ranks.
+        together: Bytes that it reads if all ranks are on one host and share what they decode.
+    """
+
+    needed: int
+    alone: int
+    together: int
+
+
+class _Wanted(NamedTuple):
+    """What a rank restores: the manifest with this rank's own tensors, their storages, and whether all are kept."""
+
+    manifest: Manifest
+    storages: tuple[int, ...]
+    keeps_all: bool
+
+
+def read_by(manifest: Manifest, layout: RankLayout) -> list[Read]:
+    """Return what each rank of a layout reads from a checkpoint."""
+    wants, needed = [], []
     for rank in range(layout.world):
         with rank_of(rank, layout.world):
             into = shards_of(layout)
-            needed = sum(tensor.to_local().nbytes for tensor in into.values())
-            yield _nbytes_of(_restore_plan(manifest, into, RankPlace(rank, layout.world)), manifest), needed
+            needed.append(sum(tensor.to_local().nbytes for tensor in into.values()))
+            wants.append(_wanted(manifest, into, RankPlace(rank, layout.world)))
+    needs = np.zeros((layout.world, len(manifest.chunks)), np.bool_)
+    for rank, want in enumerate(wants):
+        for storage in want.storages:
+            needs[rank, [piece.chunk for piece in want.manifest.storages[storage].pieces]] = True
+    readers = readers_of(manifest, needs)
+    reads = []
+    for rank, want in enumerate(wants):
+        alone = together = _read_nbytes(want, None)
+        if readers is not None:
+            own = needs[rank] & ((readers == rank) | (readers < 0))
+            together = _read_nbytes(want, frozenset(np.flatnonzero(own).tolist()))
+        reads.append(Read(needed[rank], alone, together))
+    return reads
 
 
-def _restore_plan(manifest: Manifest, into: dict[str, DTensor], place: RankPlace) -> RestorePlan:
-    """Return what ``Store.restore`` reads."""
+def _wanted(manifest: Manifest, into: dict[str, DTensor], place: RankPlace) -> _Wanted:
+    """Return what ``Store.restore`` plans with."""
     adapters = [ShardRestoreAdapter()]
     plain = plain_manifest(manifest)
     plain, _ = own_part(manifest, plain, place, into, adapters)
     targets = prepare_restore(plain.tree, plain.tensors, plain.storages, into=into, adapters=adapters)
     tensors, storages = targets.tables
-    return plan_restore(
-        replace(plain, tensors=tensors, storages=storages),
-        targets.storages,
+    plain = replace(plain, tensors=tensors, storages=storages)
+    return _Wanted(plain, tuple(targets.storages), targets.keeps_all)
+
+
+def _read_nbytes(want: _Wanted, chunks: frozenset[int] | None) -> int:
+    """Return the bytes that ``Store.restore`` reads for these chunks; None: for all that the rank needs."""
+    plan = plan_restore(
+        want.manifest,
+        want.storages,
         group_nbytes_max=read_buffer_nbytes(LIMITS) - 2 * PAGE_NBYTES,
-        wave_nbytes=None if targets.keeps_all else WAVE_NBYTES,
+        wave_nbytes=None if want.keeps_all else WAVE_NBYTES,
+        chunks=chunks,
     )
-
-
-def _nbytes_of(plan: RestorePlan, manifest: Manifest) -> int:
-    buffered = sum(manifest.frames[read.frame].stored_nbytes for read in plan.buffered_reads)
+    buffered = sum(want.manifest.frames[read.frame].stored_nbytes for read in plan.buffered_reads)
     return sum(group.nbytes for group in plan.groups) + buffered
 
 
