@@ -190,6 +190,8 @@ class Ranks:
 
     def close(self) -> None:
         """Close the connection to the other ranks. They cannot commit any more."""
+        if self._shared.listener is not None:
+            self._shared.listener.close()
         if self._shared.link is not None:
             self._shared.link.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -14,13 +15,14 @@ import pytest
 import ckstore
 from ckstore.errors import RankError, UsageError
 from ckstore.ranks.link import listen
-from ckstore.ranks.world import Ranks, addresses_of
+from ckstore.ranks.world import Ranks, addresses_of, invite
 from support import world_rank
 from support.link_rank import commit
 
 TOKEN = "0123456789abcdef"
 
 
+@pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("how", ["torch", "env"])
 def test_ranks_of_torchrun_find_each_other(tmp_path, how):
     pytest.importorskip("torch")
@@ -70,6 +72,16 @@ def test_taken_port_is_named():
         port = end.getsockname()[1]
         with pytest.raises(RankError, match=rf"rank 0 cannot listen .*: \*:{port}"):
             Ranks(0, 2, f"127.0.0.1:{port}", TOKEN).link()
+
+
+def test_job_that_is_left_before_it_is_joined_keeps_no_port():
+    listener, invitation = invite()
+    ranks = Ranks._invited(0, 2, invitation, listener, {})
+    ranks.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", listener.port))
+    with pytest.raises(UsageError, match="the job was left"):
+        ranks.link()
 
 
 @pytest.mark.parametrize(
