@@ -228,11 +228,16 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(f"all proved, in {time.perf_counter() - began:.0f} s. Next, try:", style="bold")
     place = given.store
     # `make demo-ranks` uses a virtual environment that is not on the PATH.
-    tool = "ckstore" if shutil.which("ckstore") else os.path.relpath(Path(sys.executable).parent / "ckstore")
+    scripts = Path(sys.executable).parent
+    tool, torchrun = (
+        name if shutil.which(name) == str(scripts / name) else os.path.relpath(scripts / name)
+        for name in ("ckstore", "torchrun")
+    )
+    example = os.path.relpath(HERE / "train_fsdp.py")
     for command, what in (
         (f"{tool} verify {place} --level decode", "read and decode every byte"),
         (f"{tool} restore {place} latest --run {RUN} --only 'model.*' -o model.pt", "whole tensors for one process"),
-        (f"torchrun --nproc-per-node 3 examples/train_fsdp.py --store {place} --steps 40", "train on with three ranks"),
+        (f"{torchrun} --nproc-per-node 3 {example} --store {place} --steps 40", "train on with three ranks"),
     ):
         console.print(f"  {command}", style="cyan", markup=False, soft_wrap=True)
         console.print(f"      {what}", style="dim", markup=False)

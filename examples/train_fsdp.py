@@ -125,7 +125,9 @@ def main(arguments: list[str] | None = None) -> int:
     trainer = Trainer(Settings(layers=given.layers, width=given.width, batch=4))
     store = None
     if given.store is not None:
-        store = ckstore.open(given.store, run=RUN, ranks=ckstore.Ranks.of_torch())
+        # With more ranks than before, new ones begin with the random states of others.
+        ranks = ckstore.Ranks.of_torch(per_rank="nearest")
+        store = ckstore.open(given.store, run=RUN, ranks=ranks)
         if store.latest() is not None:
             trainer.restore(store)
             report("restored", rank=dist.get_rank(), step=trainer.step_done, digest=trainer.digest())
