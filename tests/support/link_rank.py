@@ -1,21 +1,14 @@
 """A rank that commits through a link, as a process of its own: the protocol is real, the checkpoint is an empty file.
 
-``python link_rank.py RANK WORLD PORT TOKEN FOLDER OPTIONS`` runs it. Rank 0 listens on the inherited descriptor
-PORT. It prints one JSON line for the outcome of each commit, and ``closed`` at the end. OPTIONS is JSON:
-
-- timing: the fields of ``Timing``.
-- commits: how many.
-- meets: whether the ranks wait for each other before the first.
-- pauses: phases at which this rank prints ``at PHASE`` and waits for a line.
+``main`` prints one JSON line for the outcome of each commit, and ``closed`` at the end.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
-import sys
 import time
-from pathlib import Path
 
 from ckstore.errors import CkstoreError
 from ckstore.hashing import digest_of
@@ -81,35 +74,42 @@ def on_action(link, action, content, path, pause):
         assert isinstance(action, AllStaged)
 
 
-def main(rank, world, port, token, folder, options):
-    """Run the commits."""
-    pauses = options["pauses"]
+def main(rank, world, place, token, folder, *, timing, commits=1, meets=True, pauses=(), go):
+    """Run the commits.
+
+    Args:
+        rank: This rank.
+        world: Number of ranks.
+        place: The descriptor on which rank 0 listens; the port to which the others connect.
+        token: The secret of the job.
+        folder: The store.
+        timing: The fields of ``Timing``.
+        commits: How many.
+        meets: Whether the ranks wait for each other before the first.
+        pauses: Phases at which this rank prints ``at PHASE`` and waits for a line.
+        go: The descriptor from which it reads these lines.
+    """
+    pauses, lines = list(pauses), os.fdopen(go)
 
     def pause(phase):
         if phase in pauses:
             pauses.remove(phase)
             print(f"at {phase}", flush=True)
-            sys.stdin.readline()
+            lines.readline()
 
-    pause("connect")
-    listener = socket.socket(fileno=port) if rank == 0 else None
-    addresses = [("127.0.0.1", port)]
+    listener = socket.socket(fileno=place) if rank == 0 else None
     try:
-        link = Link(Job(rank, world, token), Timing(**options["timing"]), listener=listener, addresses=addresses)
-        if options["meets"]:
+        link = Link(Job(rank, world, token), Timing(**timing), listener=listener, addresses=[("127.0.0.1", place)])
+        if meets:
             link.agree("start", b"", lambda _: b"")
     except CkstoreError as error:
         print(json.dumps({"is_done": False, "cause": error.facts.get("rank"), "what": error.what}), flush=True)
         return
-    for index in range(options["commits"]):
+    for index in range(commits):
         finish = commit(link, 100 + index, folder, pause=pause)
         what = None if finish.error is None else finish.error.what
         print(json.dumps({"is_done": finish.receipt is not None, "cause": finish.rank, "what": what}), flush=True)
     pause("close")
     link.close()
+    lines.close()
     print("closed", flush=True)
-
-
-if __name__ == "__main__":
-    own, of, place, secret, store, chosen = sys.argv[1:]
-    main(int(own), int(of), int(place), bytes.fromhex(secret), Path(store), json.loads(chosen))

@@ -22,6 +22,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 FOLDER = Path(__file__).parents[1]
 PROGRAM_NBYTES_MAX = 64 << 10
+DESCRIPTORS_MAX = 8
 SECONDS_MAX = 300.0
 
 
@@ -46,9 +47,12 @@ class Prepared:
         self._pids = []
         atexit.register(self._close)
 
-    def start(self, program, out, err):
-        """Run a program in a fork whose output goes to two descriptors; return its pid."""
-        socket.send_fds(self._end, [program.encode()], [out, err])
+    def start(self, program, out, err, *others):
+        """Run a program in a fork whose output goes to two descriptors; return its pid.
+
+        The program finds the numbers of its other descriptors in ``descriptors``.
+        """
+        socket.send_fds(self._end, [program.encode()], [out, err, *others])
         while not self._pids:
             self._hear()
         return self._pids.pop()
@@ -99,7 +103,7 @@ def run_trainer(program, *names):
 
 
 def serve(end):
-    """Fork for each program that comes; return None at the end, and the program in each fork."""
+    """Fork for each program that comes; return None at the end, and in each fork the program and its descriptors."""
     forks = {}
     while True:
         ready, _, _ = select.select([end, *forks], [], [])
@@ -110,18 +114,18 @@ def serve(end):
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 end.send(f"ended {pid} {code}".encode())
                 continue
-            program, fds, _, _ = socket.recv_fds(end, PROGRAM_NBYTES_MAX, 2)
+            program, fds, _, _ = socket.recv_fds(end, PROGRAM_NBYTES_MAX, DESCRIPTORS_MAX)
             if not program:
                 return None
             pid = os.fork()
             if pid == 0:
-                for number, theirs in enumerate(fds, 1):
+                for number, theirs in enumerate(fds[:2], 1):
                     os.dup2(theirs, number)
                     os.close(theirs)
                 for other in forks:
                     os.close(other)
                 end.close()
-                return program.decode()
+                return program.decode(), fds[2:]
             for theirs in fds:
                 os.close(theirs)
             forks[os.pidfd_open(pid)] = pid
@@ -138,4 +142,5 @@ if __name__ == "__main__":
     received = serve(socket.socket(fileno=int(sys.argv[1])))
     if received is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        exec(compile(received, "<trainer>", "exec"), {"__name__": "__main__"})
+        code, descriptors = received
+        exec(compile(code, "<trainer>", "exec"), {"__name__": "__main__", "descriptors": descriptors})

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 
 import ckstore
+from support.prepared_trainers import prepared
 
 WORLD = 3
 
 RANK = """
-import sys
 import numpy as np
 import ckstore
 
-rank, world, address, token, path, style = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+rank, world, address, token, path, style = {arguments}
 ranks = ckstore.Ranks(rank, world, address, token)
 with ckstore.open(path, ranks=ranks) as store:
-    state = {"w": np.arange(50_000.0), "step": 0}
+    state = {{"w": np.arange(50_000.0), "step": 0}}
     if style == "background":
         store.commit_async(state, 0).result()
     with store.commit_on_signal(lambda: state) as last:
@@ -43,27 +42,60 @@ def free_port() -> int:
         return int(end.getsockname()[1])
 
 
-@pytest.mark.parametrize(("style", "signalled"), [("blocking", (0, 1, 2)), ("background", (2,))])
-def test_all_ranks_commit_one_step_and_exit(tmp_path, style, signalled):
-    path, address, token = tmp_path / "store", f"127.0.0.1:{free_port()}", secrets.token_hex(16)
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(WORLD), address, token, str(path), style],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+class Rank:
+    """One process."""
+
+    def __init__(self, *arguments):
+        self._forks = prepared(
+            "numpy", "ckstore.api", "ckstore.commit", "ckstore.background.commits", "ckstore.preemption"
         )
-        for rank in range(WORLD)
-    ]
-    try:
-        assert all(job.stdout.readline() == "ready\n" for job in jobs), [job.communicate()[1] for job in jobs]
-        for rank in signalled:
-            jobs[rank].send_signal(signal.SIGTERM)
-        errors = [job.communicate(timeout=60)[1] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    assert [job.returncode for job in jobs] == [143] * WORLD, errors
+        (out, out_of_rank), (err, err_of_rank) = os.pipe(), os.pipe()
+        self._out, self._err = os.fdopen(out), os.fdopen(err)
+        self._pid = self._forks.start(RANK.format(arguments=arguments), out_of_rank, err_of_rank)
+        os.close(out_of_rank)
+        os.close(err_of_rank)
+
+    def line(self):
+        return self._out.readline()
+
+    def send(self, number):
+        self._forks.kill(self._pid, number)
+
+    def end(self):
+        """Return exit code and log."""
+        return self._forks.wait(self._pid), self._err.read()
+
+    def close(self):
+        """Kill it if it still runs."""
+        self.send(signal.SIGKILL)
+        self._forks.wait(self._pid)
+        self._out.close()
+        self._err.close()
+
+
+@pytest.fixture
+def job():
+    """Return a function that starts ranks; they are killed at the end."""
+    ranks = []
+
+    def start(*arguments):
+        ranks.extend(Rank(rank, WORLD, *arguments) for rank in range(WORLD))
+        return ranks
+
+    yield start
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize(("style", "signalled"), [("blocking", (0, 1, 2)), ("background", (2,))])
+def test_all_ranks_commit_one_step_and_exit(job, tmp_path, style, signalled):
+    path, address, token = tmp_path / "store", f"127.0.0.1:{free_port()}", secrets.token_hex(16)
+    ranks = job(address, token, str(path), style)
+    assert all(rank.line() == "ready\n" for rank in ranks), [rank.end() for rank in ranks]
+    for rank in signalled:
+        ranks[rank].send(signal.SIGTERM)
+    codes, errors = zip(*[rank.end() for rank in ranks], strict=True)
+    assert codes == (143,) * WORLD, errors
     with ckstore.open(path) as store:
         newest = store.latest()
         state = store.restore()
