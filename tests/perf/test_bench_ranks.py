@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -86,42 +88,80 @@ def test_counting_cases_have_a_sample_for_each_change_and_way(case, bench):
     assert all(samples[0].value > 0 for samples in result.samples.values())
 
 
-def test_one_rank_has_a_sample_for_each_operation_with_and_without_ranks(bench, monkeypatch):
-    # A saver with low priority would starve while other tests run.
-    monkeypatch.setattr(ckstore, "Policy", partial(ckstore.Policy, saver_nice=0))
-    monkeypatch.setattr(cases_rank_saves, "VARIANTS", ("fast",))
-    result = cases_rank_saves.ranks_one(bench)
-    assert not result.unusable
-    assert len(result.samples) == 6
-    assert len(result.ratios) == len(result.notes) - len([note for note in result.notes if "not alone" in note]) == 3
-
-
-def test_ranks_save_and_load_in_processes(bench, monkeypatch):
+def durable_saves_and_loads(name, bench, monkeypatch):
     monkeypatch.setattr(cases_rank_saves, "HSDP", (2, 1))
     monkeypatch.setattr(cases_rank_saves, "MORE", (2,))
     monkeypatch.setattr(cases_rank_saves, "FEWER", (1,))
-    for name in ("ranks_save", "ranks_restore"):
-        result = cases_rank_saves.CASES[name](bench)
-        assert set(result.unusable) <= {"torch_checkpointing"}
-        assert {who.rpartition(": ")[2] for who in result.samples} >= {"DCP", "ckstore none", "ckstore fast"}
-        for samples in result.samples.values():
-            assert samples[0].facts["processor"] > 0
-            # Replicas are written once; metadata is a large part of a small state.
-            assert samples[0].facts.get("bytes_per_unique", 1.0) < 1.5
+    result = cases_rank_saves.CASES[name](bench)
+    assert set(result.unusable) <= {"torch_checkpointing"}
+    assert {who.rpartition(": ")[2] for who in result.samples} >= {"DCP", "ckstore none", "ckstore fast"}
+    for samples in result.samples.values():
+        assert samples[0].facts["processor"] > 0
+        # Replicas are written once; metadata is a large part of a small state.
+        assert samples[0].facts.get("bytes_per_unique", 1.0) < 1.5
 
 
-def test_ranks_begin_saves_in_the_background(bench, monkeypatch):
+def saves_in_the_background(name, bench, monkeypatch):
     monkeypatch.setattr(cases_rank_saves, "FSDP", (2,))
-    result = cases_rank_saves.ranks_async(bench)
+    result = cases_rank_saves.CASES[name](bench)
     assert not result.unusable
     assert len(result.samples) == 6
     assert all(samples[0].value <= samples[0].facts["durable"] for samples in result.samples.values())
     assert sum("times the stall of one rank" in note for note in result.notes) == 2
 
 
-def test_ranks_start_again_after_one_that_failed(bench):
-    with RankGroup(bench, (1,)) as ranks:
-        with pytest.raises(RuntimeError, match="rank 0: CheckpointException"):
+def operations_of_one_rank(name, bench, monkeypatch):
+    # A saver with low priority would starve while other tests run.
+    monkeypatch.setattr(ckstore, "Policy", partial(ckstore.Policy, saver_nice=0))
+    monkeypatch.setattr(cases_rank_saves, "VARIANTS", ("fast",))
+    result = cases_rank_saves.CASES[name](bench)
+    assert not result.unusable
+    assert len(result.samples) == 6
+    assert len(result.ratios) == len(result.notes) - len([note for note in result.notes if "not alone" in note]) == 3
+
+
+RUNS = {
+    "ranks_save": durable_saves_and_loads,
+    "ranks_restore": durable_saves_and_loads,
+    "ranks_async": saves_in_the_background,
+    "ranks_one": operations_of_one_rank,
+}
+
+
+@pytest.mark.deep(parts=4)
+@pytest.mark.parametrize("name", RUNS)
+def test_case_has_its_samples_and_leaves_no_process(name, bench, monkeypatch):
+    # All processes of the case inherit it.
+    monkeypatch.setenv(MARK, str(bench.folder))
+    RUNS[name](name, bench, monkeypatch)
+    deadline = time.monotonic() + 30
+    while left := marked_processes(f"{MARK}={bench.folder}"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_every_case_with_processes_is_run():
+    assert RUNS.keys() == cases_rank_saves.CASES.keys()
+
+
+MARK = "CKSTORE_TEST_OF_THE_BENCH"
+
+
+def marked_processes(mark):
+    """Return the command lines of processes whose environment has a variable: the variable and its value as text."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+@pytest.mark.deep(parts=4)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_ranks_start_again_after_one_that_failed(bench, world):
+    with RankGroup(bench, (world,)) as ranks:
+        with pytest.raises(RuntimeError, match="CheckpointException"):
             ranks.call("load_dcp", place=str(bench.folder / "no_such_place"))
         assert ranks.call("make")[0]["nbytes"] > 0
 

@@ -137,10 +137,10 @@ class Layout:
         }
 
 
-def train_and_commit(rank, folder, job):
-    """Train every layout and commit it, again and again, until the job is killed."""
+def train_and_commit(rank, folder, layouts, job):
+    """Train layouts and commit them, again and again, until the job is killed."""
     ranks = ckstore.Ranks.of_torch()
-    trained = [(ckstore.open(f"{folder}/store", run=name, ranks=ranks), Layout(name, seed=1)) for name in LAYOUTS]
+    trained = [(ckstore.open(f"{folder}/store", run=name, ranks=ranks), Layout(name, seed=1)) for name in layouts]
     for round_number in itertools.count():
         for store, layout in trained:
             layout.train_one_step()
@@ -161,10 +161,10 @@ def commit(store, layout, folder):
         Path(folder, f"acknowledged-{layout.name}").write_text(str(receipt.step))
 
 
-def resume(rank, folder, per_rank="own"):
-    """Restore every layout in this world, and compare bit for bit. In the same world, train on, too."""
+def resume(rank, folder, layouts, exchanged, per_rank="own"):
+    """Restore layouts in this world, and compare bit for bit. In the same world, train on and exchange, too."""
     world, ranks = dist.get_world_size(), ckstore.Ranks.of_torch(per_rank=per_rank)
-    for name in LAYOUTS:
+    for name in layouts:
         layout = Layout(name, seed=2)
         with ckstore.open(f"{folder}/store", run=name, create=False, ranks=ranks) as store:
             layout.load(store)
@@ -172,7 +172,7 @@ def resume(rank, folder, per_rank="own"):
         if world == WORLD:
             check_trained_on(layout)
     if world == WORLD:
-        exchange(folder, ranks)
+        exchange(folder, ranks, *exchanged)
 
 
 def check_restored(layout, folder):
@@ -212,19 +212,16 @@ def check_trained_on(layout):
     check_whole(layout, reference.whole())
 
 
-def exchange(folder, ranks):
-    """Restore a checkpoint in other layouts than it was saved in, and commit it from there."""
-    with ckstore.open(f"{folder}/store", run="plain", create=False, ranks=ranks) as store:
-        want = store.restore()
-    for source, name in (("plain", "fsdp"), ("plain", "fsdp_tp"), ("fsdp", "tp"), ("tp", "hsdp")):
-        layout = Layout(name, seed=3)
-        with ckstore.open(f"{folder}/store", run=source, create=False, ranks=ranks) as store:
-            into = {"model": layout.model, "optimizer": layout.optimizer}
-            store.restore(into=into, only=["model.*", "optimizer.*"])
+def exchange(folder, ranks, source, name):
+    """Restore a checkpoint in another layout than it was saved in, and commit it from there."""
+    layout = Layout(name, seed=3)
+    with ckstore.open(f"{folder}/store", run=source, create=False, ranks=ranks) as store:
+        into = {"model": layout.model, "optimizer": layout.optimizer}
+        store.restore(into=into, only=["model.*", "optimizer.*"])
         if source == "plain":
-            check_whole(layout, named(want))
-        with ckstore.open(f"{folder}/store", run=f"{source}_to_{name}", ranks=ranks) as store:
-            store.commit({"model": layout.model, "optimizer": layout.optimizer}, 1)
+            check_whole(layout, named(store.restore()))
+    with ckstore.open(f"{folder}/store", run=f"{source}_to_{name}", ranks=ranks) as store:
+        store.commit(into, 1)
 
 
 def named(state):

@@ -39,7 +39,11 @@ class ChildServer:
             text=True,
             env=environment,
         )
-        assert self._readline() == "ready"
+        try:
+            assert self._readline() == "ready"
+        except BaseException:
+            self.close()
+            raise
 
     def start(self, **job):
         """Fork a child that waits; return its pid."""

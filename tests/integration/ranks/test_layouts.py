@@ -11,7 +11,7 @@ import torch
 
 import ckstore
 from support.forked_ranks import RankProcesses
-from support.rank_layouts import WORLD, check_same, named, new_model, new_optimizer, resume, train_and_commit
+from support.rank_layouts import LAYOUTS, WORLD, check_same, named, new_model, new_optimizer, resume, train_and_commit
 
 
 def commit_plain(path):
@@ -26,9 +26,9 @@ def commit_plain(path):
     return state
 
 
-def train_and_kill(folder, seed):
-    """Train and commit in all layouts, and kill all ranks at a random time."""
-    target = partial(train_and_commit, folder=str(folder), job=str(folder / "killed"))
+def train_and_kill(folder, layouts, seed):
+    """Train and commit in some layouts, and kill all ranks at a random time."""
+    target = partial(train_and_commit, folder=str(folder), layouts=layouts, job=str(folder / "killed"))
     job = RankProcesses(target, WORLD, folder / "killed")
     try:
         job.wait_for("trained")
@@ -45,19 +45,32 @@ def run(target, world, folder):
         job.kill()
 
 
-@pytest.mark.deep
-def test_killed_jobs_resume_bit_for_bit_in_any_world_and_layout(tmp_path, sample):
+CASES = [
+    (("fsdp", "tp"), ("fsdp", "tp")),
+    (("tp", "hsdp"), ("tp", "hsdp")),
+    (("ddp", "pipeline"), ("plain", "fsdp")),
+    (("by_name", "fsdp_tp"), ("plain", "fsdp_tp")),
+]
+"""Layouts that are trained, and the exchange: from which of them, or a plain model, to which layout."""
+
+
+@pytest.mark.deep(parts=4)
+@pytest.mark.parametrize(("layouts", "exchanged"), CASES, ids=["-".join(layouts) for layouts, _ in CASES])
+def test_killed_jobs_resume_bit_for_bit_in_any_world_and_layout(tmp_path, sample, layouts, exchanged):
     plain = commit_plain(tmp_path / "store")
-    train_and_kill(tmp_path, sample.seed(0))
-    run(partial(resume, folder=str(tmp_path)), WORLD, tmp_path / "four")
+    train_and_kill(tmp_path, layouts, sample.seed(0))
+    how = {"folder": str(tmp_path), "layouts": layouts, "exchanged": exchanged}
+    run(partial(resume, **how), WORLD, tmp_path / "four")
     for world, per_rank in sample.part([(2, "own"), (8, "nearest")], parts=2):
-        run(partial(resume, folder=str(tmp_path), per_rank=per_rank), world, tmp_path / f"world{world}")
+        run(partial(resume, **how, per_rank=per_rank), world, tmp_path / f"world{world}")
     # One process without ranks reads what the layouts have committed.
-    with ckstore.open(tmp_path / "store", run="plain_to_fsdp_tp") as store:
-        check_same(named(store.restore()), named(plain))
-    for name in ("fsdp_to_tp", "tp_to_hsdp"):
-        with ckstore.open(tmp_path / "store", run=name.partition("_")[0]) as store:
-            source = store.restore()
-        with ckstore.open(tmp_path / "store", run=name) as store:
-            check_same(named(store.restore()), named(source))
-            assert store.verify("decode").is_clean
+    source, name = exchanged
+    with ckstore.open(tmp_path / "store", run=source) as store:
+        want = plain if source == "plain" else store.restore()
+    with ckstore.open(tmp_path / "store", run=f"{source}_to_{name}") as store:
+        check_same(named(store.restore()), named(want))
+        assert store.verify("decode").is_clean
+
+
+def test_every_layout_is_in_a_case():
+    assert {name for layouts, _ in CASES for name in layouts} == set(LAYOUTS)
