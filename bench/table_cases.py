@@ -75,7 +75,7 @@ TITLES = {
     "ranks_save": "Durable save by four ranks, HSDP 2x2, and bytes written for each byte of the state",
     "ranks_async": "Background save by four ranks, FSDP, and by one with as many bytes: time until the call returns",
     "ranks_restore": "Cold load by another number of ranks, FSDP",
-    "ranks_reshard": "Bytes that ranks of another layout read, each alone or all on one host, relative to those that they need",
+    "ranks_reshard": "Bytes that ranks of another layout read, alone or on one host, per byte that they need",
     "ranks_identity": "Unchanged state after a change of the ranks: share of its bytes that is written again",
     "ranks_one": "One process: without ranks, and as the only rank of a job",
 }
