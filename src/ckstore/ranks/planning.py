@@ -135,21 +135,27 @@ def plan_ranks(ranks: Sequence[RankContent], limits: Limits, differing: frozense
     alone: list[list[Span]] = [[] for _ in ranks]
     groups: dict[tuple[int, ...], list[NDArray[np.int64]]] = {}
     unclear: list[NDArray[np.int64]] = []
-    for rank, content in enumerate(ranks):
-        rows, numbers = content.holdings.rows, table.numbers[rank]
-        _check_units(rows, len(numbers), rank)
-        is_per_rank = np.array(table.per_rank_units(content.skeleton, differing), np.bool_)
+    members = _equal_ranks(ranks)
+    for number, equal in enumerate(members):
+        content, numbers = ranks[equal[0]], table.numbers[equal[0]]
+        rows = content.holdings.rows
+        _check_units(rows, len(numbers), equal[0])
+        is_per_rank = table.per_rank_units(content.skeleton, differing)
         for group, holders in enumerate(content.holdings.groups):
             mine = rows[rows["group"] == group]
             if group and len(holders) == 1:
-                own[rank] += int(mine["nbytes"].sum())
-            elif group and holders[0] == rank:
+                for rank in equal:
+                    own[rank] += int(mine["nbytes"].sum())
+            elif group and holders[0] in equal:
                 groups.setdefault(holders, []).append(_triples(mine, numbers))
             elif not group:
                 is_own = is_per_rank[mine["unit"]]
-                unclear.append(_with_rank(_triples(mine[~is_own], numbers), rank))
-                alone[rank] += [Span(*row) for row in _triples(mine[is_own], numbers).tolist()]
-    for holders, ranges in _by_holders(unclear):
+                unclear.append(_with_number(_triples(mine[~is_own], numbers), number))
+                spans = [Span(*row) for row in _triples(mine[is_own], numbers).tolist()]
+                for rank in equal:
+                    alone[rank] += spans
+    for numbers_of_holders, ranges in _by_holders(unclear):
+        holders = tuple(sorted(rank for number in numbers_of_holders for rank in members[number]))
         if len(holders) == 1:
             alone[holders[0]] += [Span(*row) for row in ranges.tolist()]
         else:
@@ -161,8 +167,17 @@ def plan_ranks(ranks: Sequence[RankContent], limits: Limits, differing: frozense
         for unit in table.units
     ]
     lines = {holders: [Span(*row) for row in np.concatenate(rows).tolist()] for holders, rows in groups.items()}
-    spans = plan_spans(lines, steps, own)
-    return [table.local(rank, [*alone[rank], *spans[rank]]) for rank in range(len(ranks))]
+    planned = plan_spans(lines, steps, own)
+    return [table.local(rank, [*alone[rank], *planned[rank]]) for rank in range(len(ranks))]
+
+
+def _equal_ranks(ranks: Sequence[RankContent]) -> list[list[int]]:
+    """Return the ranks that hold the same ranges of the same units, for each such set: often all, or each alone."""
+    found: dict[tuple[bytes, int], list[int]] = {}
+    for rank, content in enumerate(ranks):
+        # Rank 0 decodes equal holdings once.
+        found.setdefault((content.skeleton.tables_digest, id(content.holdings)), []).append(rank)
+    return [*found.values()]
 
 
 def _check_units(rows: NDArray[np.void], count: int, rank: int) -> None:
@@ -175,15 +190,15 @@ def _triples(rows: NDArray[np.void], numbers: NDArray[np.int64]) -> NDArray[np.i
     return np.stack((numbers[rows["unit"]], begins, begins + rows["nbytes"].astype(np.int64)), axis=1)
 
 
-def _with_rank(triples: NDArray[np.int64], rank: int) -> NDArray[np.int64]:
-    return np.concatenate((triples, np.full((len(triples), 1), rank)), axis=1)
+def _with_number(triples: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+    return np.concatenate((triples, np.full((len(triples), 1), number)), axis=1)
 
 
 def _by_holders(rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[tuple[int, ...], NDArray[np.int64]]]:
-    """Yield the ranges that the same ranks hold, for each set of ranks.
+    """Yield the ranges that have the same holders, for each set of holders.
 
     Args:
-        rows: For each rank the ranges that it holds, as unit, begin, end and rank.
+        rows: For each holder its ranges, as unit, begin, end and the number of the holder.
     """
     every = np.concatenate([np.empty((0, 4), np.int64), *rows])
     every = every[np.lexsort(every.T[::-1])]
@@ -193,8 +208,8 @@ def _by_holders(rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[tuple[int, 
     counts = np.diff(np.append(begins, len(every)))
     for count in np.unique(counts).tolist():
         ranges = begins[counts == count]
-        ranks = every[ranges[:, None] + np.arange(count), 3]
-        distinct, index = np.unique(ranks, axis=0, return_inverse=True)
+        numbers = every[ranges[:, None] + np.arange(count), 3]
+        distinct, index = np.unique(numbers, axis=0, return_inverse=True)
         for number, holders in enumerate(distinct.tolist()):
             yield tuple(holders), every[ranges[index.ravel() == number], :3]
 
@@ -205,15 +220,17 @@ class _UnitTable:
     def __init__(self, ranks: Sequence[RankContent]) -> None:
         self.units: list[Unit] = []
         known: dict[UnitKey, int] = {}
-        # Ranks with equal states share one skeleton object.
-        made: dict[int, NDArray[np.int64]] = {}
-        self.numbers: list[NDArray[np.int64]] = []
-        for content in ranks:
-            numbers = made.get(id(content.skeleton))
-            if numbers is None:
-                numbers = np.array([self._add(unit, known) for unit in content.skeleton.units], np.int64)
-                made[id(content.skeleton)] = numbers
-            self.numbers.append(numbers)
+        # Skeletons differ in plain values more often than in their tables.
+        made: dict[bytes, NDArray[np.int64]] = {}
+        self._tables = [content.skeleton.tables_digest for content in ranks]
+        for digest, content in zip(self._tables, ranks, strict=True):
+            if digest not in made:
+                made[digest] = np.array([self._add(unit, known) for unit in content.skeleton.units], np.int64)
+        self.numbers = [made[digest] for digest in self._tables]
+        self._local = {
+            digest: {number: index for index, number in enumerate(numbers.tolist())} for digest, numbers in made.items()
+        }
+        self._per_rank: dict[bytes, NDArray[np.bool_]] = {}
 
     def _add(self, unit: Unit, known: dict[UnitKey, int]) -> int:
         key = (unit.path, unit.nbytes, unit.element_width, unit.is_float, unit.array is not None)
@@ -222,22 +239,26 @@ class _UnitTable:
             self.units.append(unit)
         return number
 
-    def per_rank_units(self, skeleton: Skeleton, differing: frozenset[Path]) -> list[bool]:
+    def per_rank_units(self, skeleton: Skeleton, differing: frozenset[Path]) -> NDArray[np.bool_]:
         """Return for each unit of a skeleton whether each rank writes its own."""
-        prefixes = set(skeleton.per_rank)
-        lengths = sorted({len(path) for path in prefixes})
-        return [
-            unit.array is None
-            and (
-                (unit.path in differing and unit.nbytes <= OWN_NBYTES_MAX)
-                or any(unit.path[:length] in prefixes for length in lengths)
-            )
-            for unit in skeleton.units
-        ]
+        digest = skeleton.tables_digest
+        if digest not in self._per_rank:
+            prefixes = set(skeleton.per_rank)
+            lengths = sorted({len(path) for path in prefixes})
+            found = [
+                unit.array is None
+                and (
+                    (unit.path in differing and unit.nbytes <= OWN_NBYTES_MAX)
+                    or any(unit.path[:length] in prefixes for length in lengths)
+                )
+                for unit in skeleton.units
+            ]
+            self._per_rank[digest] = np.array(found, np.bool_)
+        return self._per_rank[digest]
 
     def local(self, rank: int, spans: Sequence[Span]) -> list[Span]:
         """Return spans with the unit numbers of a rank, ascending."""
-        local = {number: index for index, number in enumerate(self.numbers[rank].tolist())}
+        local = self._local[self._tables[rank]]
         return sorted(span._replace(unit=local[span.unit]) for span in spans)
 
 

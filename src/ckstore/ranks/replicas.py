@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.errors import MalformedError
-from ckstore.format.columns import Rows
+from ckstore.format.columns import Rows, joined
 from ckstore.format.tree import Path, place_of
 from ckstore.ranks.part import CHECK, Part
 from ckstore.ranks.union import Numbers, Union
@@ -105,7 +105,7 @@ def compare(union: Union, parts: Sequence[Part]) -> Comparison:
 
 @dataclass(frozen=True)
 class _Checks:
-    """All checks, sorted by unit, offset, length and rank."""
+    """All checks, sorted by unit, offset and rank. Pieces of one offset have one length."""
 
     rank: Numbers
     unit: Numbers
@@ -116,19 +116,15 @@ class _Checks:
 
     @classmethod
     def of(cls, union: Union, parts: Sequence[Part]) -> _Checks:
-        ranks: list[Numbers] = []
-        units: list[Numbers] = []
-        columns: list[Rows] = [np.empty(0, CHECK)]
-        for number, part in enumerate(parts):
-            if len(part.checks):
-                units.append(_units_of(union, number, part.checks))
-                columns.append(part.checks)
-                ranks.append(np.full(len(part.checks), number))
-        rows = np.concatenate(columns)
-        rank, unit = (np.concatenate([np.zeros(0, np.int64), *each]) for each in (ranks, units))
-        is_compared = ~np.isin(unit, [*union.per_rank])
-        rank, unit, rows = rank[is_compared], unit[is_compared], rows[is_compared]
-        order = np.lexsort((rank, rows["nbytes"], rows["offset"], unit))
+        counts = [len(part.checks) for part in parts]
+        units = [_units_of(union, number, part.checks) for number, part in enumerate(parts) if counts[number]]
+        rows = joined((part.checks for part in parts), CHECK)
+        rank, unit = np.repeat(np.arange(len(parts)), counts), np.concatenate([np.zeros(0, np.int64), *units])
+        if union.per_rank:
+            is_compared = ~np.isin(unit, [*union.per_rank])
+            rank, unit, rows = rank[is_compared], unit[is_compared], rows[is_compared]
+        # A stable sort: the rows of one piece stay in the order of the ranks.
+        order = np.lexsort((rows["offset"].copy(), unit))
         rank, unit, rows = rank[order], unit[order], rows[order]
         words = np.ascontiguousarray(rows["digest"]).view(np.uint64).reshape(len(rows), 2)
         is_first = np.ones(len(rows), bool)
@@ -157,8 +153,8 @@ class _Checks:
         """Return the digest of each piece of a unit on each rank."""
         lo, hi = np.searchsorted(self.unit, [unit, unit + 1])
         pieces: dict[Piece, dict[int, bytes]] = {}
-        for rank, row in zip(self.rank[lo:hi].tolist(), self.rows[lo:hi], strict=True):
-            pieces.setdefault((int(row["offset"]), int(row["nbytes"])), {})[rank] = bytes(row["digest"])
+        for rank, (_, offset, nbytes, digest) in zip(self.rank[lo:hi].tolist(), self.rows[lo:hi].tolist(), strict=True):
+            pieces.setdefault((offset, nbytes), {})[rank] = digest
         return pieces
 
 
@@ -211,9 +207,10 @@ def _more(
                 written.setdefault(place, []).append((int(row["offset"]), int(row["offset"] + row["nbytes"])))
     more: dict[int, list[tuple[int, int, int]]] = {}
     for unit in split:
-        copies = variants[unit]
-        for copy in range(int(copies.max()) + 1):
-            rank = int(np.flatnonzero(copies == copy)[0])
+        copies, first = np.unique(variants[unit], return_index=True)
+        for copy, rank in zip(copies.tolist(), first.tolist(), strict=True):
+            if copy < 0:
+                continue
             for lo, hi in gaps(0, union.units[unit].nbytes, _disjoint(written.get((unit, copy), ()))):
                 more.setdefault(rank, []).append((union.local(rank, unit), lo, hi - lo))
     return {rank: tuple(ranges) for rank, ranges in more.items()}

@@ -83,10 +83,15 @@ class Union:
 
     def holders(self, unit: int) -> list[int]:
         """Return the ranks that have a unit of the checkpoint, ascending."""
-        found = (
-            ranks for ranks, numbers in zip(self.ranks_of, self.numbers, strict=True) if bool((numbers == unit).any())
-        )
-        return sorted(rank for ranks in found for rank in ranks)
+        return sorted(rank for ranks, numbers in self._tables for rank in (ranks if (numbers == unit).any() else ()))
+
+    @cached_property
+    def _tables(self) -> list[tuple[list[int], Numbers]]:
+        """The ranks of skeletons with equal tables, and the numbers of their units."""
+        found: dict[bytes, tuple[list[int], Numbers]] = {}
+        for skeleton, ranks, numbers in zip(self.skeletons, self.ranks_of, self.numbers, strict=True):
+            found.setdefault(skeleton.tables_digest, ([], numbers))[0].extend(ranks)
+        return [*found.values()]
 
     def local(self, rank: int, unit: int) -> int:
         """Return the number that a unit of the checkpoint has in the skeleton of a rank that holds it."""
