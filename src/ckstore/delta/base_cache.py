@@ -20,6 +20,7 @@ from ckstore.delta.cost_model import BaseKind
 from ckstore.format.location import Decisions, StorageDecision
 from ckstore.format.manifest import Manifest
 from ckstore.format.many_ranks import is_many, plain_manifest
+from ckstore.format.piece_rows import chunk_starts
 from ckstore.format.tree import Node, Path, TensorNode, leaves_of
 from ckstore.format.wire import xxh3_64
 from ckstore.hashing import ChunkId, chunk_id_of
@@ -337,16 +338,14 @@ def _chunks_at(
     # Quantized moments are left out: they are not coded as differences, and their exact differences are noise.
     moments = {loss.storage for loss in manifest.losses if loss.role in ("first", "second")}
     for index, storage in enumerate(manifest.storages):
-        if index in moments:
+        if index in moments or index not in paths:
             continue
-        position = starts[index] if starts else 0
-        for piece in storage.pieces:
-            spec = manifest.chunks[piece.chunk]
-            # The position of a shared chunk is that of its first storage.
-            if piece.offset == 0 and index in paths:
-                chunk = BaseChunk(ChunkId(spec.chunk_id), spec.nbytes, spec.element_width, spec.is_float)
-                yield (paths[index], position), chunk
-            position += piece.nbytes
+        begin = starts[index] if starts else 0
+        # The position of a shared chunk is that of its first storage.
+        for position, number in chunk_starts(storage.pieces):
+            spec = manifest.chunks[number]
+            chunk = BaseChunk(ChunkId(spec.chunk_id), spec.nbytes, spec.element_width, spec.is_float)
+            yield (paths[index], begin + position), chunk
 
 
 def _roots(manifest: Manifest) -> Iterator[tuple[ChunkId, ChunkId]]:

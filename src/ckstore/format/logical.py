@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 from ckstore.config import Limits, Residual
 from ckstore.errors import MalformedError
 from ckstore.format.frame import ELEMENT_WIDTHS
+from ckstore.format.piece_rows import ROW as PIECE
+from ckstore.format.piece_rows import PieceRows, pieces_of_rows, rows_of_pieces
 from ckstore.format.records import FORMAT_VERSION, LossRow, TensorRow, decode_stored, encode_inner
 from ckstore.format.tensors import ChunkSpec, Piece, Row, StorageSpec, Table, TensorSpec, check_layout
 from ckstore.format.tree import Node, decode_tree, encode_tree
@@ -193,7 +195,6 @@ def check_fidelity(fidelity: str, losses: Sequence[Loss], where: object) -> None
 
 _HEAD = struct.Struct("<QQQQQQ")
 _STORAGE = struct.Struct("<QIB3s")
-_PIECE = struct.Struct("<III")
 _CHUNK = struct.Struct("<32sIB3s")
 _ELEMENTS = (("element_width", "u1"), ("is_float", "u1"), ("zero", "<u2"))
 STORAGE_ROW = (("nbytes", "<u8"), ("pieces", "<u4"), *_ELEMENTS)
@@ -239,7 +240,7 @@ class Logical:
 def encode_logical(record: bytes, logical: Logical) -> bytes:
     """Return the section; ``record`` is the encoded LogicalRecord."""
     storages = _encoded(logical.storages, _encode_storages)
-    piece_count = (len(storages) - _STORAGE.size * len(logical.storages)) // _PIECE.size
+    piece_count = (len(storages) - _STORAGE.size * len(logical.storages)) // PIECE.size
     counts = (len(logical.storages), piece_count, len(logical.chunks))
     chunks = [_CHUNK.pack(chunk.chunk_id, chunk.nbytes, chunk.element_width, _flag(chunk)) for chunk in logical.chunks]
     tree, tensors = encode_tree(logical.tree), encoded_tensors(logical.tensors)
@@ -291,8 +292,7 @@ def _encode_storages(storages: tuple[StorageSpec, ...]) -> bytes:
         _STORAGE.pack(storage.nbytes, len(storage.pieces), storage.element_width, _flag(storage))
         for storage in storages
     ]
-    pieces = [_PIECE.pack(piece.chunk, piece.offset, piece.nbytes) for storage in storages for piece in storage.pieces]
-    return b"".join((*rows, *pieces))
+    return b"".join((*rows, *(rows_of_pieces(storage.pieces) for storage in storages)))
 
 
 def _flag(spec: StorageSpec | ChunkSpec) -> bytes:
@@ -341,7 +341,7 @@ def decode_logical(
     record = reader.take(record_nbytes)
     tree_bytes = reader.take(tree_nbytes)
     tensor_rows = reader.take(tensors_nbytes)
-    storage_rows = reader.take(_STORAGE.size * storage_count + _PIECE.size * piece_count)
+    storage_rows = reader.take(_STORAGE.size * storage_count + PIECE.size * piece_count)
     chunk_rows = reader.take(_CHUNK.size * chunk_count)
     losses = reader.take(reader.remaining) if version >= LOSSY_VERSION else memoryview(b"")
     reader.done()
@@ -398,15 +398,14 @@ def tensor_of(row: TensorRow) -> TensorSpec:
 
 def _storages(content: memoryview, count: int, where: object) -> Iterator[StorageSpec]:
     storage_rows, piece_rows = content[: _STORAGE.size * count], content[_STORAGE.size * count :]
-    pieces = list(map(Piece._make, _PIECE.iter_unpack(piece_rows)))
     begin = 0
     for nbytes, piece_count, width, flag in _STORAGE.iter_unpack(storage_rows):
-        end = begin + piece_count
-        if end > len(pieces):
+        end = begin + PIECE.size * piece_count
+        if end > len(piece_rows):
             raise MalformedError("the storages of a manifest need more pieces than it lists", where=where)
-        yield StorageSpec(nbytes, width, _IS_FLOAT[flag], tuple(pieces[begin:end]))
+        yield StorageSpec(nbytes, width, _IS_FLOAT[flag], pieces_of_rows(piece_rows[begin:end]))
         begin = end
-    if begin != len(pieces):
+    if begin != len(piece_rows):
         raise MalformedError("a manifest lists a piece without a storage", where=where)
 
 
@@ -466,20 +465,32 @@ def _check_storages(storages: Sequence[StorageSpec], chunks: Sequence[ChunkSpec]
     if isinstance(storages, Table) and storages.fits == lengths:
         return
     is_used = bytearray(len(chunks))
+    has_rows = any(isinstance(storage.pieces, PieceRows) for storage in storages)
+    check_rows = _rows_checker(lengths, is_used, where) if has_rows else None
     for storage in storages:
-        total = 0
-        for piece in storage.pieces:
-            index = piece.chunk
-            if not 0 <= index < len(lengths) or not 0 < piece.nbytes <= lengths[index] - piece.offset:
-                raise MalformedError("a piece of a storage reaches beyond its chunk", where=where)
-            is_used[index] = 1
-            total += piece.nbytes
+        if check_rows is not None and isinstance(storage.pieces, PieceRows):
+            total = check_rows(storage.pieces)
+        else:
+            total = 0
+            for piece in storage.pieces:
+                index = piece.chunk
+                if not 0 <= index < len(lengths) or not 0 < piece.nbytes <= lengths[index] - piece.offset:
+                    raise MalformedError("a piece of a storage reaches beyond its chunk", where=where)
+                is_used[index] = 1
+                total += piece.nbytes
         if total != storage.nbytes or storage.element_width not in ELEMENT_WIDTHS:
             raise MalformedError("the pieces of a storage do not add up to it", where=where)
     if not all(is_used):
         raise MalformedError("a manifest lists a chunk that no storage needs", where=where)
     if isinstance(storages, Table):
         storages.fits = lengths
+
+
+def _rows_checker(lengths: Sequence[int], is_used: bytearray, where: object) -> Callable[[PieceRows], int]:
+    import numpy as np
+
+    table, marks = np.array(lengths, np.uint64), np.frombuffer(is_used, np.uint8)
+    return lambda pieces: pieces.checked_nbytes(table, marks, where)
 
 
 def itemsize_of(library: str, dtype: str) -> int | None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ckstore.config import KIB
 from ckstore.format.logical import itemsize_of
+from ckstore.format.piece_rows import PieceRows
 from ckstore.format.tensors import Piece, StorageSpec, TensorSpec, byte_strides_of, extent_of
 
 _GAP_NBYTES = 64 * KIB
@@ -76,6 +77,9 @@ def _windows(extents: Iterable[Window], gap_nbytes: int, align_nbytes: int) -> I
 
 def pieces_between(pieces: Sequence[Piece], lo: int, hi: int) -> Iterator[Piece]:
     """Yield the pieces of bytes ``lo`` to ``hi``."""
+    if isinstance(pieces, PieceRows):
+        yield from pieces.between(lo, hi)
+        return
     at = 0
     for piece in pieces:
         begin, end = max(lo, at), min(hi, at + piece.nbytes)

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -60,12 +61,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StorageSpec:
-    """A span of bytes that tensors view: the concatenation of its pieces."""
+    """A span of bytes that tensors view: the concatenation of its pieces, a tuple or ``PieceRows``."""
 
     nbytes: int
     element_width: int
     is_float: bool
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
 
 @dataclass(frozen=True, slots=True)
