@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckstore.commit.commit import CommitRequest, decisions_of, refresh_bases, write_unpublished
-from ckstore.commit.unpublished import Unpublished
+from ckstore.commit.commit import CommitRequest, refresh_bases, write_unpublished
+from ckstore.commit.unpublished import Unpublished, packs_removed_on_failure
 from ckstore.config import Policy, check_metrics, check_policy, check_step
 from ckstore.delta.base_cache import BaseCache, first_paths
 from ckstore.errors import CorruptError, LeafTypeError, UnsupportedError, UsageError
@@ -34,15 +34,18 @@ from ckstore.format.many_ranks import state_of
 from ckstore.format.tensors import count_of
 from ckstore.format.tiles import Box
 from ckstore.format.tree import DictNode, ListNode, Path
+from ckstore.hashing import DIGEST_NBYTES
 from ckstore.io.backend import Backend
 from ckstore.ranks.arrays import Layout
 from ckstore.ranks.dcp_boxes import start_of
-from ckstore.ranks.dcp_merge import ArrayPart, Part, SaveFacts, ValuePart, merge, publish
+from ckstore.ranks.dcp_merge import Saved, SavedArray, SavedValue, merge
 from ckstore.ranks.dcp_place import CheckpointId, StorePlace, parse_checkpoint_id
 from ckstore.ranks.dcp_planner import JobMeta, PlainValue, StoreMeta, planned_state
+from ckstore.ranks.part import ATTEMPT_NBYTES, make_part
+from ckstore.ranks.publishing import Entry, Publisher
 from ckstore.results import Receipt, Stopwatch
 from ckstore.state.capture import Captured, Structure, capture
-from ckstore.state.memory import MemorySpan, Spans
+from ckstore.state.memory import MemorySpan, Spans, SpanShape
 from ckstore.state.tensors import HostStorage
 from ckstore.state.torch_adapter import TorchAdapter, wait_for_devices
 from ckstore.state.torch_shards import Geometry, ShardReader
@@ -206,10 +209,10 @@ class Writer(StorageWriter):
         finally:
             bases.discard_drafts()
         self._written = unpublished
-        part = gathered.part(unpublished, getattr(planner, "warnings", ()))
+        saved = gathered.saved(unpublished, getattr(planner, "warnings", ()))
         sizes = gathered.nbytes_by_item
         return [
-            WriteResult(item.index, nbytes, part if number == 0 else None)
+            WriteResult(item.index, nbytes, saved if number == 0 else None)
             for number, (item, nbytes) in enumerate(zip(items, sizes, strict=True))
         ]
 
@@ -227,20 +230,33 @@ class Writer(StorageWriter):
         metadata.storage_meta = StorageMeta(checkpoint_id=f"{self._place.address}#{self.receipt.step}")
 
     def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> Receipt:
-        parts = [next((each.storage_data for each in result if each.storage_data), None) for result in results]
+        saved: list[Saved | None] = [
+            next((each.storage_data for each in result if each.storage_data), None) for result in results
+        ]
         repository = self._place.open(create=True)
         watch = self._watch or Stopwatch(repository.clock)
         repository.prepare_run()
+        publisher = Publisher(repository)
+        pack_names = [name for each in saved if each is not None for name in each.pack_names]
         try:
-            attempt = os.urandom(16)
-            with watch("merge"):
-                merged = merge(parts, metadata.state_dict_metadata, metadata.planner_data, attempt)
-            facts = SaveFacts(self._step, self._metrics, self._parent, attempt)
-            receipt = publish(repository, merged, parts, facts, watch)
+            repository.lease.take()
+            with packs_removed_on_failure(repository, pack_names, publisher.is_visible):
+                with watch("merge"):
+                    attempt = os.urandom(ATTEMPT_NBYTES)
+                    data = metadata.state_dict_metadata, metadata.planner_data
+                    merged = merge(saved, *data, attempt, repository.limits)
+                step = _step_after(repository) if self._step is None else self._step
+                receipt = publisher.publish(merged, Entry(step, self._parent, self._metrics), watch)
         finally:
             self._place.release_lease()
         self._parent = receipt.seq
         return receipt
+
+
+def _step_after(repository: Repository) -> int:
+    """Return the step after that of the newest checkpoint."""
+    names = repository.manifests.listing().names
+    return names[-1].step + 1 if names else 0
 
 
 def _world_size() -> int:
@@ -304,7 +320,7 @@ class _Gathered:
         self.nbytes_by_item: list[int] = []
         self._paths: list[Path] = []
         self._starts: list[int] = []
-        self._arrays: list[ArrayPart] = []
+        self._arrays: list[SavedArray] = []
         self._adapter = TorchAdapter()
         self._shards = ShardReader()
         self._state: Mapping[str, object] = getattr(planner, "state_dict", None) or {}
@@ -343,7 +359,7 @@ class _Gathered:
         geometry = self._geometry_of(name, shape)
         cuts, layout = ((), None) if geometry is None else (geometry.cuts, Layout(*geometry.layout))
         index = len(self.storages)
-        self._arrays.append(ArrayPart(name, leaf.dtype, leaf.itemsize, shape, box, index, requires_grad, layout))
+        self._arrays.append(SavedArray(name, leaf.dtype, leaf.itemsize, shape, box, index, requires_grad, layout))
         # A base is named by its place in the storage. A wrong place would cost space only.
         self._add_storage(span, path, start_of(shape, leaf.itemsize, cuts, box) or 0)
         self.nbytes_by_item.append(nbytes)
@@ -379,25 +395,30 @@ class _Gathered:
             starts=tuple(self._starts),
         )
 
-    def part(self, unpublished: Unpublished, warnings: Iterable[str]) -> Part:
+    def saved(self, unpublished: Unpublished, warnings: Iterable[str]) -> Saved:
         """Return what this rank wrote, with the planner's warnings."""
-        stored = unpublished.stored
         tree = self._values.tree
         assert isinstance(tree, DictNode)
-        return Part(
+        storages = unpublished.plan.storages
+        part = make_part(
+            unpublished,
+            [(index, 0) for index in range(len(storages))],
+            (),
+            # The coordinator knows the rank, the attempt and the tree.
+            rank=0,
+            attempt=bytes(ATTEMPT_NBYTES),
+            skeleton=bytes(DIGEST_NBYTES),
             host=socket.gethostname(),
+            warnings=(*self._values.warnings, *warnings),
+        )
+        return Saved(
             arrays=tuple(self._arrays),
             values=tuple(
-                ValuePart(str(name), node, name in self._pickled)
+                SavedValue(str(name), node, name in self._pickled)
                 for name, node in zip(tree.keys, tree.children, strict=True)
             ),
             tensors=tuple(replace(spec, storage=spec.storage + self._first_value) for spec in self._values.tensors),
-            storages=tuple(unpublished.plan.storages),
-            chunks=tuple(unpublished.chunk_specs()),
-            frames=tuple(stored.frames),
-            nbytes_written=stored.nbytes_written,
-            pack_names=tuple(stored.pack_names),
-            counts=(stored.chunks_new, stored.chunks_delta, stored.chunks_derived),
-            decisions=decisions_of(unpublished),
-            warnings=(*self._values.warnings, *stored.warnings, *warnings),
+            storages=tuple(SpanShape(each.nbytes, each.element_width, each.is_float) for each in storages),
+            pack_names=tuple(unpublished.stored.pack_names),
+            part=part.encode(),
         )

@@ -5,8 +5,7 @@
 
 Invariants:
 - A rank's packs are durable before it sends its part.
-- The manifest is published only by ``Root.publish``, as docs/FORMAT.md says for a commit, and names the packs of all
-  ranks.
+- The manifest is published only by ``Root.publish``, and names the packs of all ranks.
 - A rank removes what it wrote only if rank 0 has said that nothing was published.
 """
 
@@ -23,17 +22,16 @@ from ckstore.commit.unpublished import Unpublished, remove_packs
 from ckstore.concurrency import ThreadLimit, collector_paused
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
-from ckstore.errors import BackendError, CkstoreError, ConflictError, MalformedError, UsageError
-from ckstore.format.logical import EXACT_FIDELITY
+from ckstore.errors import CkstoreError, MalformedError, UsageError
 from ckstore.format.manifest import Manifest, build_manifest
-from ckstore.format.paths import ManifestName
-from ckstore.format.records import LogicalRecord, decode_inner, encode_inner
+from ckstore.format.records import decode_inner, encode_inner
 from ckstore.format.tree import ListNode, Path, place_of
 from ckstore.hashing import digest_of
 from ckstore.ranks.arrays import Held, RankState
 from ckstore.ranks.merge import Merged, Merger
 from ckstore.ranks.part import Part, Skeleton, make_part
 from ckstore.ranks.planning import Holdings, RankContent, decode_spans, plan_ranks, spans_by_rank
+from ckstore.ranks.publishing import Entry, Publisher
 from ckstore.ranks.replicas import Comparison, compare
 from ckstore.ranks.skeletons import SkeletonDecoder
 from ckstore.ranks.writing import Share, checks_of_owned, checks_of_rest, part_of
@@ -313,8 +311,7 @@ class Root:
         self._comparison: Comparison | None = None
         self._merged: Merged | None = None
         self._parts: dict[int, Part] = {}
-        self._claimed: int | None = None
-        """The seq of the commit that is being published."""
+        self._publisher = Publisher(repository)
 
     def plan(self, digests: Sequence[Sequence[bytes]], contents: Mapping[bytes, bytes]) -> list[bytes]:
         """Return for each rank which bytes it writes, of those that others hold, too.
@@ -323,8 +320,9 @@ class Root:
             digests: For each rank the digests of its skeleton and its holdings.
             contents: What the digests stand for that are new.
         """
-        self._comparison = self._merged = self._claimed = None
+        self._comparison = self._merged = None
         self._parts = {}
+        self._publisher.begin()
         known = self._contents.update(digests, contents)
         self._skeletons = {skeleton: content.skeleton for (skeleton, _), content in zip(digests, known, strict=True)}
         # Skeletons with other plain values lead to the same plan.
@@ -361,6 +359,8 @@ class Root:
                 if self._comparison.more:
                     return {rank: encode_inner(ranges) for rank, ranges in self._comparison.more.items()}
             self._merged = self._merger.merge(union, decoded, self._comparison)
+        # Those of thousands of ranks take hundreds of megabytes.
+        self._parts = {}
         return {}
 
     def _with_news(self, found: Comparison) -> Comparison:
@@ -380,15 +380,7 @@ class Root:
 
     def may_be_visible(self, error: BaseException) -> bool:
         """Return True unless the manifest of a failed commit is certainly not in place. Then packs must stay."""
-        if self._claimed is None:
-            return False
-        # A server that did not answer may still make the manifest visible.
-        if isinstance(error, BackendError) and error.facts.get("is_uncertain"):
-            return True
-        try:
-            return self._repository.manifests.is_visible(self._claimed)
-        except (CkstoreError, OSError):
-            return True
+        return self._publisher.may_be_visible(error)
 
     def publish(self, request: RankRequest, watch: Stopwatch) -> bytes:
         """Publish what was merged. Return the encoded receipt.
@@ -396,55 +388,10 @@ class Root:
         Raises:
             ConflictError: Another writer has the run, or packs vanished during the commit.
         """
-        repository, merged = self._repository, self._merged
+        merged, self._merged = self._merged, None
         assert merged is not None, "merge comes first"
-        with watch("publish"):
-            repository.lease.check()
-            seq = self._claimed = repository.manifests.claim(repository.seq_next())  # 8a
-            repository.note_seq(seq)
-            now_ns = repository.clock.now_ns()
-            record = LogicalRecord(
-                run=repository.run,
-                seq=seq,
-                step=request.step,
-                time_ns=now_ns if request.time_ns is None else min(request.time_ns, now_ns),
-                parent=request.parent,
-                origin_id=None,
-                is_archival=False,
-                fidelity=EXACT_FIDELITY,
-                metrics=dict(request.metrics),
-            )
-            header, encoded = merged.encode(record, repository.store_id, limits=repository.limits)
-            name = ManifestName(repository.run, seq, request.step, 0)
-            repository.manifests.publish_encoded(name, encoded)
-        with watch("verify"):
-            packs = merged.packs
-            gone = repository.rescue_local_packs({pack.pack_id: pack.nbytes for pack in packs})  # 9
-        if gone:
-            repository.manifests.withdraw(name)
-            raise ConflictError(
-                "packs vanished during the commit",
-                where=repository.backend.root,
-                todo="find the process that removes files from the store, then commit again",
-                pack_ids=sorted(pack_id.hex() for pack_id in gone),
-            )
-        repository.manifests.note_published(seq)
-        repository.renew_file_times(packs)
-        receipt = Receipt(
-            step=header.step,
-            seq=header.seq,
-            checkpoint_id=header.checkpoint_id.hex(),
-            bytes_state=header.bytes_state,
-            bytes_written=header.bytes_written,
-            chunks_new=header.chunks_new,
-            chunks_reused=header.chunks_reused,
-            chunks_delta=merged.chunks_delta,
-            chunks_derived=merged.chunks_derived,
-            seconds={**watch.seconds, "total": watch.total()},
-            engine=repository.engine_name,
-            warnings=merged.warnings,
-        )
-        return encode_receipt(receipt)
+        entry = Entry(request.step, request.parent, request.metrics, request.time_ns)
+        return encode_receipt(self._publisher.publish(merged, entry, watch))
 
 
 def _refuse_different_meshes(found: Comparison, skeletons: Sequence[Skeleton]) -> None:

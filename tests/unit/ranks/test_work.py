@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 import ckstore
+from ckstore import PerRank
 from ckstore.config import Limits
+from ckstore.ranks import planning
+from ckstore.ranks.capture import RankCapture
+from ckstore.ranks.merge import Merged
+from ckstore.ranks.part import Part, Skeleton
+from ckstore.ranks.planning import Holdings, RankContent, plan_ranks
 from ckstore.ranks.writing import Share, checks_of_rest
 from support.rank_jobs import PlayedJob
 
@@ -55,6 +63,49 @@ def test_values_that_differ_are_kept_for_each_rank(path):
     assert {rank: int(value[0]) for rank, value in restored["rng"].items()} == {0: 0, 1: 1, 2: 2}
     assert dict(restored["pos"]) == {0: 0, 1: 1, 2: 2}
     assert torch.equal(restored["shared"], torch.arange(10))
+
+
+def test_rank_0_keeps_no_part_after_the_merge_and_no_manifest_after_publishing(path, monkeypatch):
+    job = PlayedJob(path, 3)
+    alive = []
+    decode, encode = Part.decode.__func__, Merged.encode
+
+    def decoded(cls, *args, **options):
+        part = decode(cls, *args, **options)
+        alive.append(weakref.ref(part))
+        return part
+
+    def encoded(self, *args, **options):
+        assert len(alive) == 3
+        assert [each() for each in alive] == [None] * 3
+        alive.append(weakref.ref(self))
+        return encode(self, *args, **options)
+
+    monkeypatch.setattr(Part, "decode", classmethod(decoded))
+    monkeypatch.setattr(Merged, "encode", encoded)
+    job.commit([{"w": torch.arange(1000.0)}] * 3, step=1)
+    assert alive[3]() is None
+    job.close()
+
+
+@pytest.mark.parametrize("world", [4, 64])
+def test_equal_ranks_are_planned_once(world, monkeypatch):
+    state = RankCapture(world).capture({"model": model(1), "rng": PerRank(torch.zeros(100))})
+    ranks = [RankContent(Skeleton.of(state), Holdings.of(state))] * world
+    calls = []
+    triples = planning._triples
+    monkeypatch.setattr(planning, "_triples", lambda *args: calls.append(args) or triples(*args))
+    found = plan_ranks(ranks, Limits(), frozenset())
+    assert len(calls) == 2
+    names = {index: unit.path[-1] for index, unit in enumerate(state.units)}
+    assert all(sum(names[span.unit] == "rng" for span in spans) == 1 for spans in found), "declared PerRank"
+    for index, unit in enumerate(state.units):
+        written = sorted((span.lo, span.hi) for spans in found for span in spans if span.unit == index)
+        copies = world if names[index] == "rng" else 1
+        assert sum(hi - lo for lo, hi in written) == copies * unit.nbytes
+    # The same plan as for ranks of which rank 0 does not know that they are equal.
+    apart = [RankContent(content.skeleton, Holdings.of(state)) for content in ranks]
+    assert plan_ranks(apart, Limits(), frozenset()) == found
 
 
 def test_keys_of_some_ranks_only_are_united(path):
