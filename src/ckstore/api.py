@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeVar
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import (
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from ckstore.ops.inspect.diff import Diff
     from ckstore.ops.inspect.stats import Coding, Stats
     from ckstore.ops.inspect.usage import Usage
+    from ckstore.ops.interop.export import Exported
     from ckstore.ops.interop.model_folder import ExportedModel
     from ckstore.ops.interop.run import ImportReport
     from ckstore.ops.pack_copies import QuarantineReport
@@ -94,6 +95,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("ckstore")
+_Request = TypeVar("_Request")
+_Export = TypeVar("_Export")
 
 Progress = Callable[[int, int], None]
 """Called repeatedly with work done and work in total, possibly from another thread."""
@@ -521,16 +524,9 @@ class Store:
     # Restore and read
 
     def restore(
-        self,
-        ref: Reference | None = None,
-        *,
-        into: Any = None,
-        only: str | Sequence[str] | None = None,
-        device: Any = None,
-        exact: bool = False,
-        fallback: bool = False,
-        on_progress: Progress | None = None,
-    ) -> Any:
+        self, ref: Reference | None = None, *, into: Any = None, only: str | Sequence[str] | None = None,
+        device: Any = None, exact: bool = False, fallback: bool = False, on_progress: Progress | None = None,
+    ) -> Any:  # fmt: skip
         """Return a state as it was committed, or raise. Bit for bit, unless the checkpoint was stored with a loss.
 
         Args:
@@ -599,12 +595,39 @@ class Store:
         from ckstore.ops.interop.model_folder import ModelRequest, export_model_folder
 
         request = ModelRequest(Path(folder), only, strip_prefix, dtype, max_shard_nbytes, force, on_progress)
+        return self._exported(ref, export_model_folder, request)
+
+    def export_safetensors(
+        self, ref: Reference, file: str | os.PathLike[str], *, only: str | Sequence[str] | None = None,
+        strip_prefix: str = "", force: bool = False, on_progress: Progress | None = None,
+    ) -> Exported:  # fmt: skip
+        """Write the tensors of a checkpoint to a safetensors file, by dotted path. Few are in memory at a time.
+
+        Args:
+            ref: Which checkpoint.
+            file: The file.
+            only: Globs over dotted paths; None: everything.
+            strip_prefix: Removed from the path of every tensor.
+            force: Replace the file.
+            on_progress: Called with bytes written and bytes in total.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or no tensor that the format supports.
+            UsageError: Two tensors have the same name, one lacks the prefix, or the file exists.
+        """
+        from ckstore.ops.interop.stored_tensors import FileRequest, export_file
+
+        return self._exported(ref, export_file, FileRequest(Path(file), only, strip_prefix, force, on_progress))
+
+    def _exported(
+        self, ref: Reference, export: Callable[[Repository, Policy, Manifest, Info, _Request], _Export], to: _Request
+    ) -> _Export:
         with self._lock:
             self._check_open()
             self._wait_for_background()
             self._repository.wait_for_orphan()
             manifest = load_whole(self._repository, resolve(self._repository, ref), takes_lower=True)
-            return export_model_folder(self._repository, self._policy, manifest, self._info(manifest.header), request)
+            return export(self._repository, self._policy, manifest, self._info(manifest.header), to)
 
     @property
     def restored(self) -> Info | None:
@@ -733,13 +756,9 @@ class Store:
             return stats_of(self._repository, manifest, info, self._policy, is_exact=exact, on_progress=on_progress)
 
     def diff(
-        self,
-        first: Reference,
-        second: Reference = "latest",
-        *,
-        only: str | Sequence[str] | None = None,
+        self, first: Reference, second: Reference = "latest", *, only: str | Sequence[str] | None = None,
         on_progress: Progress | None = None,
-    ) -> Diff:
+    ) -> Diff:  # fmt: skip
         """Return how the second checkpoint differs from the first, tensor by tensor. Both are read chunk by chunk.
 
         Args:
@@ -1214,16 +1233,9 @@ class Store:
             return self._repository.tiers.addresses()
 
     def push(
-        self,
-        address: str | None = None,
-        *,
-        keep_local: int = 1,
-        older_than: str | float | None = None,
-        tier: str | None = None,
-        read_back: bool = False,
-        dry_run: bool = False,
-        on_progress: Progress | None = None,
-    ) -> PushReport:
+        self, address: str | None = None, *, keep_local: int = 1, older_than: str | float | None = None,
+        tier: str | None = None, read_back: bool = False, dry_run: bool = False, on_progress: Progress | None = None,
+    ) -> PushReport:  # fmt: skip
         """Move old checkpoints of the run to a bucket. They stay in the history and restore as before.
 
         A local pack is released only after its copy was seen in the tier; the next collection frees it. Training may
@@ -1311,15 +1323,9 @@ class Store:
             return mirror(self._repository, address, read_back=read_back, dry_run=dry_run, on_progress=on_progress)
 
     def gc_tier(
-        self,
-        tier: str | None = None,
-        *,
-        min_age: str | float = "24h",
-        repack_nbytes_max: int | None = None,
-        waste_max: float | None = None,
-        dry_run: bool = False,
-        clear_lists: bool = False,
-    ) -> TierGc:
+        self, tier: str | None = None, *, min_age: str | float = "24h", repack_nbytes_max: int | None = None,
+        waste_max: float | None = None, dry_run: bool = False, clear_lists: bool = False,
+    ) -> TierGc:  # fmt: skip
         """Delete from a tier what was deleted from this store and has left its trash, and unreferenced packs.
 
         Partly needed packs in the tier are rewritten: the needed bytes are read and written again, and a later
@@ -1392,17 +1398,10 @@ class Store:
     # Import
 
     def import_from(
-        self,
-        source: str | os.PathLike[str],
-        *,
-        step: SupportsIndex | None = None,
-        numbered: bool = False,
-        exclude: Sequence[str] = (),
-        skip_leaf: Sequence[str] = (),
-        policy: Policy | None = None,
-        dry_run: bool = False,
-        on_progress: Progress | None = None,
-    ) -> ImportReport:
+        self, source: str | os.PathLike[str], *, step: SupportsIndex | None = None, numbered: bool = False,
+        exclude: Sequence[str] = (), skip_leaf: Sequence[str] = (), policy: Policy | None = None,
+        dry_run: bool = False, on_progress: Progress | None = None,
+    ) -> ImportReport:  # fmt: skip
         """Commit checkpoints that other tools have saved, in the order of their steps. Existing steps are skipped.
 
         Reads files of ``torch.save`` and safetensors, folders of them (Hugging Face Trainer, DeepSpeed, nanoGPT,

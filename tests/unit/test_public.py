@@ -75,6 +75,7 @@ VERBS = {
     "advise": ["step_seconds", "overhead", "failures_per_day"],
     "restore": ["ref", "into", "only", "device", "exact", "fallback", "on_progress"],
     "export_hf": ["ref", "folder", "only", "strip_prefix", "dtype", "max_shard_nbytes", "force", "on_progress"],
+    "export_safetensors": ["ref", "file", "only", "strip_prefix", "force", "on_progress"],
     "latest": [],
     "log": [],
     "steps": [],

@@ -145,27 +145,27 @@ def export(
     -o FILE   the tensors, by dotted path: model.layers.0.weight
     --hf DIR  a folder that from_pretrained loads: weights, config.json, tokenizer
 
-    The format cannot hold plain values; they are left out and listed. A tensor with two names is written once. With -o,
-    the tensors must fit into memory. With --hf they need not, unless transformers must change their layout (fused
-    experts).
+    The format cannot hold plain values; they are left out and listed. A tensor with two names is written once. The
+    tensors need not fit into memory, unless with --hf transformers must change their layout (fused experts).
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     if (output_file is None) == (hf is None):
         raise UsageError("name one target", todo="write a file with -o FILE.safetensors, or a folder with --hf DIR")
     path, run, named = followed(path, run, ref)
     ref = named or "latest"
+    opening: dict[str, Any] = {"run": run, "allow_shared_folder": allow_shared_folder}
+    options: dict[str, Any] = {"only": only or None, "force": force}
     if output_file is not None:
         if dtype is not None or max_shard is not None:
             raise UsageError("--dtype and --max-shard apply to a folder only", todo="use --hf DIR instead of -o FILE")
-        source = {"only": only, "run": run, "allow_shared_folder": allow_shared_folder}
-        _export_file(path, ref, output_file, source, strip_prefix or "", force=force, as_json=as_json)
+        _export_file(path, ref, output_file, opening, {**options, "strip_prefix": strip_prefix or ""}, as_json=as_json)
         return
     start = SYSTEM_CLOCK.monotonic()
-    options: dict[str, Any] = {"only": only or None, "strip_prefix": strip_prefix, "dtype": dtype, "force": force}
+    options |= {"strip_prefix": strip_prefix, "dtype": dtype}
     if max_shard is not None:
         options["max_shard_nbytes"] = shard_nbytes(max_shard)
     assert hf is not None, "one target is given"
     with (
-        opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
+        opened(path, **opening) as store,
         render.progress(f"writing {render.one_line(hf.name)}") as on_progress,
     ):
         exported = store.export_hf(ref, hf, on_progress=on_progress, **options)
@@ -173,9 +173,9 @@ def export(
 
 
 def _export_file(
-    path: str, ref: str, target: Path, source: dict[str, Any], strip_prefix: str, *, force: bool, as_json: bool
+    path: str, ref: str, target: Path, opening: dict[str, Any], options: dict[str, Any], *, as_json: bool
 ) -> None:
-    from ckstore.ops.interop.export import check_target, export_safetensors
+    from ckstore.ops.interop.export import check_target
 
     if target.suffix != ".safetensors":
         raise UsageError(
@@ -183,14 +183,15 @@ def _export_file(
             where=target,
             todo="for a .pt or .npz file use `ckstore restore`",
         )
-    check_target(target, force=force)
+    check_target(target, force=options["force"])
     start = SYSTEM_CLOCK.monotonic()
-    state, info = restored(path, ref, **source)
-    origin = {"ckstore.checkpoint_id": info.checkpoint_id, "ckstore.run": info.run, "ckstore.step": str(info.step)}
-    with render.progress(f"writing {render.one_line(target.name)}") as on_progress:
-        exported = export_safetensors(
-            state, target, force=force, metadata=origin, strip_prefix=strip_prefix, on_progress=on_progress
-        )
+    with (
+        opened(path, **opening) as store,
+        render.progress(f"writing {render.one_line(target.name)}") as on_progress,
+    ):
+        exported = store.export_safetensors(ref, target, on_progress=on_progress, **options)
+    info = exported.info
+    assert info is not None, "it is of a checkpoint"
     seconds = SYSTEM_CLOCK.monotonic() - start
     if as_json:
         written = {"file": str(target), **json_of(exported, "tensor_count", "nbytes"), "seconds": seconds}

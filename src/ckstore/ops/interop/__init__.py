@@ -12,14 +12,14 @@ Import, from `run.run_import`::
             capture_storable         # foreign_state.py: the state as Captured data, or an error that names leaves
     commit(captured, step)           # given by the caller
 
-Export, from ``export.py``: `write_state` (.pt, .npz) and `export_safetensors`; from ``model_folder.py``, for
-transformers and PEFT::
+Export, from ``export.py``: `write_state` (.pt, .npz) and `export_safetensors`; from ``stored_tensors.py``: the same of
+a checkpoint that need not fit into memory; from ``model_folder.py``, for transformers and PEFT::
 
     export_model_folder(manifest, request)
         select_weights(manifest)     # weights.py: which tensors, and their names, from the manifest alone
         find_hub_model(config)       # hub_model.py: what the model class expects, if transformers is installed
         adapters_of(weights)         # adapters.py: weights of adapters as PEFT names them
-        restore_manifest(part)       # groups of tensors, written as they are read
+        TensorReader.read(part)      # stored_tensors.py: groups of tensors, written as they are read
         TargetFolder.publish(draft)  # target_folder.py: loadable only when complete
 
 Foreign files are untrusted: they are never executed, and everything they claim is checked against their length. An

@@ -1,7 +1,8 @@
 """Write a restored state to a file that needs no ckstore.
 
 `write_state` writes ``.pt`` (for torch.load) and ``.npz`` (for numpy.load), `export_safetensors` the tensors only. Both
-use `new_file`, which makes a file appear complete and durable, or not at all. `model_folder.py` writes folders.
+use `new_file`, which makes a file appear complete and durable, or not at all. `stored_tensors.py` exports a checkpoint
+without holding it in memory, `model_folder.py` writes folders.
 
 Invariants:
 - Nothing is dropped silently. The result lists every leaf that is changed or left out.
@@ -22,7 +23,7 @@ import os
 import sys
 import zipfile
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from ckstore.hashing import new_token
 from ckstore.io.syscalls import medium_errors
 from ckstore.ops.interop.safetensors import NUMPY_DTYPES, SAME_TENSORS, TORCH_DTYPES, encode_header
 from ckstore.ops.interop.weights import check_name, without_prefix
+from ckstore.results import Info
 from ckstore.state.markers import PerRankValues
 from ckstore.state.named_types import StandIn
 from ckstore.state.standard_types import convert_standard
@@ -361,17 +363,22 @@ class Exported:
         nbytes: Bytes of these tensors.
         shared: Path of a tensor -> path under which the same tensor is in the file.
         left_out: Path -> reason why the leaf is not in the file.
+        info: The checkpoint; None: it is not known.
     """
 
     tensor_count: int
     nbytes: int
     shared: dict[str, str]
     left_out: dict[str, str]
+    info: Info | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorItem:
-    """A tensor to write, as safetensors describes it. Two leaves with the same identity share all their memory."""
+    """A tensor to write, as safetensors describes it. Two leaves with the same identity share all their memory.
+
+    ``number`` is its number in the manifest if it is still in the store.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -380,6 +387,16 @@ class TensorItem:
     content: Callable[[], memoryview]
     identity: tuple[object, ...]
     library: str
+    number: int | None = None
+
+
+class StoredTensor:
+    """Stands in a state for a tensor that is still in the store. It is one leaf, which a dataclass would not be."""
+
+    __slots__ = ("item",)
+
+    def __init__(self, item: TensorItem) -> None:
+        self.item = item
 
 
 def export_safetensors(
@@ -390,6 +407,7 @@ def export_safetensors(
     metadata: Mapping[str, str] | None = None,
     strip_prefix: str = "",
     on_progress: Callable[[int, int], None] | None = None,
+    contents: Callable[[Sequence[TensorItem]], Iterator[memoryview]] | None = None,
 ) -> Exported:
     """Write every tensor of a state to a safetensors file, under its dotted path.
 
@@ -403,6 +421,7 @@ def export_safetensors(
         metadata: Strings to add to the file's metadata.
         strip_prefix: Removed from the path of every tensor.
         on_progress: Called with bytes written and bytes in total.
+        contents: Yields the bytes of each tensor; None: they are in memory.
 
     Raises:
         NotFoundError: The state has no tensor that the format supports.
@@ -424,13 +443,20 @@ def export_safetensors(
     with new_file(target, force=force) as file:
         file.write(head)
         done = 0
-        for name in names:
-            content = items[name].content()
+        ordered = [items[name] for name in names]
+        for content in _contents(ordered) if contents is None else contents(ordered):
             for begin in range(0, len(content), BLOCK_NBYTES):
                 done += file.write(content[begin : begin + BLOCK_NBYTES])
                 if on_progress is not None:
                     on_progress(done, total)
+            # It must be free before the next one is read.
+            del content
     return Exported(len(items), total, shared, left_out)
+
+
+def _contents(items: Sequence[TensorItem]) -> Iterator[memoryview]:
+    for item in items:
+        yield item.content()
 
 
 def _collect(state: Any, strip_prefix: str) -> tuple[dict[str, TensorItem], dict[str, str], dict[str, str]]:
@@ -455,6 +481,8 @@ def _collect(state: Any, strip_prefix: str) -> tuple[dict[str, TensorItem], dict
 
 def item_of(leaf: Any) -> TensorItem | str:
     """Return how to write a leaf, or why it cannot be written."""
+    if isinstance(leaf, StoredTensor):
+        return leaf.item
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(leaf, torch.Tensor):
         return _torch_item(leaf)

@@ -18,7 +18,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,16 +26,16 @@ from ckstore.config import Policy
 from ckstore.errors import UsageError
 from ckstore.format.manifest import Manifest
 from ckstore.format.many_ranks import plain_manifest
-from ckstore.format.tree import DictNode, TensorNode, items_of, tensors_of
+from ckstore.format.tree import DictNode, items_of, tensors_of
 from ckstore.hashing import new_token
 from ckstore.ops.interop.adapters import ADAPTER_CONFIG, ADAPTER_STEM, adapters_of, has_adapters_part, is_adapter
 from ckstore.ops.interop.discover import SMALL_FILES_KEY, TRAINER_FILE
 from ckstore.ops.interop.export import BLOCK_NBYTES, item_of
 from ckstore.ops.interop.hub_model import HubModel, config_with_dtype, find_hub_model
 from ckstore.ops.interop.safetensors import encode_header, read_header
+from ckstore.ops.interop.stored_tensors import TensorReader, groups_of
 from ckstore.ops.interop.target_folder import WEIGHTS, TargetFolder, sync_file, write_synced
 from ckstore.ops.interop.weights import Weight, select_weights, shards_of, tied_names
-from ckstore.restore.restore import RestoreRequest, restore_manifest
 from ckstore.results import Info
 from ckstore.store.repository import Repository
 
@@ -49,7 +49,6 @@ INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _METADATA = {"format": "pt"}
-_GROUP_NBYTES = 64 << 20
 _PIECE_COUNT = 1 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
 
@@ -193,24 +192,21 @@ class _Export:
         node = dict(items_of(tree)).get(SMALL_FILES_KEY) if isinstance(tree, DictNode) else None
         if node is None or any(self.manifest.tensors[index].library != "bytes" for index in tensors_of(node)):
             return {}
-        found = self._restore(self.manifest, SMALL_FILES_KEY).get(SMALL_FILES_KEY)
+        found = self._reader.restore(SMALL_FILES_KEY).get(SMALL_FILES_KEY)
         if not isinstance(found, dict) or not all(
             isinstance(name, str) and isinstance(content, bytes | str) for name, content in found.items()
         ):
             return {}
         return {name: content if isinstance(content, bytes) else content.encode() for name, content in found.items()}
 
-    def _restore(self, manifest: Manifest, only: str) -> Any:
-        request = RestoreRequest(into=None, only=only, device=None, exact=False, on_progress=None)
-        return restore_manifest(self.repository, self.policy, manifest, (), request).state
+    @property
+    def _reader(self) -> TensorReader:
+        return TensorReader(self.repository, self.policy, self.manifest)
 
-    def _read(self, weights: Sequence[Weight]) -> dict[str, Any]:
-        """Return these weights, by name."""
-        tree = DictNode(
-            "dict", tuple(each.name for each in weights), tuple(TensorNode(each.tensor) for each in weights)
-        )
-        found: dict[str, Any] = self._restore(replace(self.manifest, tree=tree), "*")
-        return found
+    def _read(self, weights: Sequence[Weight]) -> Iterator[tuple[list[Weight], dict[str, Any]]]:
+        """Yield weights in groups, and each group's tensors by name."""
+        for group in groups_of(weights, lambda each: each.read_nbytes):
+            yield group, self._reader.read({each.name: each.tensor for each in group})
 
     def _hub_model(self, weights: Sequence[Weight], config: bytes | None) -> HubModel | None:
         found = find_hub_model(config, {each.name: each.shape for each in weights})
@@ -270,8 +266,7 @@ class _Export:
         # Wide elements first, like the format's own writer, so that every tensor is aligned.
         ordered = sorted(weights, key=lambda each: (-each.itemsize, each.name))
         yield encode_header([(each.name, each.dtype, each.shape, each.nbytes) for each in ordered], _METADATA)
-        for group in _groups(ordered):
-            leaves = self._read(group)
+        for group, leaves in self._read(ordered):
             for weight in group:
                 for block in _content_of(leaves.pop(weight.name), weight):
                     yield block
@@ -287,8 +282,7 @@ class _Export:
         assert model.save is not None, "the layouts differ"
         self._total = sum(each.nbytes for each in weights)
         state: dict[str, Any] = {}
-        for group in _groups(weights):
-            leaves = self._read(group)
+        for group, leaves in self._read(weights):
             state.update((each.name, _as_tensor(leaves.pop(each.name), each)) for each in group)
             self._note_progress(sum(each.nbytes for each in group))
         inside = draft / f".ckstore-{new_token()}"
@@ -353,20 +347,6 @@ def index_of(by_file: Mapping[str, Sequence[Weight]]) -> bytes | None:
     total = sum(each.nbytes for weights in by_file.values() for each in weights)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def _groups(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
-    """Yield weights in groups that are read together."""
-    group: list[Weight] = []
-    nbytes = 0
-    for weight in weights:
-        if group and nbytes + weight.read_nbytes > _GROUP_NBYTES:
-            yield group
-            group, nbytes = [], 0
-        group.append(weight)
-        nbytes += weight.read_nbytes
-    if group:
-        yield group
 
 
 def _content_of(leaf: Any, weight: Weight) -> Iterator[memoryview]:

@@ -197,12 +197,19 @@ def check_name(name: str) -> None:
 
 
 def _weight(manifest: Manifest, index: int, name: str) -> Weight:
+    found = weight_of(manifest, index, name)
+    if found is None:
+        dtype = manifest.tensors[index].dtype
+        raise UnsupportedError(f"safetensors has no dtype {dtype}", where=name, todo="choose other tensors with --only")
+    return found
+
+
+def weight_of(manifest: Manifest, index: int, name: str = "") -> Weight | None:
+    """Return how to write a tensor; None if safetensors has no such dtype."""
     spec = manifest.tensors[index]
     dtype = _dtype_of(spec)
     if dtype is None:
-        raise UnsupportedError(
-            f"safetensors has no dtype {spec.dtype}", where=name, todo="choose other tensors with --only"
-        )
+        return None
     itemsize = ITEMSIZES[dtype]
     nbytes = count_of(spec.shape) * itemsize
     # safetensors counts four-bit elements, torch counts pairs of them.
