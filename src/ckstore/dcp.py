@@ -10,6 +10,10 @@ In place of a path they take an open ``ckstore.Store``. Then the store commits t
 many ranks it must have been opened with ``ranks=``; DCP's collectives are not needed then (``use_collectives=False``).
 
 With torch's default planners values that are not tensors are pickled by DCP, and ckstore stores these bytes.
+
+DCP makes text of all keys, also of the numbers in the state of an optimizer. DCP's own functions load such a state into
+one with numbers as keys. ``Store.restore`` returns the keys as they are stored:
+``restore()["optim"]["state"]["0"]["exp_avg"]``.
 """
 
 from __future__ import annotations

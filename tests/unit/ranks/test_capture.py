@@ -64,6 +64,16 @@ def test_a_local_tensor_that_is_not_contiguous_is_gathered(change):
         assert bytes_of(again, again.held[0]) == (full[5:] + 1).numpy().tobytes()
 
 
+@pytest.mark.parametrize(("text", "is_copied"), [("T0:2 S0", False), ("T0:2 R", False), ("R T1:2", True)])
+def test_strided_shards_are_copied_only_if_their_columns_are_in_another_order(text, is_copied):
+    with rank_of(1, 4):
+        shard = sharded(torch.arange(64.0).reshape(8, 8), mesh_of(2, 2), placements_of(text))
+        state = RankCapture().capture({"w": shard})
+    local = shard._local_tensor
+    places = [state.captured.storages[each.storage].start + each.begin - local.data_ptr() for each in state.held]
+    assert all(0 <= place < local.nbytes for place in places) == (not is_copied)
+
+
 def test_strided_shards_have_a_range_for_each_run_of_rows():
     full = torch.arange(32.0).reshape(16, 2)
     with rank_of(2, 4):

@@ -16,7 +16,7 @@ from ckstore.format.manifest import Manifest, decode_manifest
 from ckstore.format.records import DecisionsRecord, LogicalRecord
 from ckstore.format.tree import ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 from ckstore.ranks.merge import Merged, Merger
-from ckstore.ranks.part import Part, Skeleton
+from ckstore.ranks.part import RANGE, Part, Skeleton
 from ckstore.ranks.replicas import compare
 from ckstore.ranks.union import merge_trees, unite
 from support.rank_parts import MESH, Entry, PartMaker, by_digest, sample_parts, skeleton_of
@@ -127,6 +127,53 @@ def test_every_gap_and_overlap_is_refused(data):
     with pytest.raises(UsageError) as caught:
         merged([maker.part() for maker in makers], by_digest([skeleton]))
     assert str(caught.value.where) == "ac"[unit // 2]
+
+
+def test_a_thousand_gaps_and_overlaps_are_refused():
+    rng = np.random.default_rng(1)
+    names = ("rows", "tiles", "plain")
+    skeleton = skeleton_of(
+        {
+            "rows": Entry((64, 16), is_shard=True),
+            "tiles": Entry((32, 32), is_shard=True, cuts=((), (8, 24))),
+            "plain": Entry((1024,)),
+        }
+    )
+    makers = [PartMaker(rank, skeleton) for rank in range(4)]
+    for unit in range(3):
+        edges = [0, *sorted(rng.choice(1023, 11, replace=False) + 1), 1024]
+        for lo, hi in itertools.pairwise(edges):
+            makers[rng.integers(4)].write(unit, 4 * int(lo), 4 * int(hi - lo))
+    for maker in makers:
+        # Every rank holds the plain tensor, and has compared all of it.
+        maker.check(2, 0, 4096, "x")
+    parts, skeletons = [maker.part() for maker in makers], by_digest([skeleton])
+    merger = Merger(Limits())
+    merged(parts, skeletons, merger)
+    for _ in range(1000):
+        rank = int(rng.choice([part.rank for part in parts if len(part.ranges)]))
+        rows = [*map(list, parts[rank].ranges.tolist())]
+        unit, offset, nbytes, *_ = row = rows[rng.integers(len(rows))]
+        by = int(rng.integers(1, nbytes))
+        before, after = offset, 4096 - offset - nbytes
+        change = rng.choice(["drop", "shorten", "shift", "repeat", "extend"])
+        if change == "drop":
+            rows.remove(row)
+        elif change == "shorten":
+            row[2] -= by
+        elif change == "shift":
+            row[1] += min(by, after) if after else -min(by, before)
+        elif change == "extend":
+            row[1] -= min(by, before)
+            row[2] += min(by, before) or min(by, after)
+        else:
+            rows.append([unit, offset + by - 1, nbytes - by + 1, *row[3:]])
+        ranges = np.array([*map(tuple, rows)], RANGE)
+        wrong = [replace(part, ranges=ranges) if part.rank == rank else part for part in parts]
+        with pytest.raises(UsageError, match=r"(no rank contributes|several ranks contribute) bytes") as caught:
+            merged(wrong, skeletons, merger)
+        assert caught.value.where == names[unit]
+    merged(parts, skeletons, merger)
 
 
 def test_the_error_names_the_missing_bytes_and_the_ranks_around_them():
