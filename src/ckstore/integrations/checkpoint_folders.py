@@ -88,6 +88,7 @@ class CheckpointFolders:
         self._output_dir = output_dir
         self._pointers = pointers
         self._output: str | None = None
+        self._earlier_steps: set[int] = set()
         self._unsettled: list[Path] = []
 
     def all(self) -> list[Path]:
@@ -124,6 +125,7 @@ class CheckpointFolders:
                 f"in this directory, delete {OUTPUT_FILE} in it, if it exists, and resume from 'latest'",
             )
         self._output = own or new_token()
+        self._earlier_steps = {info.step for info in self._entries()}
 
     def begin(self, step: int) -> None:
         """Prepare the folder of a save: it has a pointer that says so, and nothing else.
@@ -174,6 +176,7 @@ class CheckpointFolders:
                 _discard(folder)
             elif is_durable:
                 shutil.rmtree(_replaced(folder), ignore_errors=True)
+                self._delete_earlier(folder)
             else:
                 continue
             self._unsettled.remove(folder)
@@ -324,6 +327,19 @@ class CheckpointFolders:
         if not info.tags and self._files_of(info) is not None:
             _log.info("step %d (seq %d) is deleted: a newer checkpoint has replaced it", info.step, info.seq)
             self._pointers.store.delete(f"seq:{info.seq}")
+
+    def _delete_earlier(self, folder: Path) -> None:
+        """Delete what processes before this one have saved for a folder, now that its checkpoint is durable.
+
+        The pointer that this process has replaced knows only the last of them: a process that is killed deletes none.
+        """
+        record = _record_in(folder)
+        if record is None or record.seq is None or record.step not in self._earlier_steps:
+            return
+        self._earlier_steps.remove(record.step)
+        for info in self._entries():
+            if info.step == record.step and info.seq < record.seq and self._id_of(info.seq) == self._output:
+                self._delete_replaced(info)
 
     def _files_of(self, info: Info) -> Mapping[str, bytes] | None:
         """Return the small files of a checkpoint; None: it was not made from a folder."""

@@ -373,6 +373,10 @@ class PointerStore:
             info = entry_of(self.store, record, where=file)
         except NotFoundError:
             return None
+        if record.previous_seq not in (None, info.seq):
+            # Its process has died after the commit, and before it deleted what that replaced.
+            previous = with_changes(record, seq=record.previous_seq, checkpoint_id=record.previous_id)
+            self._replaced.append((file, previous))
         return with_changes(record, seq=info.seq, checkpoint_id=info.checkpoint_id)
 
     def _with_entry(self, record: PointerRecord, receipt: Receipt) -> PointerRecord:

@@ -106,6 +106,31 @@ def test_tagged_checkpoint_stays_when_it_is_replaced(saved):
     assert saved.steps() == [1, 1, 12]
 
 
+def test_step_that_killed_processes_have_saved_from_the_start_is_left_once(saved):
+    # None of them resumes, and the pointer that the next one replaces knows at most one of their checkpoints.
+    for is_durable in (False, True):
+        saved.pointers.close()
+        killed = Saved(saved.output_dir)
+        killed.folders.begin(1)
+        if is_durable:
+            killed.pointers.store.commit({"files": {}, "output": id_of(saved.output_dir)}, 1)
+        killed.pointers.close()
+    saved.folders = CheckpointFolders(saved.output_dir, saved.pointers)
+    saved.save(1)
+    assert saved.steps() == [1, 12]
+    assert saved.pointers.newest().seq == 3
+
+
+def test_step_saved_again_leaves_what_is_tagged_or_not_of_this_directory(saved):
+    saved.pointers.store.tag(1, "mine")
+    for output in ({}, {"output": "0" * 32}):
+        saved.pointers.store.commit({"files": {}, **output}, 1)
+    saved.save(20)
+    saved.folders = CheckpointFolders(saved.output_dir, saved.pointers)
+    saved.save(1)
+    assert saved.steps() == [1, 1, 1, 1, 12, 20]
+
+
 def test_unfinished_folders_are_removed(saved, caplog):
     unfinished, empty, foreign = (saved.output_dir / f"checkpoint-{step}" for step in (20, 21, 22))
     for folder in (unfinished, empty, foreign):

@@ -319,6 +319,18 @@ def test_process_that_dies_while_it_overwrites_a_pointer_leaves_the_old_checkpoi
     assert steps_in(held) == [30]
 
 
+def test_process_that_dies_before_it_deletes_what_it_replaced_leaves_that_to_the_next_save(held, tmp_path):
+    held.save(state(1), 10, tmp_path / "last")
+    held.wait()
+    held.save(state(2), 20, tmp_path / "last")
+    held.store.commits[1].finish()
+    held._in_flight.clear()
+    assert steps_in(held) == [10, 20]
+    held.save(state(3), 30, tmp_path / "last")
+    held.wait()
+    assert steps_in(held) == [30]
+
+
 def test_failed_save_brings_the_old_pointer_back(held, tmp_path):
     held.save(state(1), 10, tmp_path / "last")
     held.wait()
