@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -153,6 +153,7 @@ class _RankFacts:
         replicated = tuple(
             (path, float(name.removeprefix(_REPLICATED))) for path, name in marks if name.startswith(_REPLICATED)
         )
+        _refuse_shards_in(per_rank, shards)
         trees = _StoredTrees(tiles) if marks or tiles else None
         held = tuple(sorted(units.held))
         return cls(tuple(units.tensors), tuple(units.units), held, tuple(units.layouts), per_rank, replicated, trees)
@@ -225,6 +226,25 @@ def _marks_in(node: Node, path: Path, *, is_inside: bool = False) -> Iterator[tu
         for key, child in items_of(node):
             if not is_bare_tensor(child):
                 yield from _marks_in(child, (*path, key), is_inside=is_inside)
+
+
+def _refuse_shards_in(per_rank: Sequence[Path], shards: Iterable[Path]) -> None:
+    """Refuse ``PerRank`` marks of parts with shards: the ranks store one tensor together, and not one each.
+
+    Raises:
+        UsageError: There is one.
+    """
+    marked = set(per_rank)
+    for path in shards if marked else ():
+        mark = next((path[:length] for length in range(len(path) + 1) if path[:length] in marked), None)
+        if mark is not None:
+            raise UsageError(
+                "ckstore.PerRank marks a part with a distributed tensor, of which each rank has only a shard",
+                where=place_of(path),
+                todo="commit the tensor outside of PerRank; all ranks store it as one tensor, and each gets its shard "
+                "back. To store this rank's shard by itself, mark tensor.to_local()",
+                path=path,
+            )
 
 
 class _StoredTrees:

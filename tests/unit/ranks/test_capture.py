@@ -143,3 +143,16 @@ def test_a_handle_of_one_rank_names_the_remedy(store):
             store.commit(state, 1)
     with pytest.raises(LeafTypeError, match=r"ckstore\.open\(\.\.\., ranks="):
         store.commit({"rng": PerRank(1)}, 1)
+
+
+@pytest.mark.parametrize("placements", ["S0", "S1", "R"])
+def test_a_shard_in_a_part_of_one_rank_is_refused_by_name(placements):
+    with rank_of(0, 2):
+        shard = sharded(torch.ones(4, 4), mesh_of(2), placements_of(placements))
+        with pytest.raises(
+            UsageError, match=r"distributed tensor.*: own\.w\. Commit the tensor outside of PerRank"
+        ) as caught:
+            RankCapture().capture({"own": PerRank({"w": shard}), "w": shard})
+        assert caught.value.path == ("own", "w")
+        found = RankCapture().capture({"own": PerRank({"w": shard.to_local()}), "w": shard})
+    assert found.per_rank == (("own",),)
