@@ -1,7 +1,8 @@
 """The part of a checkpoint by many ranks that belongs to one rank.
 
 Values that differ between ranks are replaced by this rank's own. A rank that was not among the saved ones gets what a
-policy says. Parts that only other ranks have, such as the layers of another pipeline stage, are left out.
+policy says. Parts that only other ranks have, such as the layers of another pipeline stage, are left out; without a
+live state, a rank of another world gets all of them, because nothing says whose they are.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RankPlace:
     Args:
         rank: Its number.
         world: Number of ranks.
-        on_new_world: What a rank gets that was not among the saved ranks, unless a ``PerRank`` mark says otherwise.
+        on_new_world: Which values a rank gets in another world, unless a ``PerRank`` mark says otherwise.
     """
 
     rank: int
@@ -97,6 +98,10 @@ class _Chooser:
     adapters: Sequence[LeafAdapter]
     chosen: list[Path] = field(default_factory=list)
     borrowed: list[Path] = field(default_factory=list)
+    given: list[Path] = field(default_factory=list)
+    """Parts that only some ranks had, and of which nothing says whether this one needs them."""
+    omitted: list[Path] = field(default_factory=list)
+    """Parts that only some ranks had, and the live state lacks."""
 
     def own(self, node: Node, live: Any, path: Path) -> Node:
         """Return this rank's part of a node."""
@@ -125,7 +130,7 @@ class _Chooser:
         for key, child in items_of(node):
             here = (*path, key)
             is_live = None if known is None else key in known
-            if here in self.partial and not self._has(here, is_live):
+            if here in self.partial and not self._takes(here, is_live):
                 continue
             if is_live is False and not self._is_own(child):
                 continue
@@ -141,9 +146,15 @@ class _Chooser:
         is_per_rank = isinstance(node, ConvertedNode) and node.name == PER_RANK
         return not is_per_rank or self.place.rank in values_of(node)  # type: ignore[arg-type]
 
-    def _has(self, path: Path, is_live: bool | None) -> bool:
-        """Whether this rank has a part that only some ranks had; ``is_live`` is None if the live state is not known."""
-        return is_live if is_live is not None else self.place.rank in self.partial[path]
+    def _takes(self, path: Path, is_live: bool | None) -> bool:
+        """Whether this rank gets a part that only some had; ``is_live`` is None if the live state is not known."""
+        if is_live is None and self.place.world != self.world.size:
+            self.given.append(path)
+            return True
+        is_taken = self.place.rank in self.partial[path] if is_live is None else is_live
+        if not is_taken:
+            self.omitted.append(path)
+        return is_taken
 
     def _parts_of(self, live: Any) -> Mapping[Any, Any] | None:
         """Return the parts of a live object by key; None: they are not known."""
@@ -166,7 +177,8 @@ class _Chooser:
 
     def _own_value(self, values: Mapping[int, Node], policy: OnNewWorld, path: Path) -> Node:
         rank, saved = self.place.rank, self.world.size
-        if rank in values:
+        # In another world, a function chooses for every rank.
+        if rank in values and (policy in ("own", "nearest") or self.place.world == saved):
             self.chosen.append(path)
             return values[rank]
         if policy == "own":
@@ -183,6 +195,7 @@ class _Chooser:
             found = rank % saved
             found = found if found in values else sorted(values)[rank % len(values)]
         else:
+            assert callable(policy)
             found = policy(rank, self.place.world, saved)
         if found not in values:
             raise UsageError(
@@ -191,11 +204,11 @@ class _Chooser:
                 todo=f"choose one of {listed([str(each) for each in sorted(values)])}",
                 path=path,
             )
-        self.borrowed.append(path)
+        (self.chosen if found == rank else self.borrowed).append(path)
         return values[found]
 
     def warnings(self) -> list[str]:
-        """Return what the user must know about values of each rank."""
+        """Return what the user must know about values of each rank, and about parts that only some ranks had."""
         if self.place.world == self.world.size and not self.borrowed:
             return []
         found = []
@@ -204,6 +217,11 @@ class _Chooser:
             found.append(f"{first}: rank {self.place.rank} got its own values of {_named(self.chosen)}.")
         if self.borrowed:
             found.append(f"{first}: rank {self.place.rank} got another rank's values of {_named(self.borrowed)}.")
+        if self.given:
+            found.append(f"{first}: rank {self.place.rank} got {_named(self.given)}, which only some of them had.")
+        # Of several ranks, others take them.
+        if self.omitted and self.place.world == _ALONE_SIZE:
+            found.append(f"{first}: {_named(self.omitted)} was left out, because the state that was passed lacks it.")
         return found
 
 

@@ -23,8 +23,8 @@ ChooseRank = Callable[[int, int, int], int]
 """Returns the saved rank whose value a rank gets: called with rank, world and saved world."""
 
 OnNewWorld = Literal["own", "nearest"] | ChooseRank
-"""What a rank gets that was not among the saved ranks. ``"own"``: an error. ``"nearest"``: the value of rank modulo
-the saved world."""
+"""What ranks get in another world. ``"own"``: each its own value, and a rank that has none an error. ``"nearest"``:
+such a rank gets the value of rank modulo the saved world. A function chooses for every rank."""
 
 
 def check_on_new_world(policy: object) -> None:
@@ -60,8 +60,8 @@ class PerRank(_Mark[Value]):
 
     Args:
         value: The part: any state that can be committed.
-        on_new_world: Which rank's value is restored when this rank was not among the saved ranks; None: as
-            ``ckstore.Ranks`` says.
+        on_new_world: Which rank's value is restored by a job with another number of ranks, as ``Ranks(per_rank=)``;
+            None: as ``ckstore.Ranks`` says.
     """
 
     def __init__(self, value: Value, on_new_world: OnNewWorld | None = None) -> None:

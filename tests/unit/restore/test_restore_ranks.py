@@ -348,3 +348,51 @@ def test_parts_that_only_other_ranks_have_are_left_out(store):
     assert store.restore(into=whole)["layers"]["0"].tolist() == [1.0, 1.0]
     with pytest.raises(UsageError, match=r"the state has 1 leaf that the checkpoint lacks: layers\.2"):
         restore_as(store, 1, 2, {"layers": {"1": torch.zeros(2), "2": torch.zeros(2)}, "step": 0})
+
+
+@pytest.fixture
+def saved_stages(store):
+    """Two pipeline stages, of which each has a layer."""
+    state = {"layers": {"0": torch.ones(2), "1": torch.full((2,), 2.0)}, "step": 1}
+    partial = [(("layers", "0"), (0,)), (("layers", "1"), (1,))]
+    commit_ranks(store, {rank: RankCapture().capture(state) for rank in range(2)}, partial=partial)
+    return store
+
+
+def test_without_a_live_state_each_rank_gets_its_own_parts_in_the_same_world_and_all_in_another(saved_stages):
+    for rank in range(2):
+        found = restore_as(saved_stages, rank, 2)
+        assert (list(found.state["layers"]), found.warnings) == ([str(rank)], ())
+    for rank, world in ((0, 1), (2, 3)):
+        found = restore_as(saved_stages, rank, world)
+        assert list(found.state["layers"]) == ["0", "1"]
+        named = f"this job has {world}: rank {rank} got layers.0, layers.1, which only some of them had."
+        assert [each.endswith(named) for each in found.warnings] == [True]
+
+
+def test_one_process_gets_all_parts_or_is_warned_of_what_its_state_lacks(saved_stages):
+    assert list(saved_stages.restore()["layers"]) == ["0", "1"]
+    assert saved_stages.restored.warnings == ()
+    into = {"layers": {"1": torch.zeros(2)}, "step": 0}
+    saved_stages.restore(into=into)
+    assert into["layers"]["1"].tolist() == [2.0, 2.0]
+    (warning,) = saved_stages.restored.warnings
+    assert warning.endswith("layers.0 was left out, because the state that was passed lacks it.")
+
+
+def test_one_process_is_warned_whose_values_it_gets(saved_by_four):
+    into = {"rng": {"seed": 0}, "step": 0}
+    saved_by_four.restore(into=into)
+    assert into["rng"] == {"seed": 100}
+    assert saved_by_four.restored.warnings == (
+        "The checkpoint was saved by 4 ranks, and this job has 1: rank 0 got its own values of rng.",
+    )
+
+
+def test_a_function_chooses_for_every_rank_of_another_world_and_for_none_of_the_same(saved_by_four):
+    def every_second(rank, world, saved):
+        return rank * saved // world
+
+    for world, expected in ((2, [100, 102]), (4, [100, 101, 102, 103])):
+        found = [restore_as(saved_by_four, rank, world, per_rank=every_second).state for rank in range(world)]
+        assert [each["rng"]["seed"] for each in found] == expected
