@@ -77,7 +77,7 @@ class SharedReading:
         """Tell the others that this rank failed before it could read. Without effect after ``read``."""
         if not self._has_asked:
             self._has_asked = True
-            self._link.agree("reading", b"", _groups, is_patient=True)
+            self._link.agree("restore (reading)", b"", _groups, is_patient=True)
 
     def read(
         self,
@@ -108,19 +108,26 @@ class SharedReading:
 
     def _joined(self, manifest: Manifest, storages: Sequence[int]) -> HostMemory | None:
         """Return the memory of this host, after all of its ranks have written what they need; None: read alone."""
-        self._has_asked = True
         with _memory_file() as fd:
             member = _Member(b"", 0, 0) if fd is None else _Member(_key_of(manifest), os.getpid(), fd)
-            answer = self._link.agree("reading", encode_inner(member), _groups, is_patient=True)
+            self._has_asked = True
+            answer = self._link.agree("restore (reading)", encode_inner(member), _groups, is_patient=True)
             if answer == _REFUSED:
                 raise OtherRankError
             groups = decode_inner(answer, list[_Group])
             if not groups:
                 return None
             own = next((group for group in groups if self._link.rank in group.ranks), None)
-            memory = None if own is None else self._opened(own, manifest, storages)
-            # What a rank needs is written before it asks, and read after the answer.
-            opened = self._link.agree("memory of the host", b"\1" if memory else b"\0", b"".join, is_patient=True)
+            value = b""
+            try:
+                memory = None if own is None else self._opened(own, manifest, storages)
+                value = b"\1" if memory else b"\0"
+            finally:
+                # What a rank needs is written before it asks, and read after the answer. All ranks ask, whatever
+                # happens: the others wait for this one as long as it lives.
+                opened = self._link.agree("restore (memory)", value, _joined_or_refused, is_patient=True)
+        if opened == _REFUSED:
+            raise OtherRankError
         if own is not None and memory is not None and all(opened[rank] for rank in own.ranks):
             return memory
         return None
@@ -136,7 +143,7 @@ class SharedReading:
                 memory = HostMemory(fd, len(group.ranks), own, count, lambda: link.is_broken)
             finally:
                 os.close(fd)
-        except OSError:
+        except (OSError, MemoryError):
             return None
         pieces = (piece.chunk for storage in storages for piece in manifest.storages[storage].pieces)
         memory.write_needs(np.unique(np.fromiter(pieces, np.int64)))
@@ -161,6 +168,10 @@ def _memory_file() -> Iterator[int | None]:
     finally:
         if fd is not None:
             os.close(fd)
+
+
+def _joined_or_refused(values: tuple[bytes, ...]) -> bytes:
+    return b"".join(values) if all(values) else _REFUSED
 
 
 def _groups(values: tuple[bytes, ...]) -> bytes:

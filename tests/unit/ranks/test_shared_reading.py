@@ -42,6 +42,7 @@ from support.thread_ranks import free_port  # noqa: E402
 CHUNK_NBYTES = 64 << 10
 SHAPES = {"w1": (1536, 512), "w2": (512, 1536), "norm": (512,), "e": (1000, 256)}
 TOKEN = "a secret of one job, 32 bytes..."
+RESTORE_SECONDS = 60.0
 
 
 def full_state(seed=0):
@@ -120,7 +121,7 @@ class Restores:
                 return error
             return None
 
-        return list(self._threads.map(run, range(len(states))))
+        return list(self._threads.map(run, range(len(states)), timeout=RESTORE_SECONDS))
 
     def close(self):
         for job in self.jobs:
@@ -205,6 +206,27 @@ def test_ranks_of_different_hosts_share_nothing(path, restores, monkeypatch, hos
     assert job.read == len(set(hosts)) * job.needed
 
 
+def fail_to_open(monkeypatch, rank, error):
+    """Have one rank of a host fail to open the shared memory."""
+    opened = shared_reading.HostMemory
+
+    def memory(fd, count, own, *args):
+        if own == rank:
+            raise error
+        return opened(fd, count, own, *args)
+
+    monkeypatch.setattr(shared_reading, "HostMemory", memory)
+
+
+def test_a_rank_without_memory_of_its_own_reads_alone(path, restores, monkeypatch):
+    full = full_state()
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    states = states_of(full, (4,), "R", fill=False)
+    fail_to_open(monkeypatch, 1, MemoryError())
+    assert restores(4).restore(states) == [None] * 4
+    check(states, full)
+
+
 @pytest.mark.parametrize("where", ["rows", "slots", "one slot"])
 def test_without_memory_each_rank_reads_alone(path, restores, monkeypatch, where):
     full = full_state()
@@ -259,7 +281,12 @@ def test_a_damaged_chunk_is_the_same_error_on_all_ranks(path, restores):
     assert all(isinstance(error, CorruptError) and pack.stem in str(error) for error in errors), errors
 
 
-def test_if_one_rank_cannot_restore_no_rank_changes_a_byte(path, restores):
+@pytest.mark.parametrize("hosts", ["one host", "four hosts", "no shared memory"])
+def test_if_one_rank_cannot_restore_no_rank_changes_a_byte(path, restores, monkeypatch, hosts):
+    if hosts == "four hosts":
+        monkeypatch.setattr(shared_reading, "_key_of", lambda manifest: os.urandom(9))
+    if hosts == "no shared memory":
+        monkeypatch.setattr(shared_reading, "_memory_file", lambda: contextlib.nullcontext(None))
     full = full_state()
     commit(path, states_of(full, (4,), "S0", fill=True))
     states = states_of(full, (4,), "R", fill=False)
@@ -271,6 +298,19 @@ def test_if_one_rank_cannot_restore_no_rank_changes_a_byte(path, restores):
     assert all("rank 2" in str(errors[rank]) for rank in (0, 1, 3))
     assert not job.read
     assert not any(shard._local_tensor.any() for shard in states[0]["model"].values())
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_fails_before_it_shares_fails_the_restore_of_all(path, restores, monkeypatch, failing):
+    full = full_state()
+    commit(path, states_of(full, (4,), "S0", fill=True))
+    fail_to_open(monkeypatch, failing, ValueError("a fault of the program"))
+    job = restores(4)
+    states = states_of(full, (4,), "R", fill=False)
+    errors = job.restore(states)
+    assert isinstance(errors[failing], ValueError)
+    assert all(f"rank {failing}: a fault" in str(error) for rank, error in enumerate(errors) if rank != failing), errors
+    assert not any(shard._local_tensor.any() for state in states for shard in state["model"].values())
 
 
 def test_packs_that_vanish_are_read_again_from_where_they_are_now(path, restores, monkeypatch):
