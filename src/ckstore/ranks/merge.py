@@ -44,6 +44,7 @@ from ckstore.ranks.part import Part, Skeleton
 from ckstore.ranks.replicas import STORED_FOR_EACH, Comparison, compare, ranks_text
 from ckstore.ranks.tiling import Tiling, tile
 from ckstore.ranks.union import (
+    DifferentNodes,
     MergedTree,
     Numbers,
     Union,
@@ -188,10 +189,10 @@ class Merger:
         for part in parts:
             yield from part.warnings
         yield from map(str, comparison.differences)
-        news = [each for each in merged.differing if each[0] not in self._named]
-        self._named.update(path for path, _, _ in news)
-        for path, lowest, others in news[:_NAMED_MAX]:
-            yield f"{place_of(path)}: differs on {ranks_text(others)} from rank {lowest}; {STORED_FOR_EACH}"
+        news = [each for each in merged.differing if each.path not in self._named]
+        self._named.update(each.path for each in news)
+        for each in news[:_NAMED_MAX]:
+            yield f"{place_of(each.path)}: {_difference_text(each)}"
         left = len(news) - _NAMED_MAX
         if left > 0:
             yield f"{counted(left, 'further value')} {'differs' if left == 1 else 'differ'} between ranks"
@@ -225,6 +226,16 @@ class Merger:
             rows["chunk"] = chunk_numbers.astype(np.uint32)[layout.chunk_rows]
             self._pieces = layout, chunk_numbers, Pieces(rows)
         return self._pieces[2]
+
+
+def _difference_text(node: DifferentNodes) -> str:
+    if node.tied is None:
+        return f"differs on {ranks_text(node.others)} from rank {node.lowest}; {STORED_FOR_EACH}"
+    other, ranks = node.tied
+    return (
+        f"shares memory with {place_of(other)} on {ranks_text(ranks)} only, so it was stored for each rank; tie these "
+        "tensors on all ranks, or on none"
+    )
 
 
 def _are_equal(left: Variants, right: Variants) -> bool:

@@ -257,9 +257,12 @@ class _UnitTable:
         return self._per_rank[digest]
 
     def local(self, rank: int, spans: Sequence[Span]) -> list[Span]:
-        """Return spans with the unit numbers of a rank, ascending."""
+        """Return spans with the unit numbers of a rank, ascending.
+
+        A rank may lack a tensor that others have on its mesh. Then nobody writes its bytes, which the merge reports.
+        """
         local = self._local[self._tables[rank]]
-        return sorted(span._replace(unit=local[span.unit]) for span in spans)
+        return sorted(span._replace(unit=local[span.unit]) for span in spans if span.unit in local)
 
 
 def spans_by_rank(plan: Sequence[Sequence[Span]]) -> list[bytes]:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from ckstore.errors import MalformedError, UsageError
 from ckstore.format.columns import PIECE, STORAGE, Rows, joined
-from ckstore.format.tree import place_of
+from ckstore.format.tree import Path, place_of
 from ckstore.ranks.arrays import Unit
 from ckstore.ranks.part import RANGE, Part
-from ckstore.ranks.union import Numbers, Union, Variants, copies_of, first_storages, storages_of
+from ckstore.ranks.union import Numbers, Union, Variants, copies_of, first_storages, storages_of, tie_of
 
 _PIECE_NBYTES_LIMIT = 1 << 32
 
@@ -106,7 +106,7 @@ def tile(union: Union, parts: Sequence[Part], variants: Variants, chunk_counts: 
     if not ranges.is_tiling(starts[-1]):
         ranges, repeated = _without_repeats(union, parts, unit_of, ranges, starts)
     if not ranges.is_tiling(starts[-1]):
-        _raise_untiled(units, starts, ranges)
+        _raise_untiled(union, unit_of, starts, ranges)
     storages = np.zeros(len(sizes), STORAGE)
     storages["nbytes"] = sizes
     storages["pieces"] = np.diff(np.searchsorted(ranges.address, starts))
@@ -230,19 +230,22 @@ class _UnitTables:
         return cls(np.concatenate(lengths), np.concatenate(addresses), begins[table_of], counts[table_of])
 
 
-def _raise_untiled(units: Sequence[Unit], starts: NDArray[np.uint64], ranges: _Ranges) -> None:
+def _raise_untiled(union: Union, unit_of: Numbers, starts: NDArray[np.uint64], ranges: _Ranges) -> None:
     """Name the first byte that no rank contributes, or that several contribute."""
     begins = np.append(ranges.address, starts[-1])
     expected = np.append(np.zeros(1, np.uint64), ranges.address + ranges.nbytes)
     at = int(np.flatnonzero(expected != begins)[0])
     lo, hi = sorted((int(expected[at]), int(begins[at])))
     storage = int(np.searchsorted(starts, lo, side="right")) - 1
-    unit, begin, end = units[storage], int(starts[storage]), int(starts[storage + 1])
+    number, begin, end = int(unit_of[storage]), int(starts[storage]), int(starts[storage + 1])
+    unit = union.units[number]
     # The ranges before and after the place, if there are any.
     ranks = sorted(set(ranges.rank[max(0, at - 1) : at + 1].tolist()))
     if int(expected[at]) < int(begins[at]):
         what = "no rank contributes"
         where = f"; its neighbours are of rank {' and '.join(map(str, ranks))}" if ranks else ""
+        if (tie := tie_of(union, number)) is not None:
+            _raise_tied(union, number, *tie)
     else:
         what, where = "several ranks contribute", f": {' and '.join(map(str, ranks))}"
     raise UsageError(
@@ -250,6 +253,17 @@ def _raise_untiled(units: Sequence[Unit], starts: NDArray[np.uint64], ranges: _R
         where=place_of(unit.path),
         todo="let all ranks that hold a part of this tensor commit it, with one device mesh",
         ranks=ranks,
+    )
+
+
+def _raise_tied(union: Union, number: int, other: Path, rank: int) -> None:
+    path, free = union.units[number].path, union.holders(number)[0]
+    raise UsageError(
+        f"the tensor shares memory with {place_of(other)} on rank {rank}, and not on rank {free}",
+        where=place_of(path),
+        todo="tie these tensors on all ranks, or on none",
+        ranks=sorted((free, rank)),
+        path=path,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from ckstore.format.tree import (
     TensorNode,
     TupleNode,
     ValueNode,
+    items_of,
     place_of,
     tensors_of,
 )
@@ -109,6 +111,27 @@ class Union:
         return found
 
 
+def tie_of(union: Union, unit: int) -> tuple[Path, int] | None:
+    """Return the path of another unit to which a rank has tied the tensor of a unit, and this rank; None: none has."""
+    path = union.units[unit].path
+    for index, skeleton in enumerate(union.skeletons):
+        for tensor in tensors_of(_node_at(skeleton.tree, path))[:1]:
+            other = union.units[int(union.numbers[index][skeleton.tensors[tensor].storage])].path
+            if other != path:
+                return other, union.ranks_of[index][0]
+    return None
+
+
+def _node_at(node: Node, path: Path) -> Node:
+    """Return the node at a path; one without tensors if there is none."""
+    for key in path:
+        while isinstance(node, ConvertedNode):
+            node = node.child
+        items = dict(items_of(node)) if isinstance(node, DictNode | ListNode | TupleNode) else {}
+        node = items.get(key, ValueNode("NoneType", None))
+    return node
+
+
 def unite(skeletons: Sequence[Skeleton], skeleton_of: Sequence[int]) -> Union:
     """Number the units of all ranks.
 
@@ -178,9 +201,25 @@ def _check_same(there: Unit, dtype_there: str, here: Unit, dtype_here: str, rank
             raise UsageError(
                 f"shards of one tensor differ in their {name}: {left} on rank {ranks[0]}, {right} on rank {ranks[1]}",
                 where=place_of(here.path),
-                todo="make the same distributed tensor on all ranks, or declare it PerRank",
+                todo="make the same distributed tensor on all ranks, or give each its own key in the state",
                 ranks=ranks,
             )
+
+
+class DifferentNodes(NamedTuple):
+    """What differs between ranks without being declared.
+
+    Args:
+        path: Where it is.
+        lowest: The lowest rank that has it.
+        others: The ranks that differ from it.
+        tied: If only some ranks have tied this tensor to another one: the path of that one, and these ranks.
+    """
+
+    path: Path
+    lowest: int
+    others: tuple[int, ...]
+    tied: tuple[Path, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -192,15 +231,14 @@ class MergedTree:
         tensors: Its tensors; their ``storage`` is a storage of the checkpoint.
         layouts: The tensors of each layout.
         partial: The items of mappings that only some of the ranks have that have the mapping, and these ranks.
-        differing: What differs between ranks without being declared, in more than the bytes of a tensor: the lowest
-            rank, and those that differ from it.
+        differing: What differs between ranks without being declared, in more than the bytes of a tensor.
     """
 
     tree: Node
     tensors: Table[TensorSpec]
     layouts: dict[Layout, list[int]]
     partial: tuple[tuple[Path, tuple[int, ...]], ...] = ()
-    differing: tuple[tuple[Path, int, tuple[int, ...]], ...] = ()
+    differing: tuple[DifferentNodes, ...] = ()
 
 
 def storages_of(union: Union, variants: Variants) -> Numbers:
@@ -293,7 +331,7 @@ class _TreeMerger:
         self._per_rank_count = 0
         self.tensors: list[TensorSpec] = []
         self.partial: list[tuple[Path, tuple[int, ...]]] = []
-        self.differing: list[tuple[Path, int, tuple[int, ...]]] = []
+        self.differing: list[DifferentNodes] = []
 
     @staticmethod
     def _keys_of(skeleton: Skeleton, numbers: Numbers) -> list[tuple[TensorSpec, int, int]]:
@@ -344,13 +382,23 @@ class _TreeMerger:
         nodes = [(indices[0], node) for indices, node in groups if isinstance(node, TensorNode)]
         keys = {self._keys[self._tables[index]][node.tensor] for index, node in nodes}
         if len(keys) > 1 or any(node.attributes != nodes[0][1].attributes for _, node in nodes):
-            return self._per_rank(groups, path)
+            return self._per_rank(groups, path, tied=self._tie_of(groups, path))
         if next(iter(keys))[1] in self._variants:
             # Only bytes differ. The comparison of the replicas names them.
             return self._per_rank(groups)
         for index, node in nodes:
             number = self._number(index, node.tensor, 0)
         return replace(nodes[0][1], tensor=number)
+
+    def _tie_of(self, groups: Sequence[Group], path: Path) -> tuple[Path, tuple[int, ...]] | None:
+        """Return the path of the tensor to which some ranks have tied the one at a path, and these ranks; else None."""
+        found: dict[Path, list[Group]] = {}
+        for indices, node in groups:
+            if isinstance(node, TensorNode):
+                _, unit, _ = self._keys[self._tables[indices[0]]][node.tensor]
+                found.setdefault(self._union.units[unit].path, []).append((indices, node))
+        other = next((each for each in found if each != path), None)
+        return None if other is None or len(found) == 1 else (other, tuple(self._ranks_of(found[other])))
 
     def _number(self, index: int, tensor: int, variant: int) -> int:
         """Return the provisional number of a tensor."""
@@ -411,13 +459,21 @@ class _TreeMerger:
         finally:
             self._declared, self.partial, self.differing = facts
 
-    def _per_rank(self, groups: Sequence[Group], path: Path | None = None, *, is_declared: bool = False) -> Node:
+    def _per_rank(
+        self,
+        groups: Sequence[Group],
+        path: Path | None = None,
+        *,
+        is_declared: bool = False,
+        tied: tuple[Path, tuple[int, ...]] | None = None,
+    ) -> Node:
         """Return what each rank has. One node if all have the same copies of the same tensors and values.
 
         Args:
             groups: The nodes.
             path: Where they are, if the user must know that they differ.
             is_declared: The user has said that they may differ.
+            tied: See ``DifferentNodes``.
         """
         by_rank = {
             rank: (index, node) for indices, node in groups for index in indices for rank in self._union.ranks_of[index]
@@ -429,7 +485,8 @@ class _TreeMerger:
         self._per_rank_count += 1
         if path is not None:
             pairs = zip(ranks, children, strict=True)
-            self.differing.append((path, ranks[0], tuple(rank for rank, child in pairs if child != children[0])))
+            others = tuple(rank for rank, child in pairs if child != children[0])
+            self.differing.append(DifferentNodes(path, ranks[0], others, tied))
         return per_rank_node(dict(zip(ranks, children, strict=True)))
 
     def _own_node(self, index: int, node: Node, rank: int) -> Node:

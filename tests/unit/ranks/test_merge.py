@@ -513,3 +513,36 @@ def test_parts_of_other_attempts_or_ranks_are_refused():
     ):
         with pytest.raises(MalformedError, match="the part of rank 1"):
             merged([parts[0], wrong, *parts[2:]], skeletons)
+
+
+def tied_skeletons(*, is_shard: bool) -> list[Skeleton]:
+    """Return the skeletons of two ranks of which the first has tied ``b`` to ``a``."""
+    free = skeleton_of({name: Entry((8, 16), is_shard=is_shard) for name in ("a", "b")})
+    tied = replace(free, tensors=tuple(replace(each, storage=0) for each in free.tensors), units=free.units[:1])
+    return [tied, free]
+
+
+def test_tensors_that_only_some_ranks_have_tied_are_named():
+    skeletons = tied_skeletons(is_shard=False)
+    makers = [PartMaker(rank, skeleton) for rank, skeleton in enumerate(skeletons)]
+    makers[0].write(0, 0, 512, "a")
+    makers[1].write(1, 0, 512, "b")
+    for maker in makers:
+        maker.check(0, 0, 512, "a")
+    found = merged([maker.part() for maker in makers], by_digest(skeletons))
+    assert found.warnings == (
+        "b: shares memory with a on rank 0 only, so it was stored for each rank; tie these tensors on all ranks, or on "
+        "none",
+    )
+    assert len(per_rank(item(state_of(manifest_of(found)), "b"))) == 2
+
+
+def test_shards_that_only_some_ranks_have_tied_are_refused_by_name():
+    skeletons = tied_skeletons(is_shard=True)
+    makers = [PartMaker(rank, skeleton) for rank, skeleton in enumerate(skeletons)]
+    makers[0].write(0, 0, 256)
+    makers[1].write(0, 256, 256)
+    makers[1].write(1, 256, 256)
+    with pytest.raises(UsageError, match=r"shares memory with a on rank 0, and not on rank 1: b\. Tie these") as caught:
+        merged([maker.part() for maker in makers], by_digest(skeletons))
+    assert (caught.value.path, caught.value.ranks) == (("b",), [0, 1])
