@@ -1572,7 +1572,7 @@ class Store:
         from ckstore.state.capture_cache import CaptureCache
 
         if self._job is not None:
-            return Committed(self._job.commit(state, step, policy, self._parent, metrics), None)
+            return Committed(self._job.commit(state, step, policy, self._parent, metrics, self._trainer_side), None)
         self._repository.wait_for_orphan()
         watch = Stopwatch(self._repository.clock)
         with watch("stage"):

@@ -107,6 +107,11 @@ class CommittingStore(Protocol):
 class StepAgreement(Protocol):
     """How the ranks of a job agree on the last step. ``ckstore.ranks.last_step.LastStep`` implements it."""
 
+    @property
+    def is_background(self) -> bool:
+        """Whether the last commit is a background commit."""
+        ...
+
     def is_reached(self, step: int, *, is_asked: bool) -> bool:
         """Say whether the last commit is to be made after this step; ``is_asked``: this rank got a signal."""
         ...
@@ -352,7 +357,9 @@ class LastCommit:
                 return self._tagged(self._wait_durable(newest[1]))
         state = self._get_state()
         metrics = self._get_metrics() if self._get_metrics is not None else None
-        if is_first and store.arena_nbytes:
+        # The arena of one rank may be empty, for example because its calls have failed. All make the same call.
+        is_background = store.arena_nbytes > 0 if self._agreement is None else self._agreement.is_background
+        if is_first and is_background:
             pending = store.commit_async(state, step, metrics=metrics, tags=self._tags, policy=self._policy)
             return self._wait_durable(pending)
         # A retry commits in this process, so that a killed saver cannot make it fail.

@@ -38,12 +38,12 @@ class BackgroundJob(Protocol):
         """What a saver must know to find the others."""
         ...
 
-    def next_background_commit(self, policy: Policy) -> int:
+    def next_background_commit(self) -> int:
         """Return the number of the next background commit, the same on every rank."""
         ...
 
-    def check_ranks(self) -> None:
-        """Raise if a rank of the job was lost."""
+    def check_background(self, policy: Policy) -> None:
+        """Raise if a background commit with this policy cannot succeed on all ranks."""
         ...
 
     def captured_share(self, state: Any) -> tuple[Captured, bytes]:
@@ -90,10 +90,10 @@ class TrainerSide:
             self._started().raise_unreported(call_did_nothing=True)
             captured = self._captured(state)
         else:
-            number = self._job.next_background_commit(policy)
+            number = self._job.next_background_commit()
             try:
                 self._started().raise_unreported(call_did_nothing=True)
-                self._job.check_ranks()
+                self._job.check_background(policy)
                 captured, share = self._job.captured_share(state)
             except BaseException as error:
                 # The others have begun this commit, or will.
@@ -109,6 +109,11 @@ class TrainerSide:
             share=share,
             number=number,
         )
+
+    def decline(self, step: int, policy: Policy, error: BaseException) -> None:
+        """In a job of many ranks: have the saver fail the next background commit, which other ranks have begun."""
+        assert self._job is not None, "there is a job"
+        self._started().decline(self._job.next_background_commit(), step, policy, error)
 
     def submit(self, request: AsyncRequest, started: float) -> Pending:
         """Copy the state to shared memory, and have the saver commit it; see ``Store.commit_async``.

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ckstore.format.error_records import ErrorRecord, Fact
 from ckstore.hashing import digest_of
-from ckstore.ranks.messages import Agreed, AllStaged, Asked, Message, More, Wanted, Write
+from ckstore.ranks.messages import Agreed, AllStaged, Asked, Awaited, Message, More, Wanted, Write
 
 _ATTEMPT_NBYTES = 16
 
 START_AGAIN = "start the job again; it continues from the newest checkpoint"
 """What to do after a rank was lost."""
+
+BACKGROUND_CALLS = "background_calls"
+"""Fact of an error: calls of ``commit_async`` that some ranks have made, and others have not."""
+
+COMMIT_AGAIN = "commit again; if that fails, too, start the job again"
+"""What to do after a saver was lost: the next commit starts another one."""
 
 
 def rank_error(what: str, todo: str, *, kind: str = "RankError", **facts: Fact) -> ErrorRecord:
@@ -25,6 +32,20 @@ def of_rank(record: ErrorRecord, rank: int) -> ErrorRecord:
         return record
     where = f"rank {rank}" if record.where is None else f"rank {rank}: {record.where}"
     return record._replace(where=where, facts={**record.facts, "rank": rank})
+
+
+def other_calls_record(step: int, counts: Mapping[int, int]) -> ErrorRecord:
+    """Return the error for two ranks of which one has called ``commit`` and the other ``commit_async``.
+
+    Args:
+        step: The step of ``commit``.
+        counts: How often each of the two has called ``commit_async``.
+    """
+    first, second = sorted(counts, key=lambda rank: counts[rank])
+    what = f"rank {second} called commit_async where rank {first} called commit for step {step}"
+    todo = "make the same calls in the same order on every rank"
+    ranks = [str(rank) for rank in sorted(counts)]
+    return rank_error(what, todo, kind="UsageError", ranks=ranks, **{BACKGROUND_CALLS: counts[second]})
 
 
 def attempt_id(token: bytes, number: int) -> bytes:
@@ -87,5 +108,6 @@ class Finish(NamedTuple):
     error: ErrorRecord | None
 
 
-Action = Send | Plan | Merge | Publish | Decide | LookUp | Finish | Wanted | Write | AllStaged | More | Asked | Agreed
+_Received = Wanted | Write | AllStaged | More | Asked | Agreed | Awaited
+Action = Send | Plan | Merge | Publish | Decide | LookUp | Finish | _Received
 """Messages in this list are passed to the caller of the rank that received them."""

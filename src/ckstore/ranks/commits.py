@@ -16,11 +16,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ckstore.config import Policy, policy_row
-from ckstore.errors import CkstoreError, CorruptError, UnsupportedError
+from ckstore.errors import CkstoreError, CorruptError, MalformedError, UnsupportedError
 from ckstore.format.error_records import ErrorRecord, record_of
 from ckstore.format.many_ranks import world_of
 from ckstore.format.paths import manifests_folder
 from ckstore.ranks.actions import Action, Finish, LookUp, Merge, Plan, Publish
+from ckstore.ranks.calls import Calls
 from ckstore.ranks.link import Link
 from ckstore.ranks.messages import Begin, More, Wanted, Write
 from ckstore.ranks.work import (
@@ -75,10 +76,13 @@ class RankCommits:
         link: The connection to the other ranks.
         tools: What this rank keeps from one commit for the next.
         on_divergence: What to do if shards differ that must be equal: ``"warn"`` or ``"raise"``.
+        calls: The calls of a trainer; None in a saver.
     """
 
-    def __init__(self, link: Link, tools: RankTools, *, on_divergence: str = "warn") -> None:
-        self._link, self._tools = link, tools
+    def __init__(
+        self, link: Link, tools: RankTools, *, on_divergence: str = "warn", calls: Calls | None = None
+    ) -> None:
+        self._link, self._tools, self._calls = link, tools, calls
         self._root: Root | None = None
         if link.rank == 0:
             # Other handles may use the same connection. The ranks do not send again what rank 0 knows.
@@ -113,7 +117,11 @@ class RankCommits:
         link = self._link
         number = link.next_number() if number is None else link.take_number(number)
         # Before the state is captured: then the others wait for this rank as long as it lives.
-        link.send(lambda member: member.join(number, step))
+        handle, background = "", 0
+        if self._calls is not None:
+            self._calls.begin(number)
+            handle, background = self._calls.handle, self._calls.background
+        link.send(lambda member: member.join(number, step, handle, background))
         commit = _RankCommit(link, self._tools, self._root, number, step)
         try:
             return self._committed(commit, policy, make_request, staging, take_run)
@@ -281,6 +289,8 @@ class _RankCommit:
                 self._link.lead(lambda coordinator: coordinator.published(number, receipt))
         except BaseException as error:
             record = record_of(error)
+            if isinstance(error, MalformedError) and record.todo is None:
+                record = record._replace(todo="report this")
             # Then no rank removes its packs.
             record.facts[MAY_BE_VISIBLE] = root.may_be_visible(error)
             self._link.lead(lambda coordinator: coordinator.failed(number, record))

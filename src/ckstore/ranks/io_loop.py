@@ -29,9 +29,9 @@ from ckstore import __version__
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.concurrency import log_safely
 from ckstore.errors import CkstoreError, RankError, UsageError
-from ckstore.format.error_records import record_of
+from ckstore.format.error_records import ErrorRecord, record_of
 from ckstore.processes import close_in_children, keep_in_children
-from ckstore.ranks.actions import Action, Decide, Send
+from ckstore.ranks.actions import COMMIT_AGAIN, START_AGAIN, Action, Decide, Send
 from ckstore.ranks.connection import Connection
 from ckstore.ranks.handshake import CLAIM_NBYTES, Claim, answer_to, check_claim, new_greeting
 from ckstore.ranks.member import Member
@@ -42,6 +42,7 @@ from ckstore.ranks.messages import (
     Agreed,
     AllStaged,
     Asked,
+    Awaited,
     Beat,
     Begin,
     Bye,
@@ -159,12 +160,17 @@ class IoLoop:
         """Called on the thread of the loop when another rank asks about this topic."""
         self.deciders: dict[str, Callable[[tuple[bytes, ...]], bytes]] = {}
         """Rank 0: answer questions about these topics on the thread of the loop."""
+        self.declined: set[int] = set()
+        """Commits of the others that this rank has failed without taking part in them."""
+        self.watchers: dict[str, Callable[[Awaited], ErrorRecord | None]] = {}
+        """Called on the thread of the loop if other ranks wait for this one in a commit of this handle."""
         self.nonce = os.urandom(16) if connection is None else connection.nonce
         """Makes the ids of this job's commits different from those of all others. Rank 0 chooses it."""
         self._job, self._timing = job, timing
         self._tick_seconds = min(_TICK_SECONDS, timing.beat_seconds / 4)
-        self._member = Member(job.rank)
-        self._coordinator = Coordinator(job.world, join_seconds=timing.join_seconds)
+        after_loss = START_AGAIN if job.past is None else COMMIT_AGAIN
+        self._member = Member(job.rank, after_loss=after_loss)
+        self._coordinator = Coordinator(job.world, join_seconds=timing.join_seconds, after_loss=after_loss)
         """Used on rank 0 only."""
         self._commands: SimpleQueue[Callable[[], list[Action]]] = SimpleQueue()
         self._is_stopping = self._has_ended = self._has_parted = False
@@ -303,6 +309,12 @@ class IoLoop:
         if isinstance(action, Decide) and (decide := self.deciders.get(action.topic)) is not None:
             self._do(self._coordinator.decided(action.topic, action.number, decide(action.values)))
             return
+        if isinstance(action, Awaited):
+            record = self.watchers[action.handle](action) if action.handle in self.watchers else None
+            if record is not None:
+                self.declined.add(action.number)
+                self._do(self._member.abort(action.number, action.step, record))
+            return
         if isinstance(action, AllStaged):
             if self.on_all_staged is not None:
                 self.on_all_staged(action.number)
@@ -329,8 +341,11 @@ class IoLoop:
         self._unsent.add(rank)
         return []
 
-    def _lost(self, rank: int, how: str) -> list[Action]:
+    def _lost(self, rank: int, how: str, *, is_orderly: bool = False) -> list[Action]:
         self.is_broken = True
+        if self.first_loss is None and self._job.past is None and not is_orderly:
+            text = "rank %d %s: commits fail from now on. %s"
+            log_safely(_log, logging.WARNING, text, rank, how, START_AGAIN.capitalize())
         self.first_loss = self.first_loss or (rank, how)
         peer = self._peers.pop(rank, None)
         if peer is not None:
@@ -374,7 +389,7 @@ class IoLoop:
     def _take(self, rank: int, message: Message, now: float) -> None:
         if isinstance(message, Bye):
             why = f", after {message.why}" if message.why else ""
-            self._do(self._lost(rank, f"has ended or closed its store{why}"))
+            self._do(self._lost(rank, f"has ended or closed its store{why}", is_orderly=not why))
         elif self._job.rank == 0:
             self._do(self._coordinator.received(rank, message, now))
         else:

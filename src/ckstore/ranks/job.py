@@ -8,10 +8,11 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckstore.config import Policy
 from ckstore.errors import (
@@ -26,13 +27,15 @@ from ckstore.format.error_records import ErrorRecord, record_of, restored_error
 from ckstore.format.records import decode_inner, encode_inner
 from ckstore.hashing import PackId
 from ckstore.ranks import opening
+from ckstore.ranks.actions import BACKGROUND_CALLS
+from ckstore.ranks.calls import Calls
 from ckstore.ranks.capture import RankCapture
 from ckstore.ranks.commits import RankCommits
 from ckstore.ranks.last_step import LastStep
 from ckstore.ranks.savers import SaverDoor, SaverJob, encode_share
 from ckstore.ranks.shared_reading import OtherRankError, SharedReading
 from ckstore.ranks.work import RankRequest, RankTools
-from ckstore.ranks.world import invite, invited
+from ckstore.ranks.world import addresses_of, invite, invited
 from ckstore.restore.own_part import RankPlace
 from ckstore.restore.restore import Restored, RestoreRequest, restore_reference
 from ckstore.results import Receipt
@@ -50,6 +53,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckstore")
 
 
+class BackgroundSide(Protocol):
+    """The background commits of this rank. ``background.trainer.TrainerSide`` is one."""
+
+    def decline(self, step: int, policy: Policy, error: BaseException) -> None:
+        """Fail the next one on all ranks."""
+        ...
+
+
 class Job:
     """This handle's part in its job.
 
@@ -64,9 +75,10 @@ class Job:
         self._link = ranks.link()
         self._tools = RankTools(repository, ranks.rank)
         self._capture = RankCapture(ranks.world)
-        self._commits = RankCommits(self._link, self._tools, on_divergence=ranks.on_divergence)
+        self._calls = Calls(ranks.rank, f"handle {next(self._link.once(itertools.count))}")
+        self._link.watch(self._calls.handle, self._calls.await_by)
+        self._commits = RankCommits(self._link, self._tools, on_divergence=ranks.on_divergence, calls=self._calls)
         self._background_capture = RankCapture(ranks.world)
-        self._background_count = 0
         self._last_step_count = 0
         self._listener: Listener | None = None
         self._door = self._opened_door()
@@ -90,13 +102,15 @@ class Job:
 
     def _opened_door(self) -> SaverDoor:
         """Open the socket for the savers on rank 0 now, so that later no call waits for another rank."""
+        ranks = self._ranks
 
         def open_door(values: tuple[bytes, ...]) -> bytes:
-            self._listener, invitation = invite()
+            self._listener, invitation = invite([host for host, _ in addresses_of(ranks.address or "")])
             return invitation
 
-        token, address = invited(self._link.agree("savers", b"", open_door))
-        ranks = self._ranks
+        # A single saver needs no connection.
+        invitation = self._link.agree("open (savers)", b"", open_door) if ranks.world > 1 else b" "
+        token, address = invited(invitation)
         job = SaverJob(ranks.rank, ranks.world, address, token, float(ranks.join_seconds), ranks.on_divergence)
         return SaverDoor(job, None if self._listener is None else self._listener.fileno())
 
@@ -110,27 +124,32 @@ class Job:
         """What a saver must know to find the others."""
         return self._door
 
-    def next_background_commit(self, policy: Policy) -> int:
-        """Return the number of the next background commit, the same on every rank.
+    def next_background_commit(self) -> int:
+        """Return the number of the next background commit, the same on every rank."""
+        return self._calls.begin_background()
+
+    def check_background(self, policy: Policy) -> None:
+        """Raise if this rank knows that a background commit cannot succeed on all ranks.
+
+        Args:
+            policy: How to store it.
 
         Raises:
-            UsageError: Ranks could decide differently which commits to skip.
+            RankError: A rank was lost; the message names it.
+            UsageError: Ranks could decide differently which commits to skip, or another rank has called ``commit``
+                instead of ``commit_async``. That call fails, too.
         """
         if policy.on_busy != "wait":
             raise UsageError(
                 f"many ranks cannot commit with on_busy={policy.on_busy!r}: each would skip other commits",
                 todo='use on_busy="wait", and commit less often',
             )
-        self._background_count += 1
-        return self._background_count
-
-    def check_ranks(self) -> None:
-        """Raise if this rank knows that another one was lost.
-
-        Raises:
-            RankError: One was; the message names it.
-        """
         self._link.check()
+        missed = self._calls.take_missed()
+        if missed is not None:
+            other, record = missed
+            self._link.decline(other.number, other.step, record)
+            raise self._link.error_of(None, record)
 
     def captured_share(self, state: Any) -> tuple[Captured, bytes]:
         """Return the captured state of this rank, and what it holds, encoded."""
@@ -140,14 +159,18 @@ class Job:
     def last_step(self) -> LastStep:
         """Return this rank's part in an agreement on the step of the last commit: another one for each call."""
         self._last_step_count += 1
-        repository = self._repository
-        name = f"{repository.record.store_id}/{repository.run}/{self._last_step_count}"
-        return LastStep(self._link, name)
+        return LastStep(self._link, f"{self._last_step_count} of {self._calls.handle}", self._calls)
 
     # Calls of the whole job
 
     def commit(
-        self, state: Any, step: int, policy: Policy, parent: int | None, metrics: Mapping[str, float]
+        self,
+        state: Any,
+        step: int,
+        policy: Policy,
+        parent: int | None,
+        metrics: Mapping[str, float],
+        background: Callable[[], BackgroundSide],
     ) -> Receipt:
         """Commit the states of all ranks as one checkpoint.
 
@@ -157,32 +180,43 @@ class Job:
             policy: How to store it, the same on all ranks.
             parent: The seq that training continued from.
             metrics: Numbers to find the checkpoint by; those of rank 0 count.
+            background: Returns this rank's side of background commits. It declines those that other ranks have begun
+                instead of this commit.
 
         Raises:
             CkstoreError: The commit failed on one of the ranks; the message names it.
         """
-        nbytes = 0
+        captured: Captured | None = None
 
         def make_request() -> RankRequest:
-            nonlocal nbytes
-            captured = self._capture.capture(state)
-            nbytes = captured.captured.nbytes
-            return RankRequest(captured, step, policy, parent, metrics)
+            nonlocal captured
+            found = self._capture.capture(state)
+            captured = found.captured
+            return RankRequest(found, step, policy, parent, metrics)
 
         try:
             return self._commits.commit(step, policy, make_request)
-        except CkstoreError:
-            if not self._has_removed_cause(step, nbytes):
+        except CkstoreError as error:
+            while self._calls.background < self._calls_of_others():
+                background().decline(step, policy, error)
+            if not self._has_removed_cause(step, captured):
                 raise
         return self._commits.commit(step, policy, make_request)
 
-    def _has_removed_cause(self, step: int, nbytes: int) -> bool:
+    def _calls_of_others(self) -> int:
+        """Return how often ranks have called ``commit_async``, if the last commit failed for that reason; else 0."""
+        failure = self._commits.failure
+        count = 0 if failure is None else failure.facts.get(BACKGROUND_CALLS)
+        return count if isinstance(count, int) else 0
+
+    def _has_removed_cause(self, step: int, captured: Captured | None) -> bool:
         """Return whether a failed commit may succeed now; the same on all ranks, whatever each of them raises."""
         failure = self._commits.failure
         if failure is None:
             return False
         if failure.kind == "CapacityError":
             error = restored_error(failure, source="the job", other=CkstoreError)
+            nbytes = 0 if captured is None else captured.nbytes
             return isinstance(error, CapacityError) and self._has_made_room(nbytes, error)
         names = failure.facts.get("pack_ids")
         if failure.kind != "ConflictError" or not isinstance(names, list):
@@ -204,7 +238,7 @@ class Job:
             _log.warning("the disk was full: %s; what was in the trash can no longer be restored", room)
             return b"freed"
 
-        return bool(self._link.agree("room on the disk", nbytes.to_bytes(8, "little"), decide))
+        return bool(self._link.agree("commit (room on the disk)", nbytes.to_bytes(8, "little"), decide))
 
     def newest(self) -> ManifestHeader | None:
         """Return the newest whole checkpoint, the same on all ranks; None in an empty run."""
@@ -253,7 +287,7 @@ class Job:
             tried.append(seq)
             restored, error = self._try_restore(policy, seq, request)
             problem = b"" if error is None else encode_inner(record_of(error))
-            verdict = self._link.agree("outcome of restore", problem, _first_problem, is_patient=True)
+            verdict = self._link.agree("restore (outcome)", problem, _first_problem, is_patient=True)
             if not verdict:
                 assert restored is not None, "a rank without a problem has restored"
                 return restored
@@ -282,7 +316,8 @@ class Job:
             for header in headers_newest_first(repository.manifests):
                 if header.seq < tried[-1] and not header.is_archival:
                     return str(header.seq).encode()
-            raise NotFoundError("no older checkpoint is left to restore", where=repository.backend.root)
+            todo = "restore another run or a copy; `ckstore verify` lists the damage"
+            raise NotFoundError("no older checkpoint is left to restore", where=repository.backend.root, todo=todo)
         if ref is not None:
             return str(resolve(repository, ref).seq).encode()
         manifest, skipped = newest_whole(repository)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 
+from ckstore.ranks.calls import Calls
 from ckstore.ranks.link import Link
 
 
@@ -23,16 +24,22 @@ class LastStep:
     Args:
         link: The connection to the other ranks.
         name: Tells several agreements of one job apart; the same on all ranks.
+        calls: The calls of this rank; None: it makes no background commits.
     """
 
-    def __init__(self, link: Link, name: str = "") -> None:
-        self._link = link
-        self._topic = f"the step of the last commit {name}".strip()
+    def __init__(self, link: Link, name: str = "", calls: Calls | None = None) -> None:
+        self._link, self._calls = link, calls
+        self._topic = f"commit_on_signal {name}".strip()
         self._lock = threading.Lock()
         self._checked = 0
         self._has_replied = False
         self._target: int | None = None
         link.reply_to(self._topic, self._reply, _after_highest)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether the last commit is a background commit, as others before: the same on all ranks after one step."""
+        return self._calls is not None and self._calls.background > 0
 
     def is_reached(self, step: int, *, is_asked: bool) -> bool:
         """Say whether the last commit is to be made now, after a step of this rank.

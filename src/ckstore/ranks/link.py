@@ -35,7 +35,7 @@ from ckstore.ranks.handshake import (
 )
 from ckstore.ranks.io_loop import IoLoop, Job, Key, Timing, prepare
 from ckstore.ranks.member import Member
-from ckstore.ranks.messages import PROTOCOL_VERSION, TO_RANK, Agreed, Refused, Welcome, version_error
+from ckstore.ranks.messages import PROTOCOL_VERSION, TO_RANK, Agreed, Awaited, Refused, Welcome, version_error
 from ckstore.ranks.protocol import Coordinator
 
 _RETRY_SECONDS = 0.2
@@ -91,7 +91,15 @@ class Link:
 
     def next_number(self) -> int:
         """Return the number of the next commit. Call it on every rank for every commit, also for one that fails."""
-        return self.take_number(self._number + 1)
+        number = self._number + 1
+        while number in self._loop.declined:
+            number += 1
+        return self.take_number(number)
+
+    def decline(self, number: int, step: int, error: ErrorRecord) -> None:
+        """Fail a commit that other ranks have begun, and that this one does not take part in."""
+        self._loop.declined.add(number)
+        self.send(lambda member: member.abort(number, step, error))
 
     def take_number(self, number: int) -> int:
         """Begin a commit whose number the caller knows. Numbers ascend, and are the same on every rank."""
@@ -127,6 +135,13 @@ class Link:
     def call_when_all_staged(self, call: Callable[[int], None] | None) -> None:
         """Have a function called with the number of each commit of which all ranks are staged, on another thread."""
         self._loop.on_all_staged = call
+
+    def watch(self, handle: str, call: Callable[[Awaited], ErrorRecord | None]) -> None:
+        """Have a function called if other ranks wait for this one in a commit of a handle. Its error fails the commit.
+
+        It is called on the thread of the connection, and must not wait.
+        """
+        self._loop.watchers[handle] = call
 
     def once(self, kind: Callable[[], T]) -> T:
         """Return the object of this class that all users of the connection share. The first of them makes it."""

@@ -22,6 +22,7 @@ from ckstore.ranks.messages import (
     AllStaged,
     Ask,
     Asked,
+    Awaited,
     Begin,
     Content,
     Done,
@@ -59,10 +60,12 @@ class Member:
 
     Args:
         rank: The rank.
+        after_loss: What the user is to do after rank 0 was lost.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, after_loss: str = START_AGAIN) -> None:
         self._rank = rank
+        self._after_loss = after_loss
         self._lost: str | None = None
         self._live: dict[int, _Share] = {}
         self._begun_max = self._joined = 0
@@ -71,11 +74,11 @@ class Member:
 
     # Events from the caller
 
-    def join(self, number: int, step: int) -> list[Action]:
+    def join(self, number: int, step: int, handle: str = "", background: int = 0) -> list[Action]:
         """The caller will take part in a commit. Finish follows, at the latest after ``begin`` or ``abort``."""
         self._begun_max = self._joined = number
         self._live[number] = _Share(step)
-        return self._end_if_lost(number) or [Send(0, Joining(number, step))]
+        return self._end_if_lost(number) or [Send(0, Joining(number, step, handle, background))]
 
     def begin(self, begin: Begin) -> list[Action]:
         """The caller takes part in a commit."""
@@ -158,6 +161,8 @@ class Member:
             return [message] if is_mine else []
         if isinstance(message, (Wanted, AllStaged)):
             return [message] if message.number in self._live else []
+        if isinstance(message, Awaited):
+            return [message] if message.number > self._begun_max else []
         return [message] if isinstance(message, Asked) else []
 
     def lost(self, how: str) -> list[Action]:
@@ -216,9 +221,9 @@ class Member:
             return [Finish(number, None, self._rank, of_rank(share.error, self._rank))]
         what = f"rank 0 {self._lost} before it acknowledged the commit of step {share.step}"
         what += ", which was not in the store then" if share.duty is Duty.LOOKING else ""
-        return [Finish(number, None, 0, rank_error(what, START_AGAIN, rank=0))]
+        return [Finish(number, None, 0, rank_error(what, self._after_loss, rank=0))]
 
     def _unanswered(self, topic: str) -> list[Action]:
         number = self._questions.pop(topic)
-        record = rank_error(f"rank 0 {self._lost} before it answered {topic!r}", START_AGAIN, rank=0)
+        record = rank_error(f"rank 0 {self._lost} before it answered {topic!r}", self._after_loss, rank=0)
         return [Agreed(topic, number, None, 0, record)]

@@ -37,10 +37,16 @@ class Begin(NamedTuple):
 
 
 class Joining(NamedTuple):
-    """A rank will take part in a commit. Begin follows when it has captured its state, for as long as it lives."""
+    """A rank will take part in a commit. Begin follows when it has captured its state, for as long as it lives.
+
+    ``handle`` is the store that a trainer has opened, and ``background`` how many commits its saver got there before.
+    Savers send neither.
+    """
 
     number: Count
     step: Count
+    handle: ShortText = ""
+    background: Count = 0
 
 
 class Content(NamedTuple):
@@ -135,6 +141,16 @@ class Asked(NamedTuple):
     number: Count
 
 
+class Awaited(NamedTuple):
+    """Rank 0: another rank has begun this commit, and this one has not for a while. The fields are those of Joining."""
+
+    number: Count
+    step: Count
+    rank: Count
+    handle: ShortText
+    background: Count
+
+
 class Agreed(NamedTuple):
     """Rank 0: the answer to a question, or why there is none. One of ``value`` and ``error`` is None."""
 
@@ -168,12 +184,12 @@ class Refused(NamedTuple):
 
 
 ToRank0 = Joining | Begin | Content | Staged | Part | Abort | Ask
-ToRank = Wanted | Write | AllStaged | More | Done | Failed | Asked | Agreed
+ToRank = Wanted | Write | AllStaged | More | Done | Failed | Asked | Agreed | Awaited
 Message = ToRank0 | ToRank | Beat | Bye | Welcome | Refused
 
 TO_RANK_0: tuple[type[Message], ...] = (Joining, Begin, Content, Staged, Part, Abort, Ask, Beat, Bye)
 TO_RANK: tuple[type[Message], ...] = (
-    *(Wanted, Write, AllStaged, More, Done, Failed, Asked, Agreed),
+    *(Wanted, Write, AllStaged, More, Done, Failed, Asked, Agreed, Awaited),
     *(Beat, Bye, Welcome, Refused),
 )
 
@@ -197,6 +213,7 @@ KINDS: dict[int, type[Message]] = {
     37: Failed,
     38: Asked,
     39: Agreed,
+    40: Awaited,
 }
 _NUMBER_OF = {kind: number for number, kind in KINDS.items()}
 

@@ -56,7 +56,7 @@ def open_record(
     store_id, problem = "" if record is None else record.store_id, None if error is None else record_of(error)
     found = _Found(store_id, run, str(backend.root), problem)
     try:
-        link.agree("open on all ranks", encode_inner(found), _require_same)
+        link.agree("open (the same store)", encode_inner(found), _require_same)
     except CkstoreError:
         # A rank's own error says more than what the others get.
         if error is not None:

@@ -28,13 +28,25 @@ from enum import IntEnum
 from ckstore.errors import counted
 from ckstore.format.error_records import ErrorRecord, cut_text
 from ckstore.hashing import digest_of
-from ckstore.ranks.actions import START_AGAIN, Action, Decide, Merge, Plan, Publish, Send, of_rank, rank_error
+from ckstore.ranks.actions import (
+    START_AGAIN,
+    Action,
+    Decide,
+    Merge,
+    Plan,
+    Publish,
+    Send,
+    of_rank,
+    other_calls_record,
+    rank_error,
+)
 from ckstore.ranks.messages import (
     Abort,
     Agreed,
     AllStaged,
     Ask,
     Asked,
+    Awaited,
     Begin,
     Content,
     Done,
@@ -50,6 +62,9 @@ from ckstore.ranks.messages import (
 
 JOIN_SECONDS = 60.0
 """How long ranks wait for one that does not take part."""
+
+NOTICE_SECONDS = 1.0
+"""After this time, ranks that have not begun a commit learn who has. One that has called commit_async reports it."""
 
 IN_FLIGHT_MAX = 2
 """Commits that may be unfinished at a time."""
@@ -82,6 +97,10 @@ class _Commit:
     answered_to: set[int] = field(default_factory=set)
     """Ranks that wait for the outcome."""
     step: int | None = None
+    first: tuple[int, Joining] | None = None
+    """The rank that joined first."""
+    has_noticed: bool = False
+    """Whether the missing ranks know who has begun."""
     joined: set[int] = field(default_factory=set)
     """Ranks that take part, and may still be capturing their state."""
     begun: dict[int, Begin] = field(default_factory=dict)
@@ -114,12 +133,21 @@ class Coordinator:
         world: Number of ranks.
         join_seconds: How long to wait for a rank that does not take part.
         in_flight_max: Commits that may be unfinished at a time.
+        after_loss: What the user is to do after a rank was lost.
     """
 
-    def __init__(self, world: int, *, join_seconds: float = JOIN_SECONDS, in_flight_max: int = IN_FLIGHT_MAX) -> None:
+    def __init__(
+        self,
+        world: int,
+        *,
+        join_seconds: float = JOIN_SECONDS,
+        in_flight_max: int = IN_FLIGHT_MAX,
+        after_loss: str = START_AGAIN,
+    ) -> None:
         self._world = world
         self._join_seconds = join_seconds
         self._in_flight_max = in_flight_max
+        self._after_loss = after_loss
         self._connected = {0}
         self._lost: dict[int, str] = {}
         self._live: dict[int, _Commit] = {}
@@ -183,7 +211,7 @@ class Coordinator:
             if self._needs(commit, rank):
                 actions += self._fail(commit, rank, self._lost_record(rank, _step_text(commit)))
         for topic, question in list(self._questions.items()):
-            actions += self._answer(topic, question.number, None, rank, self._lost_record(rank, f"{topic!r}"))
+            actions += self._answer(topic, question.number, None, rank, self._lost_record(rank, f"call {topic!r}"))
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -194,6 +222,9 @@ class Coordinator:
             if missing and self._is_over(commit.opened, now):
                 record = self._absent_record(missing, f"begin the {_step_text(commit)}", "call commit on every rank")
                 actions += self._fail(commit, missing[0], record)
+            elif missing and not commit.has_noticed and now - commit.opened >= NOTICE_SECONDS:
+                commit.has_noticed = True
+                actions += self._notice(commit, missing)
         for topic, question in list(self._questions.items()):
             missing = self._missing(question.values)
             if missing and not question.is_patient and self._is_over(question.opened, now):
@@ -308,7 +339,20 @@ class Coordinator:
             return actions
         commit.joined.add(rank)
         commit.step = joining.step if commit.step is None else commit.step
-        return self._fail_of_lost(commit) if self._lost else []
+        commit.first = commit.first or (rank, joining)
+        if self._lost:
+            return self._fail_of_lost(commit)
+        other, first = commit.first
+        if joining.handle == first.handle and joining.background != first.background:
+            counts = {other: first.background, rank: joining.background}
+            return self._fail(commit, None, other_calls_record(first.step, counts))
+        return []
+
+    def _notice(self, commit: _Commit, missing: Sequence[int]) -> list[Action]:
+        if commit.first is None or not commit.first[1].handle:
+            return []
+        rank, first = commit.first
+        return self._send(missing, Awaited(first.number, first.step, rank, first.handle, first.background))
 
     def _fail_of_lost(self, commit: _Commit) -> list[Action]:
         lost = next(iter(self._lost))
@@ -442,11 +486,13 @@ class Coordinator:
             others = [other for other in range(self._world) if other != rank]
             actions = self._send(others, Asked(ask.topic, ask.number))
         if question.number != ask.number or rank in question.values:
-            return self._send([rank], Agreed(ask.topic, ask.number, None, rank, _out_of_turn(rank, ask)))
+            is_late = ask.number < question.number
+            record = _late_record(rank) if is_late else _out_of_turn(rank, ask)
+            return self._send([rank], Agreed(ask.topic, ask.number, None, rank, record))
         question.values[rank] = ask.value
         if self._lost:
             lost = next(iter(self._lost))
-            return self._answer(ask.topic, ask.number, None, lost, self._lost_record(lost, f"{ask.topic!r}"))
+            return self._answer(ask.topic, ask.number, None, lost, self._lost_record(lost, f"call {ask.topic!r}"))
         if len(question.values) == self._world:
             values = tuple(question.values[other] for other in range(self._world))
             actions.append(Decide(ask.topic, ask.number, values))
@@ -471,7 +517,8 @@ class Coordinator:
         return now - opened >= self._join_seconds
 
     def _lost_record(self, rank: int, during: str) -> ErrorRecord:
-        return rank_error(f"rank {rank} {self._lost[rank]}: the {during} failed on all ranks", START_AGAIN, rank=rank)
+        what = f"rank {rank} {self._lost[rank]}: the {during} failed on all ranks"
+        return rank_error(what, self._after_loss, rank=rank)
 
     def _absent_record(self, missing: Sequence[int], verb: str, todo: str) -> ErrorRecord:
         names = ", ".join(str(rank) for rank in missing[:_NAMED_MAX])
@@ -495,7 +542,7 @@ def _out_of_turn(rank: int, message: Message) -> ErrorRecord:
 
 def _late_record(rank: int) -> ErrorRecord:
     return rank_error(
-        f"rank {rank} is behind the other ranks, which have ended this commit or question",
+        f"rank {rank} is behind the other ranks, for which this call has ended",
         "make the same calls in the same order on every rank",
         rank=rank,
     )

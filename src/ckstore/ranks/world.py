@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +35,11 @@ _OUTSIDE = "192.0.2.1"
 """An address for documentation (RFC 5737). Nothing is sent to it: the kernel only chooses the interface."""
 
 
+def _gone_error() -> UsageError:
+    what = "this ckstore.Ranks was closed, or this process is a fork of the one that made it"
+    return UsageError(what, todo="make another ckstore.Ranks on all ranks")
+
+
 class Listener:
     """Rank 0's socket until a link takes it over. A forked child closes its copy."""
 
@@ -47,14 +53,14 @@ class Listener:
     def fileno(self) -> int:
         """Return the descriptor of the socket, which stays here."""
         if self._end is None:
-            raise UsageError("this process is a fork, or the job was left", todo="make another ckstore.Ranks")
+            raise _gone_error()
         return self._end.fileno()
 
     def take(self) -> socket.socket:
         """Return the socket, which belongs to the caller from now on."""
         end, self._end = self._end, None
         if end is None:
-            raise UsageError("this process is a fork, or the job was left", todo="make another ckstore.Ranks")
+            raise _gone_error()
         self._close.detach()
         return end
 
@@ -85,11 +91,11 @@ class Ranks:
         rank: This rank, from 0.
         world: Number of ranks.
         address: Where rank 0 listens, as ``host:port``; several, separated by commas, if it is not clear which of them
-            the others can reach. Not needed with one rank.
+            the others can reach. Savers use the same hosts, and a free port. Not needed with one rank.
         token: A secret of the job, the same on every rank and new for every start. Not needed with one rank.
         per_rank: What a restore in another world does with values that differ between ranks. ``"own"``: each rank
             takes its own, and a rank without one is an error. ``"nearest"``: a new rank takes that of rank modulo saved
-            world. A function of rank, world and saved world returns the rank whose value to take.
+            world. A function of rank, world and saved world returns for each rank the one whose value to take.
         on_divergence: What a commit does if replicas of a tensor differ: ``"warn"`` or ``"raise"``.
         join_seconds: How long ranks wait for one that does not connect or does not take part.
     """
@@ -242,15 +248,20 @@ def addresses_of(text: str) -> list[Address]:
     return found
 
 
-def invite() -> tuple[Listener | None, bytes]:
-    """Listen on a free port, and return what others must know: an error as well, so that none waits forever."""
-    # On one machine, nobody else need be able to connect.
-    is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "-") == os.environ.get("WORLD_SIZE")
+def invite(hosts: Sequence[str] = ()) -> tuple[Listener | None, bytes]:
+    """Listen on a free port, and return what others must know: an error as well, so that none waits forever.
+
+    Args:
+        hosts: Where the others reach this machine; empty: find out.
+    """
+    if not hosts:
+        is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "-") == os.environ.get("WORLD_SIZE")
+        hosts = [_LOOPBACK] if is_one_host else _own_hosts()
     try:
-        listener = Listener(_listen(_LOOPBACK if is_one_host else "", 0))
+        # On one machine, nobody else need be able to connect.
+        listener = Listener(_listen(_LOOPBACK if set(hosts) == {_LOOPBACK} else "", 0))
     except RankError as error:
         return None, f"failed {error}".encode()[:_INVITATION_NBYTES]
-    hosts = [_LOOPBACK] if is_one_host else _own_hosts()
     places = ",".join(f"[{host}]:{listener.port}" if ":" in host else f"{host}:{listener.port}" for host in hosts)
     return listener, f"{secrets.token_hex(_TOKEN_NBYTES)} {places}".encode()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 import ckstore
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.errors import ConflictError, LeafTypeError, NotFoundError, RankError, UsageError
+from ckstore.errors import CapacityError, ConflictError, LeafTypeError, NotFoundError, RankError, UsageError
 from ckstore.io.local import LocalBackend
 from ckstore.ranks import opening
+from ckstore.ranks.work import Root
+from ckstore.state.capture import Captured
 from support.store_ranks import StoreRanks
 
 WORLD = 3
@@ -165,9 +168,10 @@ def test_rank_that_raises_before_the_commit(job):
     [
         (lambda store: store.commit({"w": WEIGHTS}, 5), "begin the commit of step 5"),
         (lambda store: store.restore(), "take part in 'restore'"),
+        (lambda store: store.restore(into={"w": torch.zeros(1000)}), "take part in 'restore'"),
         (lambda store: store.latest(), "take part in 'latest'"),
     ],
-    ids=["commit", "restore", "latest"],
+    ids=["commit", "restore", "restore into", "latest"],
 )
 def test_rank_that_makes_no_call(jobs, tmp_path, call, said):
     job = jobs(join_seconds=JOIN_SECONDS)
@@ -318,3 +322,24 @@ def test_clock_that_is_an_hour_off(jobs, tmp_path, wrong, seconds):
         store.gc({"keep_last": 1}, trash_for=0)
         assert torch.equal(store.restore()["w"], WEIGHTS + 2)
         assert store.verify("decode").is_clean
+
+
+def test_the_size_of_a_state_is_added_up_only_if_the_disk_is_full(job, monkeypatch):
+    asked = []
+
+    def nbytes(captured):
+        asked.append(1)
+        return 4000
+
+    def fail_once(commits, manifest, *args, **options):
+        monkeypatch.undo()
+        monkeypatch.setattr(Captured, "nbytes", property(nbytes))
+        raise CapacityError("the disk is full", errno=errno.ENOSPC)
+
+    monkeypatch.setattr(Captured, "nbytes", property(nbytes))
+    check_receipts(job.commit(state))
+    assert not asked
+    monkeypatch.setattr(Root, "publish", fail_once)
+    found = job.commit(state, lambda rank: 2)
+    check_errors(found, CapacityError, "the disk is full")
+    assert len(asked) == WORLD

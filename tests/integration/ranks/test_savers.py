@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.errors import CkstoreError, LeafTypeError, RankError
+from ckstore.errors import CkstoreError, LeafTypeError, RankError, UsageError
 from ckstore.ranks.link import listen
 from ckstore.ranks.savers import SaverJob, SaverLinks
 from ckstore.ranks.world import Listener, Ranks
@@ -42,10 +42,10 @@ def state_of(store):
     return {"w": np.arange(1000.0), "rank": repr(store)}
 
 
-def commit(store, step, state=None):
+def commit(store, step, state=None, policy=None):
     """Return the receipt of a background commit, or its error."""
     try:
-        return store.commit_async(state or state_of(store), step).result(QUICK_SECONDS)
+        return store.commit_async(state or state_of(store), step, policy=policy).result(QUICK_SECONDS)
     except (CkstoreError, TimeoutError) as error:
         return error
 
@@ -69,6 +69,16 @@ def test_the_first_call_may_fail_on_rank_0(stores):
     bad = {"w": object()}
     found = in_threads(stores, lambda store: commit(store, 1, bad if store is stores[0] else None))
     assert "rank 0" in str(found[1]), found
+    assert seqs_of(in_threads(stores, lambda store: commit(store, 2))) == [0, 0]
+
+
+def test_a_rank_that_could_skip_commits_is_refused_on_all_ranks(stores):
+    skipping = ckstore.Policy(on_busy="replace")
+    found = in_threads(stores, lambda store: commit(store, 1, policy=skipping if store is stores[1] else None))
+    for error in found:
+        assert isinstance(error, UsageError), error
+        assert "many ranks cannot commit with on_busy='replace'" in str(error)
+    assert "rank 1" in str(found[0])
     assert seqs_of(in_threads(stores, lambda store: commit(store, 2))) == [0, 0]
 
 
@@ -118,3 +128,43 @@ def wait_until(is_met, seconds=10.0):
     while not is_met():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_commit_and_commit_async_of_one_step_are_one_error_on_all_ranks(stores, waiting):
+    def call(store):
+        if store is not stores[waiting]:
+            return commit(store, 1)
+        try:
+            return store.commit(state_of(store), 1)
+        except CkstoreError as error:
+            return error
+
+    begun = time.monotonic()
+    for error in in_threads(stores, call):
+        assert isinstance(error, UsageError), error
+        text = f"rank {1 - waiting} called commit_async where rank {waiting} called commit for step 1"
+        assert text in str(error)
+        assert str(error).endswith("Make the same calls in the same order on every rank")
+    assert time.monotonic() - begun < QUICK_SECONDS
+    # The numbers of the commits are still in step.
+    assert seqs_of(in_threads(stores, lambda store: commit(store, 2))) == [0, 0]
+    assert seqs_of(in_threads(stores, lambda store: store.commit(state_of(store), 3))) == [1, 1]
+
+
+def test_all_ranks_make_the_same_last_commit_whatever_their_arenas_hold(stores):
+    assert not any(store._job.last_step().is_background for store in stores)
+    # The call of rank 1 fails before there is an arena.
+    in_threads(stores, lambda store: commit(store, 1, {"w": object()} if store is stores[1] else None))
+    assert [store.arena_nbytes > 0 for store in stores] == [True, False]
+    assert all(store._job.last_step().is_background for store in stores)
+
+
+def test_savers_that_lose_one_name_the_remedy_to_commit_again(links):
+    first = links[0].link_for(1)
+    for each in links[1:]:
+        each.link_for(1)
+    links[2].close()
+    wait_until(lambda: first.is_broken)
+    with pytest.raises(RankError, match=r"Commit again; if that fails, too, start the job again$"):
+        first.agree("step", b"", max)

@@ -14,10 +14,12 @@ import pytest
 
 import ckstore
 from ckstore.errors import RankError, UsageError
+from ckstore.ranks import world
 from ckstore.ranks.link import listen
 from ckstore.ranks.world import Ranks, addresses_of, invite
 from support import world_rank
 from support.link_rank import commit
+from support.thread_ranks import stores_of_ranks
 
 TOKEN = "0123456789abcdef"
 
@@ -80,7 +82,7 @@ def test_job_that_is_left_before_it_is_joined_keeps_no_port():
     ranks.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", listener.port))
-    with pytest.raises(UsageError, match="the job was left"):
+    with pytest.raises(UsageError, match=r"this ckstore\.Ranks was closed"):
         ranks.link()
 
 
@@ -113,6 +115,37 @@ def test_wrong_options_are_refused(options, text):
 
 def test_addresses():
     assert addresses_of("node17:29600, [fe80::1]:80") == [("node17", 29600), ("fe80::1", 80)]
+
+
+def test_savers_meet_at_the_hosts_that_were_given(monkeypatch):
+    monkeypatch.setattr(world, "_own_hosts", lambda: ["203.0.113.5"])
+    for hosts, bound in ((["127.0.0.1"], "127.0.0.1"), (["node17", "fe80::1"], "")):
+        bind = []
+        monkeypatch.setattr(
+            world, "listen", lambda host, port, bind=bind: bind.append(host) or listen("127.0.0.1", port)
+        )
+        listener, invitation = world.invite(hosts)
+        _, address = world.invited(invitation)
+        assert [host for host, _ in addresses_of(address)] == hosts
+        assert {port for _, port in addresses_of(address)} == {listener.port}
+        assert bind == [bound]
+        listener.close()
+
+
+def test_a_job_tells_its_savers_the_hosts_of_its_address(tmp_path):
+    with stores_of_ranks(tmp_path / "store", 2) as each:
+        doors = each(lambda rank: rank.store._job.saver_door)
+    assert {next(host for host, _ in addresses_of(door.job.address)) for door in doors} == {"127.0.0.1"}
+    assert {door.job.address.count(",") for door in doors} == {0}
+
+
+def test_a_single_rank_listens_nowhere_and_commits_in_the_background(tmp_path, monkeypatch):
+    monkeypatch.setattr(world, "listen", lambda host, port: pytest.fail("a socket was opened"))
+    ranks = Ranks(0, 1)
+    with ckstore.open(tmp_path / "store", ranks=ranks) as store:
+        assert store.commit({"a": 1}, 1).seq == 0
+        assert store.commit_async({"a": 2}, 2).result(60).seq == 1
+    ranks.close()
 
 
 def test_environment_must_be_complete(monkeypatch):

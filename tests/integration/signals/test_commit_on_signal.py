@@ -16,6 +16,7 @@ import pytest
 
 import ckstore
 from ckstore.errors import UsageError
+from ckstore.preemption import LastCommit
 
 
 def test_earlier_commit_of_the_step_does_not_count(disk_store):
@@ -77,6 +78,20 @@ def test_system_timeout_differs_from_deadline(disk_store, monkeypatch, is_done):
         assert last.check(3)
     # The running commit is not repeated at the same time.
     assert disk_store.steps() == ([3] if is_done else [])
+
+
+@pytest.mark.parametrize("is_background", [True, False])
+def test_ranks_that_agree_do_not_decide_by_their_own_arena(disk_store, monkeypatch, is_background):
+    calls = []
+    receipt = disk_store.commit({"a": 1}, 1)
+    pending = SimpleNamespace(result=lambda timeout=None: receipt, is_done=True)
+    monkeypatch.setattr(type(disk_store), "arena_nbytes", 0 if is_background else 1)
+    monkeypatch.setattr(disk_store, "commit", lambda *args, **options: calls.append(False) or receipt)
+    monkeypatch.setattr(disk_store, "commit_async", lambda *args, **options: calls.append(True) or pending)
+    agreement = SimpleNamespace(is_reached=lambda step, is_asked: True, is_background=is_background)
+    with LastCommit(disk_store, lambda: {"a": 1}, then="return", agreement=agreement) as last:
+        assert last.check(3)
+    assert calls == [is_background]
 
 
 def test_closing_store_stops_listening(folder, no_threads_left):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed.tensor import Shard
 
 import ckstore
-from ckstore.errors import BackendError, CkstoreError, RankError, UsageError
+from ckstore.errors import BackendError, CkstoreError, MalformedError, RankError, UnsupportedError, UsageError
+from ckstore.format.wire import SEAL_NBYTES, xxh3_64
 from ckstore.ranks.commits import RankCommits, find_attempt
+from ckstore.ranks.part import Part
 from ckstore.ranks.work import RankRequest, RankTools, decode_receipt
 from ckstore.results import Receipt
-from support.fake_ranks import mesh_of, rank_of, sharded
+from support.fake_ranks import mesh_of, placements_of, rank_of, sharded
 from support.rank_jobs import FAST, PlayedJob, open_repository
 from support.thread_ranks import ThreadJob
 
@@ -176,3 +180,47 @@ def test_different_tensors_of_two_meshes_under_one_path_are_refused(path):
         job.commit([stage(rank, 0 if rank < 2 else 100) for rank in range(4)], step=1)
     assert "layer" in str(caught.value)
     job.close()
+
+
+@pytest.mark.parametrize("placements", ["R", "S0"])
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_distributed_tensor_that_a_rank_of_its_mesh_lacks_is_named(path, placements, lacking):
+    def state(rank):
+        with rank_of(rank, 2):
+            tensors = {"w": torch.arange(64.0), "extra": torch.arange(64.0)}
+            mesh = mesh_of(2)
+            made = {name: sharded(each, mesh, placements_of(placements)) for name, each in tensors.items()}
+            return {"w": made["w"]} if rank == lacking else made
+
+    job = PlayedJob(path, 2)
+    with pytest.raises(UsageError, match=r"no rank contributes bytes .*: extra\. Let all ranks that hold a part"):
+        job.commit([state(rank) for rank in range(2)], step=1)
+    job.close()
+
+
+def test_a_message_that_contradicts_itself_names_the_rank_and_the_remedy(job, monkeypatch):
+    encode = Part.encode
+    monkeypatch.setattr(
+        Part, "encode", lambda part: encode(replace(part, attempt=bytes(16)) if part.rank == 2 else part)
+    )
+    for error in job.commit(states(), step=5):
+        assert isinstance(error, MalformedError)
+        assert "the part of rank 2 is missing, is of another attempt" in str(error)
+        assert str(error).endswith(". Report this")
+
+
+def test_a_part_record_of_a_newer_version_is_named_on_all_ranks(job, path, monkeypatch):
+    encode = Part.encode
+
+    def newer(part):
+        content = encode(part)
+        body = content[:8] + (2).to_bytes(2, "little") + content[10:-SEAL_NBYTES]
+        return body + xxh3_64(body).to_bytes(SEAL_NBYTES, "little") if part.rank == 2 else content
+
+    monkeypatch.setattr(Part, "encode", newer)
+    for error in job.commit(states(), step=5):
+        assert isinstance(error, UnsupportedError)
+        assert "rank 2 sends a part record of version 2, and this rank reads version 1: rank 0: rank 2. Use" in str(
+            error
+        )
+    assert ckstore.open(path).steps() == []

@@ -66,6 +66,13 @@ def in_threads(links, act):
     return [found[link.rank] for link in links]
 
 
+def wait_until(is_met, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not is_met():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def is_closed(end, seconds=5):
     """Whether the other side closes a connection in time."""
     end.settimeout(seconds)
@@ -300,6 +307,36 @@ def test_quiet_links_stay_open(hub, tmp_path):
     while time.monotonic() - begun < 2 * QUICK.silent_seconds:
         time.sleep(0.1)
     assert all(finish.receipt for finish in in_threads(links, lambda link: commit(link, 1, tmp_path)))
+
+
+def test_a_connection_that_is_lost_between_commits_is_logged_once_and_answered_quickly(hub, tmp_path, caplog):
+    _, links = hub(3)
+    (peer,) = links[1]._loop._peers.values()
+    peer.end.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(caplog.records) == 2)
+    found = sorted(record.getMessage() for record in caplog.records)
+    assert [text.partition(": ")[0] for text in found] == [
+        "rank 0 closed its connection",
+        "rank 1 closed its connection",
+    ]
+    assert {text.partition(": ")[2] for text in found} == {
+        "commits fail from now on. Start the job again; it continues from the newest checkpoint"
+    }
+    begun = time.monotonic()
+    for finish in in_threads(links, lambda link: commit(link, 1, tmp_path)):
+        assert "closed its connection" in finish.error.what
+        assert finish.error.todo.startswith("start the job again")
+    for error in in_threads(links, lambda link: link.agree("restore", b"", max)):
+        assert isinstance(error, RankError)
+    assert time.monotonic() - begun < QUICK.silent_seconds
+    assert len(caplog.records) == 2
+
+
+def test_a_rank_that_closes_its_store_is_not_logged(hub, caplog):
+    _, links = hub(2)
+    links[1].close()
+    wait_until(lambda: links[0].is_broken)
+    assert not caplog.records
 
 
 # Forks and the end

@@ -23,6 +23,8 @@ SAMPLES = [
     messages.Wanted(1, (b"a" * 32,)),
     messages.Write(1, None),
     messages.Joining(1, 100),
+    messages.Joining(1, 100, "handle 0", 7),
+    messages.Awaited(1, 100, 3, "handle 0", 7),
     messages.Write(1, b"spans"),
     messages.AllStaged(1),
     messages.More(1, 1, b"more"),
@@ -55,7 +57,7 @@ def test_numbers_of_kinds_are_fixed():
     found = {number: kind.__name__ for number, kind in KINDS.items()}
     first = {1: "Beat", 2: "Bye", 3: "Welcome", 4: "Refused", 16: "Begin", 17: "Content", 18: "Staged", 19: "Part"}
     later = {20: "Abort", 21: "Ask", 32: "Wanted", 33: "Write", 34: "AllStaged", 35: "More", 36: "Done", 37: "Failed"}
-    assert found == {**first, **later, 22: "Joining", 38: "Asked", 39: "Agreed"}
+    assert found == {**first, **later, 22: "Joining", 38: "Asked", 39: "Agreed", 40: "Awaited"}
 
 
 def test_unknown_kind_names_rank_and_version():

@@ -12,6 +12,7 @@ from ckstore.ranks.messages import (
     Abort,
     Agreed,
     Ask,
+    Awaited,
     Begin,
     Content,
     Done,
@@ -255,6 +256,65 @@ def test_a_commit_that_fails_during_the_capture_ends_once():
     assert member.begin(begin()) == []
     assert member.abort(1, 100, RECORD) == []
     assert member.begin(begin(2)) == [Send(0, begin(2))]
+
+
+def test_ranks_that_are_missing_for_a_while_get_a_message_who_has_begun():
+    coordinator = Coordinator(3, join_seconds=60.0)
+    coordinator.received(1, Joining(1, 100, "handle 0", 4), 0.0)
+    assert coordinator.tick(0.9) == []
+    assert coordinator.tick(1.0) == [Send(rank, Awaited(1, 100, 1, "handle 0", 4)) for rank in (0, 2)]
+    assert coordinator.tick(59.0) == []
+    ranks, _ = failures(coordinator.tick(60.0))
+    assert ranks == [1]
+
+
+def test_savers_that_are_missing_get_no_message():
+    coordinator = Coordinator(2, join_seconds=60.0)
+    coordinator.received(1, Joining(1, 100), 0.0)
+    assert coordinator.tick(30.0) == []
+
+
+def test_ranks_that_called_commit_async_a_different_number_of_times_are_named():
+    coordinator = Coordinator(2)
+    coordinator.received(1, Joining(1, 100, "handle 0", 4), 0.0)
+    ranks, error = failures(coordinator.received(0, Joining(1, 100, "handle 0", 5), 0.0))
+    assert (ranks, error.kind, error.facts) == ([0, 1], "UsageError", {"ranks": ["0", "1"], "background_calls": 5})
+    assert error.what == "rank 0 called commit_async where rank 1 called commit for step 100"
+
+
+def test_a_member_ignores_that_others_wait_for_a_commit_that_it_has_begun():
+    member = Member(1)
+    waiting = Awaited(1, 100, 0, "handle 0", 0)
+    assert member.received(waiting) == [waiting]
+    member.join(1, 100)
+    assert member.received(waiting) == []
+
+
+def test_a_rank_that_asks_less_often_than_the_others_is_late():
+    coordinator = Coordinator(2, join_seconds=60.0)
+    coordinator.received(0, Ask("restore", 1, b""), 0.0)
+    coordinator.tick(60.0)
+    coordinator.received(0, Ask("restore", 2, b""), 61.0)
+    [answer] = coordinator.received(1, Ask("restore", 1, b""), 62.0)
+    assert answer.message.error.what == "rank 1 is behind the other ranks, for which this call has ended"
+    assert answer.message.error.todo == "make the same calls in the same order on every rank"
+
+
+def test_what_to_do_after_a_loss_is_said_by_both_sides():
+    coordinator, member = Coordinator(2, after_loss="commit again"), Member(1, after_loss="commit again")
+    coordinator.received(0, begin(), 0.0)
+    member.begin(begin())
+    member.ask("restore", 1, b"")
+    _, error = failures(coordinator.lost(1, "closed its connection"))
+    finish, answer = member.lost("closed its connection")
+    assert {error.todo, finish.error.todo, answer.error.todo} == {"commit again"}
+
+
+def test_a_lost_call_is_named():
+    coordinator = Coordinator(2)
+    coordinator.received(0, Ask("restore", 1, b""), 0.0)
+    [answer] = coordinator.lost(1, "closed its connection")
+    assert answer.message.error.what == "rank 1 closed its connection: the call 'restore' failed on all ranks"
 
 
 def test_the_rank_that_was_lost_first_is_named():
