@@ -862,7 +862,7 @@ class Store:
             self._check_open()
             self._reclaim_lease()
             rewind = partial(history.rewind, self._repository, ref)
-            manifest = rewind() if self._job is None else self._job.published_by_first("rewind", rewind)
+            manifest = rewind() if self._job is None else self._job.rewind(ref, rewind)
             self._use_as_base(manifest)
             self._continue_from(manifest.header.seq, self._fingerprint)
             return self._info(manifest.header)

@@ -90,6 +90,8 @@ class RankCommits:
             self._root = Root(tools.repository, known, on_divergence=on_divergence)
         self.failure: ErrorRecord | None = None
         """Why the last commit failed: the same on all ranks. None: it succeeded, or its end is not known."""
+        self.share_nbytes: int | None = None
+        """Bytes of the state that this rank had to write in the last commit. None: that was not planned."""
 
     def commit(
         self,
@@ -126,7 +128,7 @@ class RankCommits:
         try:
             return self._committed(commit, policy, make_request, staging, take_run)
         finally:
-            self.failure = commit.failure
+            self.failure, self.share_nbytes = commit.failure, commit.share_nbytes
 
     def _committed(
         self,
@@ -186,6 +188,11 @@ class _RankCommit:
         self._staging: Staging | None = None
         self._may_be_visible = False
         self.failure: ErrorRecord | None = None
+
+    @property
+    def share_nbytes(self) -> int | None:
+        """Bytes of the state that this rank has to write. None: that was not planned yet."""
+        return None if self._work is None else self._work.share_nbytes
 
     def begin(self, request: RankRequest, facts: dict[str, str], staging: Staging | None) -> None:
         """Take part in the commit."""

@@ -199,7 +199,7 @@ class Job:
         except CkstoreError as error:
             while self._calls.background < self._calls_of_others():
                 background().decline(step, policy, error)
-            if not self._has_removed_cause(step, captured):
+            if not self._has_removed_cause(step, self._nbytes_of(captured)):
                 raise
         return self._commits.commit(step, policy, make_request)
 
@@ -209,14 +209,20 @@ class Job:
         count = 0 if failure is None else failure.facts.get(BACKGROUND_CALLS)
         return count if isinstance(count, int) else 0
 
-    def _has_removed_cause(self, step: int, captured: Captured | None) -> bool:
+    def _nbytes_of(self, captured: Captured | None) -> int:
+        """Return how much this rank had to write; how much it holds, if the commit failed before that was planned."""
+        nbytes = self._commits.share_nbytes
+        if nbytes is None:
+            nbytes = 0 if captured is None else captured.nbytes
+        return nbytes
+
+    def _has_removed_cause(self, step: int, nbytes: int) -> bool:
         """Return whether a failed commit may succeed now; the same on all ranks, whatever each of them raises."""
         failure = self._commits.failure
         if failure is None:
             return False
         if failure.kind == "CapacityError":
             error = restored_error(failure, source="the job", other=CkstoreError)
-            nbytes = 0 if captured is None else captured.nbytes
             return isinstance(error, CapacityError) and self._has_made_room(nbytes, error)
         names = failure.facts.get("pack_ids")
         if failure.kind != "ConflictError" or not isinstance(names, list):
@@ -253,14 +259,19 @@ class Job:
         seq = self._link.agree("latest", b"", find)
         return self._manifest_of(int(seq)).header if seq else None
 
-    def published_by_first(self, topic: str, publish: Callable[[], Manifest]) -> Manifest:
-        """Have rank 0 publish a checkpoint. Return its manifest on all ranks.
+    def rewind(self, ref: Reference, publish: Callable[[], Manifest]) -> Manifest:
+        """Have rank 0 publish an old entry again. Return its manifest on all ranks.
 
         Args:
-            topic: What is done, for messages.
+            ref: The entry, the same on all ranks.
             publish: Publishes it. Called on rank 0; what it raises is raised on all ranks.
         """
-        return self._manifest_of(int(self._link.agree(topic, b"", lambda values: str(publish().header.seq).encode())))
+
+        def decide(values: tuple[bytes, ...]) -> bytes:
+            _require_same("rewind", values)
+            return str(publish().header.seq).encode()
+
+        return self._manifest_of(int(self._link.agree("rewind", str(ref).encode(), decide)))
 
     def _manifest_of(self, seq: int) -> Manifest:
         """Return the manifest of a seq that rank 0 sees."""
@@ -280,10 +291,9 @@ class Job:
             CkstoreError: As for ``Store.restore``, on all ranks.
         """
         tried: list[int] = []
+        asked = f"{ref}{', fallback=True' if fallback else ''}".encode()
         while True:
-            seq = int(
-                self._link.agree("restore", encode_inner(str(ref)), lambda values: self._choose(ref, values, tried))
-            )
+            seq = int(self._link.agree("restore", asked, lambda values: self._choose(ref, values, tried)))
             tried.append(seq)
             restored, error = self._try_restore(policy, seq, request)
             problem = b"" if error is None else encode_inner(record_of(error))
@@ -302,14 +312,7 @@ class Job:
 
     def _choose(self, ref: Reference | None, values: tuple[bytes, ...], tried: Sequence[int]) -> bytes:
         """Rank 0: return the seq of the checkpoint to restore."""
-        asked = [decode_inner(value, str) for value in values]
-        other = next((rank for rank, each in enumerate(asked) if each != asked[0]), None)
-        if other is not None:
-            raise UsageError(
-                f"ranks restore different checkpoints: rank 0 {asked[0]}, rank {other} {asked[other]}",
-                todo="call restore with the same reference on all ranks",
-                ranks=[0, other],
-            )
+        _require_same("restore", values)
         repository = self._repository
         repository.wait_for_orphan()
         if tried:
@@ -353,6 +356,21 @@ class Job:
                     todo="check that all hosts have mounted the same store",
                 )
             clock.sleep(opening.LOOK_SECONDS)
+
+
+def _require_same(call: str, values: tuple[bytes, ...]) -> None:
+    """Refuse a call that names different checkpoints on some ranks.
+
+    Raises:
+        UsageError: The values differ.
+    """
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"ranks {call} different checkpoints: rank 0 {values[0].decode()}, rank {other} {values[other].decode()}",
+            todo=f"call {call} with the same arguments on all ranks",
+            ranks=[0, other],
+        )
 
 
 def _first_problem(values: tuple[bytes, ...]) -> bytes:

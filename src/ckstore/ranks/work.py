@@ -130,6 +130,11 @@ class RankWork:
         """The digests of the encoded skeleton and holdings."""
         return digest_of(self._encoded_skeleton), self._holdings.digest
 
+    @property
+    def share_nbytes(self) -> int | None:
+        """Bytes of the state that this rank writes. None: ``write`` was not called."""
+        return None if self._share is None else sum(held.nbytes for held in self._share.owned)
+
     def content(self, digest: bytes) -> bytes:
         """Return what one of the digests stands for."""
         return self._holdings.encoded if digest == self._holdings.digest else self._encoded_skeleton
@@ -144,6 +149,7 @@ class RankWork:
         tools, request = self._tools, self._request
         state = request.state
         share = state.captured.structure.once(("share", spans), lambda: Share.of(state, decode_spans(spans)))
+        self._share = share
         tools.repository.prepare_run()
         tools.bases.begin(request.policy.base_cache_nbytes_max if request.policy.base_cache == "memory" else 0)
         refresh_bases(tools.repository, tools.bases)
@@ -154,7 +160,6 @@ class RankWork:
                 *checks_of_owned(state, share, unpublished.plan, unpublished.stored, limits),
                 *checks_of_rest(state, share.rest, limits, turn=int.from_bytes(self._attempt[:4], "little")),
             ]
-        self._share = share
         self._part = self._made_part(unpublished, share, checks, state.captured.warnings)
         return self._part.encode()
 

@@ -12,9 +12,9 @@ import ckstore
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CapacityError, ConflictError, LeafTypeError, NotFoundError, RankError, UsageError
 from ckstore.io.local import LocalBackend
+from ckstore.ops import commit
 from ckstore.ranks import opening
 from ckstore.ranks.work import Root
-from ckstore.state.capture import Captured
 from support.store_ranks import StoreRanks
 
 WORLD = 3
@@ -232,7 +232,12 @@ def test_ranks_that_restore_different_checkpoints(job):
     for step in (1, 2):
         check_receipts(job.commit(state, lambda rank, step=step: step))
     found = job.stores_do(lambda store, rank: store.restore("seq:0" if rank else "latest"))
-    check_errors(found, UsageError, "rank 0 latest, rank 1 seq:0", "the same reference on all ranks")
+    check_errors(found, UsageError, "rank 0 latest, rank 1 seq:0", "with the same arguments on all ranks")
+    found = job.stores_do(lambda store, rank: store.restore(fallback=rank == 2))
+    check_errors(found, UsageError, "rank 0 None, rank 2 None, fallback=True")
+    found = job.stores_do(lambda store, rank: store.rewind("seq:1" if rank == 1 else "seq:0"))
+    check_errors(found, UsageError, "ranks rewind different checkpoints: rank 0 seq:0, rank 1 seq:1")
+    assert {info.seq for info in job.stores_do(lambda store, rank: store.rewind("seq:0"))} == {2}
 
 
 def test_state_that_does_not_fit_on_one_rank(job):
@@ -324,22 +329,27 @@ def test_clock_that_is_an_hour_off(jobs, tmp_path, wrong, seconds):
         assert store.verify("decode").is_clean
 
 
-def test_the_size_of_a_state_is_added_up_only_if_the_disk_is_full(job, monkeypatch):
-    asked = []
+def test_room_is_made_for_what_all_ranks_write_and_not_for_each_replica(job, monkeypatch):
+    wanted = []
 
-    def nbytes(captured):
-        asked.append(1)
-        return 4000
+    def room_after(repository, nbytes, error):
+        wanted.append(nbytes)
+        raise error
 
-    def fail_once(commits, manifest, *args, **options):
-        monkeypatch.undo()
-        monkeypatch.setattr(Captured, "nbytes", property(nbytes))
+    def fail(root, request, watch):
         raise CapacityError("the disk is full", errno=errno.ENOSPC)
 
-    monkeypatch.setattr(Captured, "nbytes", property(nbytes))
-    check_receipts(job.commit(state))
-    assert not asked
-    monkeypatch.setattr(Root, "publish", fail_once)
-    found = job.commit(state, lambda rank: 2)
+    monkeypatch.setattr(commit, "room_after", room_after)
+    monkeypatch.setattr(Root, "publish", fail)
+    found = job.commit(lambda rank: {"w": WEIGHTS, "own": ckstore.PerRank(torch.full((100,), rank))})
     check_errors(found, CapacityError, "the disk is full")
-    assert len(asked) == WORLD
+    assert wanted == [WEIGHTS.nbytes + WORLD * 800]
+    # Nothing is planned yet.
+    monkeypatch.setattr(Root, "plan", fail_to_plan)
+    found = job.commit(state, lambda rank: 2)
+    check_errors(found, CapacityError, "no space for a plan")
+    assert wanted[1:] == [WORLD * WEIGHTS.nbytes]
+
+
+def fail_to_plan(root, digests, contents):
+    raise CapacityError("no space for a plan", errno=errno.ENOSPC)
