@@ -307,7 +307,7 @@ def numbered(ids: Rows) -> NDArray[np.int64]:
     if not len(ids):
         return np.zeros(0, np.int64)
     words = np.ascontiguousarray(ids).view(np.uint64).reshape(len(ids), -1)
-    order = np.argsort(words[:, 0], kind="stable")
+    order = np.argsort(words[:, 0])
     first = words[order, 0]
     is_new = np.append(True, first[1:] != first[:-1])
     again = np.flatnonzero(~is_new)

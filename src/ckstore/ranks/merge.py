@@ -263,7 +263,9 @@ def _merged_chunks(parts: Sequence[Part], is_used: NDArray[np.bool_]) -> tuple[R
 def _distinct(ids: Rows) -> tuple[Numbers, Numbers]:
     """Return the first row of each distinct id, ascending, and for each row the place of its id among them."""
     numbers = numbered(ids)
-    _, first = np.unique(numbers, return_index=True)
+    first = np.empty(int(numbers.max(initial=-1)) + 1, np.int64)
+    # The last assignment counts: that of the first row.
+    first[numbers[::-1]] = np.arange(len(numbers))[::-1]
     chosen = np.sort(first)
     place = np.empty(len(chosen), np.int64)
     place[numbers[chosen]] = np.arange(len(chosen))
