@@ -88,7 +88,10 @@ def test_table_has_one_row_for_each_layout():
         "unit": "highest / mean",
         "setting": {},
         "machine": {"processor": "P", "cores": 2},
-        "participants": {"L, 8B: DCP": {"median": 1.2345}, "L, 8B: ckstore": {"median": 1.0}},
+        "participants": {
+            "L, 8B: DCP": {"median": 1.2345, "samples": [{"value": 1.2345}]},
+            "L, 8B: ckstore": {"median": 1.0, "samples": [{"value": 1.0}]},
+        },
         "not_available": {},
     }
     text = table_cases.make_tables([record], ["ranks_balance"])
