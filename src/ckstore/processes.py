@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import select
 import signal
@@ -145,6 +146,9 @@ PROC = Path("/proc")
 _PID_MAX = (1 << 31) - 1
 """Largest pid that system calls accept."""
 
+_LOOK_SECONDS, _GAP_SECONDS_MAX = 0.25, 1.0
+"""How often a ``StopTimer`` reads /proc, and how much of a longer gap it counts."""
+
 
 class RecordedProcess(Protocol):
     """The fields of a record that identify the process that wrote it."""
@@ -226,6 +230,37 @@ def is_stopped(pid: int) -> bool:
     """Whether a process was stopped by a signal and waits for SIGCONT."""
     fields = _stat_of(pid)
     return fields is not None and fields[0] in {"T", "t"}
+
+
+class StopTimer:
+    """Measures how long another process has been stopped by a signal, without a break.
+
+    Time in which nobody asks does not count: then this process was stopped, too, and perhaps the whole job. Where /proc
+    cannot be used, a process is never stopped.
+
+    Args:
+        pid: The process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._seconds = 0.0
+        self._was_stopped = False
+        self._looked_at = -math.inf
+
+    def seconds(self, now: float) -> float:
+        """Return how long it has been stopped. Ask about every second; asking more often costs nothing.
+
+        Args:
+            now: Monotonic time in seconds.
+        """
+        elapsed = now - self._looked_at
+        if elapsed >= _LOOK_SECONDS:
+            self._looked_at = now
+            was_stopped, self._was_stopped = self._was_stopped, is_stopped(self._pid)
+            is_still_stopped = was_stopped and self._was_stopped
+            self._seconds = self._seconds + min(elapsed, _GAP_SECONDS_MAX) if is_still_stopped else 0.0
+        return self._seconds
 
 
 def proc_is_ours() -> bool:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckstore.clock import Clock
-from ckstore.errors import BackendError, CapacityError, CorruptError
+from ckstore.errors import BackendError, CapacityError, ConflictError, CorruptError
 from ckstore.format import paths
 from ckstore.format.records import LeaseRecord, decode_record
 from ckstore.io.backend import Backend
-from ckstore.processes import is_running, is_stopped, owner_is_running, process_started
+from ckstore.processes import StopTimer, is_running, is_stopped, owner_is_running, process_started
 
 _log = logging.getLogger("ckstore")
 
@@ -112,6 +112,8 @@ class Orphans:
     def __init__(self, backend: Backend, run: str, clock: Clock, *, stale_seconds: float) -> None:
         self.awaited_step: int | None = None
         """The step that the last awaited orphan was to publish."""
+        self.stopped_seconds_max: float | None = None
+        """How long to wait for an orphan of this machine that is stopped by a signal. None: no limit."""
         self._backend = backend
         self._run = run
         self._location = backend.location_of(paths.lease_name(run))
@@ -125,6 +127,9 @@ class Orphans:
 
         Returns:
             Whether there was an orphan.
+
+        Raises:
+            ConflictError: The orphan was stopped for ``stopped_seconds_max``.
         """
         was_dropped = self.wait_for_dropped()
         orphan = read_lease(self._backend, self._run)
@@ -191,11 +196,20 @@ class Orphans:
 
     def _wait_for(self, is_active: Callable[[], bool], pid: int, what: str, *, host: str = "") -> None:
         begun, report_count = self._clock.monotonic(), 0
+        timer, limit = StopTimer(pid), None if host else self.stopped_seconds_max
         where = f"pid {pid} on host {host}" if host else f"pid {pid}"
         _log.warning("run %r: waiting for the saver (%s) %s", self._run, where, what)
         while is_active():
             self._clock.sleep(POLL_ELSEWHERE_SECONDS if host else POLL_SECONDS)
-            waited = self._clock.monotonic() - begun
+            now = self._clock.monotonic()
+            if limit is not None and timer.seconds(now) >= limit:
+                raise ConflictError(
+                    f"run {self._run!r}: the saver ({where}) {what} is stopped",
+                    where=self._location,
+                    todo="send it SIGCONT or kill it, then start the job again",
+                    pid=pid,
+                )
+            waited = now - begun
             if waited >= (report_count + 1) * PATIENCE_SECONDS:
                 report_count += 1
                 stopped = "; it is stopped: resume it with SIGCONT" if not host and is_stopped(pid) else ""

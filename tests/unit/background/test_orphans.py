@@ -7,7 +7,9 @@ import os
 
 import pytest
 
+from ckstore import processes
 from ckstore._testing import repository_of
+from ckstore.errors import ConflictError
 from ckstore.format import paths
 from ckstore.format.records import LeaseRecord, encode_record
 from ckstore.processes import boot_identity, process_started
@@ -82,6 +84,23 @@ def test_wait_for_an_orphan_is_logged_repeatedly(store, backend, clock, caplog):
         assert Lease(backend, "main", clock).wait_for_orphan()
     assert caplog.text.count("to publish step 5") == 1
     assert caplog.text.count("still waiting for the saver") == 2
+
+
+def test_a_stopped_orphan_is_named_where_others_wait(store, backend, clock, monkeypatch):
+    store.commit({"a": 1}, 1)
+    repository_of(store).lease.release()
+    put_holder(backend)
+    monkeypatch.setattr(processes, "is_stopped", lambda pid: True)
+    lease = Lease(backend, "main", clock)
+    lease.orphans.stopped_seconds_max = 15.0
+    with pytest.raises(ConflictError, match="to publish step 5 is stopped") as caught:
+        lease.wait_for_orphan()
+    assert caught.value.pid == os.getppid()
+    assert 15 <= clock.slept <= 17
+    # One that is slow is waited for.
+    monkeypatch.setattr(processes, "is_stopped", lambda pid: False)
+    clock.on_sleep = lambda: clock.slept > 60 and backend.unlink(paths.lease_name("main"))
+    assert lease.wait_for_orphan()
 
 
 def test_purpose_round_trips():

@@ -13,7 +13,15 @@ import pytest
 from ckstore import processes
 from ckstore.background.protocol import ProcessWatch
 from ckstore.background.saver.server import Priority
-from ckstore.processes import boot_identity, is_running, is_stopped, owner_is_running, proc_is_ours, process_started
+from ckstore.processes import (
+    StopTimer,
+    boot_identity,
+    is_running,
+    is_stopped,
+    owner_is_running,
+    proc_is_ours,
+    process_started,
+)
 
 STAT = "{pid} (a) b) {state} " + " ".join(["0"] * 18) + " {started} 0 0\n"
 
@@ -107,6 +115,20 @@ def test_stopped_process_is_alive():
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         assert is_stopped(process.pid)
         assert is_running(process.pid, started) is True
+        process.kill()
+
+
+def test_stops_are_timed():
+    with subprocess.Popen(["sleep", "600"]) as process:
+        timer = StopTimer(process.pid)
+        assert [timer.seconds(now) for now in (0.0, 1.0)] == [0.0, 0.0]
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        # From the first call that finds it stopped, and at most a second for each call.
+        assert [timer.seconds(now) for now in (2.0, 3.0, 3.1, 4.0, 60.0)] == [0.0, 1.0, 1.0, 2.0, 3.0]
+        process.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
+        assert timer.seconds(61.0) == 0.0
         process.kill()
 
 
