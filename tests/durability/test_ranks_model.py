@@ -37,6 +37,8 @@ QUICK = [
     (Setting(late=1, **DEATH), 147),
     (Setting(commits=0, asks=True, **DEATH), 387),
     (Setting(commits=0, asks=True, **CUT), 518),
+    (Setting(leaves=2), 138),
+    (Setting(leaves=0), 224),
 ]
 DEEP = [
     (Setting(is_async=True), 1700),
@@ -48,6 +50,9 @@ DEEP = [
     (Setting(more_for=1, cuts=1, failures=1), 20961),
     (Setting(commits=0, asks=True, deaths=1, cuts=1), 3453),
     (Setting(commits=2, changes_layout=True), 1517),
+    (Setting(leaves=1, **DEATH), 2877),
+    (Setting(leaves=1, **CUT), 3931),
+    (Setting(commits=2, layouts=SAME, leaves=1), 5499),
     (Setting(commits=2, layouts=SAME, **DEATH), 23177),
     (Setting(commits=2, layouts=SAME, **CUT), 37062),
     (Setting(commits=2, layouts=SAME, **FAILURE), 42889),
@@ -101,6 +106,14 @@ MUTANTS = [
         Setting(commits=0, asks=True, late=2),
         "self._is_over(question.opened, now)",
         "False",
+    ),
+    ("the loss of a trainer is not reported", Setting(leaves=2), "return [Send(0, Left(rank, how))]", "return []"),
+    ("a rank that has left is waited for", Setting(leaves=2), "if gone is not None:", "if False:"),
+    (
+        "a saver does not outlive its trainer",
+        Setting(leaves=2),
+        "in missing if self._has_left",
+        "in range(3) if self._has_left",
     ),
     ("steps are not compared", Setting(steps=(10, 10, 11)), "if other is not None and (record", "if False and (record"),
     (

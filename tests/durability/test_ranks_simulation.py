@@ -24,7 +24,8 @@ def faults_of(seed):
         source.choice(one),
         source.choice((0,) * 7 + (1,)),
     )
-    return Faults(*kinds, rank_0=source.random() < 0.5)
+    rank_0 = source.random() < 0.5
+    return Faults(*kinds, leaves=source.choice((0,) * 5 + (1,)), rank_0=rank_0)
 
 
 def play(seed, world, **options):
@@ -77,6 +78,7 @@ def test_many_ranks_send_few_messages():
         ("if self._needs(commit, rank):", "if False:"),
         ("if share.duty is Duty.SENT:", "if False:"),
         ("return None, self._send([rank], late)", "return None, []"),
+        ("if gone is not None:", "if False:"),
         ("self._send(sorted(commit.answered_to), outcome)", "self._send([0], outcome)"),
         (
             "lost = next(iter(self._lost))\n        return self._fail(commit, lost,",

@@ -34,6 +34,7 @@ from ckstore.format.records import encode_inner
 from ckstore.hashing import digest_of
 from ckstore.ranks import member, messages, protocol
 from ckstore.ranks.actions import Finish, Send
+from ckstore.ranks.protocol import LEAVE_SECONDS
 
 WORLD = 3
 STATES_MAX = 400_000
@@ -69,6 +70,8 @@ class Setting(NamedTuple):
     """This rank must write more in the first commit."""
     late: int | None = None
     """This rank begins only after the others have waited too long."""
+    leaves: int | None = None
+    """The trainer of this rank is lost, and the next rank says so. Its saver may have begun a commit before."""
     asks: bool = False
     deaths: int = 0
     cuts: int = 0
@@ -142,7 +145,7 @@ class Job:
         self.staged: frozenset = frozenset()
         self.known: frozenset = frozenset()
         self.faults: tuple = ()
-        self.is_late = False
+        self.is_late = self.has_left = False
 
     def copy(self) -> Job:
         other = object.__new__(Job)
@@ -181,16 +184,32 @@ class Job:
             return
         other = self.copy()
         other.is_late = True
-        if self.is_up[0]:
-            other._do(0, other.coordinator.tick(LATER))
+        if other.is_up[0]:
+            other._tick(LATER)
         yield "a minute passes", other
+
+    def _tick(self, now: float) -> None:
+        self._do(0, self.coordinator.tick(now))
+
+    def _leave_time_matters(self) -> bool:
+        """Whether something happens if three seconds pass now. All messages arrive before."""
+        queues = [*self.to_rank_0, *self.from_rank_0]
+        if not self.has_left or not self.is_up[0] or any(each != CLOSED for queue in queues for each in queue):
+            return False
+        return bool(copied(self.coordinator).tick(LEAVE_SECONDS))
+
+    def _leave(self) -> None:
+        self.has_left = True
+        other = (self.setting.leaves + 1) % WORLD
+        if self.is_up[other]:
+            self._do(other, self.members[other].left(self.setting.leaves, "has ended"))
 
     def _ordinary(self):
         setting = self.setting
         for rank in range(WORLD):
             if not self.is_up[rank]:
                 continue
-            may_begin = rank != setting.late or self.is_late
+            may_begin = (rank != setting.late or self.is_late) and not (rank == setting.leaves and self.has_left)
             if may_begin and self.begun[rank] < setting.commits and len(self._open(rank)) < 2:
                 yield f"rank {rank} begins", lambda job, rank=rank: job._begin(rank)
             if setting.asks and not self.asked[rank] and may_begin:
@@ -203,6 +222,10 @@ class Job:
             if self.duties[rank]:
                 name = type(self.duties[rank][0]).__name__
                 yield f"rank {rank} does {name}", lambda job, rank=rank: job._work(rank)
+        if setting.leaves is not None and not self.has_left:
+            yield f"the trainer of rank {setting.leaves} is lost", lambda job: job._leave()
+        if self._leave_time_matters():
+            yield "three seconds pass", lambda job: job._tick(LEAVE_SECONDS)
         for rank in range(1, WORLD):
             if self.is_up[0] and self.to_rank_0[rank]:
                 yield f"from {rank}: {_name(self.to_rank_0[rank][0])}", lambda job, rank=rank: job._arrive(rank, 0)
@@ -424,7 +447,9 @@ class Job:
                 raise Violation(f"rank {rank} waits forever for an answer")
         self._check_same(up)
         causes = {rank for _, rank in self.faults}
+        leaves = self.setting.leaves
         is_sound = len(set(self.setting.steps)) == 1 and self.setting.late is None
+        is_sound = is_sound and (leaves is None or self.begun[leaves] == self.setting.commits)
         if self.setting.late is not None and not self.faults:
             self._check_late()
         for (rank, number), (is_done, cause, text) in self.outcomes.items():
@@ -464,7 +489,7 @@ class Job:
             if not self.faults and not ("step is" in text and "11 on rank" in text and "12 on rank" in text):
                 raise Violation(f"different steps are not named: {text}")
             return
-        causes = causes | ({self.setting.late} - {None})
+        causes = causes | ({self.setting.late, self.setting.leaves} - {None})
         if self.members[rank]._lost is not None:
             # A rank whose connection was cut has lost rank 0.
             causes = causes | {0}

@@ -36,6 +36,8 @@ class Faults(NamedTuple):
     cuts: int = 0
     failures: int = 0
     absences: int = 0
+    leaves: int = 0
+    """A rank that joins no commit any more, because its trainer is lost, as the trainers of others notice."""
     rank_0: bool = False
     """Whether rank 0 may be hit, too."""
 
@@ -69,6 +71,7 @@ class Simulation:
         self.dead: set[int] = set()
         self.is_cut: set[int] = set()
         self.absent: set[int] = set()
+        self.left: set[int] = set()
         self.stopped_until = [0.0] * world
         self.quiet_since = 0.0
         self.messages = 0
@@ -119,6 +122,9 @@ class Simulation:
                 rank = self.random.randrange(first, self.world)
                 self._later(self.random.random() * 4 * WORK_SECONDS, rank, lambda act=act, rank=rank: act(rank))
         self.absent = {self.random.randrange(first, self.world) for _ in range(faults.absences)}
+        for _ in range(faults.leaves):
+            rank = self.random.randrange(first, self.world)
+            self._later(self.random.random() * 4 * WORK_SECONDS, rank, lambda rank=rank: self._leave(rank))
 
     def _die(self, rank: int) -> None:
         self.dead.add(rank)
@@ -134,6 +140,14 @@ class Simulation:
         self.stopped_until[rank] = self.now + seconds
         if seconds > SILENT_SECONDS:
             self._disconnect(rank, SILENT_SECONDS)
+
+    def _leave(self, rank: int) -> None:
+        self.left.add(rank)
+        self.quiet_since = max(self.quiet_since, self.now)
+        # Rank 0 is connected to all, the others to rank 0.
+        for other in range(1, self.world) if rank == 0 else [0]:
+            act = lambda other=other: self._do(other, self.members[other].left(rank, "has ended"))  # noqa: E731
+            self._later(self.random.random() * DELAY_SECONDS, other, act)
 
     def _disconnect(self, rank: int, seconds: float) -> None:
         """Both sides of a rank's connections notice after some time that the other one is lost."""
@@ -164,7 +178,7 @@ class Simulation:
 
     def _begin(self, rank: int) -> None:
         number = self.begun[rank] + 1
-        if number > self.commits or rank in self.absent or number - len(self.outcomes[rank]) > 2:
+        if number > self.commits or rank in self.absent | self.left or number - len(self.outcomes[rank]) > 2:
             return
         self.begun[rank] = number
         layout = digest_of(b"%d" % (rank % 3))
@@ -190,7 +204,7 @@ class Simulation:
         at = max(self.now + self.random.random() * DELAY_SECONDS, self._arrival.get(key, 0.0))
         self._arrival[key] = at
         source, target, message = rank, send.rank, send.message
-        if isinstance(message, (messages.Begin, messages.Abort, messages.Content, messages.Staged, messages.Part)):
+        if isinstance(message, messages.ToRank0):
             act = lambda: self._do(0, self.coordinator.received(source, message, self.now))  # noqa: E731
         else:
             act = lambda: self._do(target, self.members[target].received(message))  # noqa: E731

@@ -28,6 +28,7 @@ from ckstore.ranks.messages import (
     Done,
     Failed,
     Joining,
+    Left,
     Message,
     More,
     Part,
@@ -126,6 +127,10 @@ class Member:
         if self._lost is not None:
             return self._unanswered(topic)
         return [Send(0, Ask(topic, number, value, is_patient))]
+
+    def left(self, rank: int, how: str) -> list[Action]:
+        """A rank joins no commit any more: its trainer is lost, as another trainer has noticed."""
+        return [Send(0, Left(rank, how))] if self._lost is None else []
 
     def found(self, number: int, receipt: bytes) -> list[Action]:
         """The answer to LookUp: the checkpoint is in the store."""

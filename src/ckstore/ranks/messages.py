@@ -91,6 +91,13 @@ class Ask(NamedTuple):
     is_patient: bool = False
 
 
+class Left(NamedTuple):
+    """A saver: its trainer has lost another trainer, whose rank joins no commit any more. ``how`` follows "rank 3"."""
+
+    rank: Count
+    how: ShortText
+
+
 class Wanted(NamedTuple):
     """Rank 0: send the content of these digests."""
 
@@ -183,11 +190,11 @@ class Refused(NamedTuple):
     error: ErrorRecord
 
 
-ToRank0 = Joining | Begin | Content | Staged | Part | Abort | Ask
+ToRank0 = Joining | Begin | Content | Staged | Part | Abort | Ask | Left
 ToRank = Wanted | Write | AllStaged | More | Done | Failed | Asked | Agreed | Awaited
 Message = ToRank0 | ToRank | Beat | Bye | Welcome | Refused
 
-TO_RANK_0: tuple[type[Message], ...] = (Joining, Begin, Content, Staged, Part, Abort, Ask, Beat, Bye)
+TO_RANK_0: tuple[type[Message], ...] = (Joining, Begin, Content, Staged, Part, Abort, Ask, Left, Beat, Bye)
 TO_RANK: tuple[type[Message], ...] = (
     *(Wanted, Write, AllStaged, More, Done, Failed, Asked, Agreed, Awaited),
     *(Beat, Bye, Welcome, Refused),
@@ -205,6 +212,7 @@ KINDS: dict[int, type[Message]] = {
     20: Abort,
     21: Ask,
     22: Joining,
+    23: Left,
     32: Wanted,
     33: Write,
     34: AllStaged,

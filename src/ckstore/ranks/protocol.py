@@ -17,6 +17,8 @@ Invariants:
 - A rank is needed until its part has arrived. If it is lost before, the commit fails on all other ranks.
 - Every rank that takes part in a commit gets one answer: Done, or Failed with the rank that caused it.
 - A message of a commit that has ended changes nothing. A late Begin, Abort or Ask is answered.
+- A rank that has joined is waited for as long as it lives. Any other has ``join_seconds``, or ``LEAVE_SECONDS`` if its
+  trainer is lost.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from ckstore.ranks.messages import (
     Done,
     Failed,
     Joining,
+    Left,
     Message,
     More,
     Part,
@@ -65,6 +68,9 @@ JOIN_SECONDS = 60.0
 
 NOTICE_SECONDS = 1.0
 """After this time, ranks that have not begun a commit learn who has. One that has called commit_async reports it."""
+
+LEAVE_SECONDS = 3.0
+"""How long a saver whose trainer is lost may take to join a commit that its trainer has begun, or that is repeated."""
 
 IN_FLIGHT_MAX = 2
 """Commits that may be unfinished at a time."""
@@ -150,6 +156,7 @@ class Coordinator:
         self._after_loss = after_loss
         self._connected = {0}
         self._lost: dict[int, str] = {}
+        self._left: dict[int, tuple[str, float]] = {}
         self._live: dict[int, _Commit] = {}
         self._ended: dict[int, Done | Failed] = {}
         self._ended_max = 0
@@ -190,6 +197,9 @@ class Coordinator:
             return self._abort(rank, message, now)
         if isinstance(message, Ask):
             return self._ask(rank, message, now)
+        if isinstance(message, Left):
+            # The commits that wait for the rank fail at a later tick.
+            self._left.setdefault(message.rank, (message.how, now))
         if isinstance(message, (Content, Staged, Part)):
             commit = self._live.get(message.number)
             if commit is not None and commit.stage < Stage.PUBLISHING:
@@ -219,7 +229,10 @@ class Coordinator:
         actions: list[Action] = []
         for commit in list(self._live.values()):
             missing = self._missing(commit.joined)
-            if missing and self._is_over(commit.opened, now):
+            gone = next((rank for rank in missing if self._has_left(rank, commit.opened, now)), None)
+            if gone is not None:
+                actions += self._fail(commit, gone, self._left_record(gone, _step_text(commit)))
+            elif missing and self._is_over(commit.opened, now):
                 record = self._absent_record(missing, f"begin the {_step_text(commit)}", "call commit on every rank")
                 actions += self._fail(commit, missing[0], record)
             elif missing and not commit.has_noticed and now - commit.opened >= NOTICE_SECONDS:
@@ -516,9 +529,15 @@ class Coordinator:
     def _is_over(self, opened: float, now: float) -> bool:
         return now - opened >= self._join_seconds
 
+    def _has_left(self, rank: int, opened: float, now: float) -> bool:
+        # All ranks begin within moments, also a commit that is repeated after all trainers have died.
+        return rank in self._left and now - max(opened, self._left[rank][1]) >= LEAVE_SECONDS
+
+    def _left_record(self, rank: int, during: str) -> ErrorRecord:
+        return _failed_with(rank, self._left[rank][0], during, START_AGAIN)
+
     def _lost_record(self, rank: int, during: str) -> ErrorRecord:
-        what = f"rank {rank} {self._lost[rank]}: the {during} failed on all ranks"
-        return rank_error(what, self._after_loss, rank=rank)
+        return _failed_with(rank, self._lost[rank], during, self._after_loss)
 
     def _absent_record(self, missing: Sequence[int], verb: str, todo: str) -> ErrorRecord:
         names = ", ".join(str(rank) for rank in missing[:_NAMED_MAX])
@@ -534,6 +553,10 @@ def _step_text(commit: _Commit) -> str:
     begin = next(iter(commit.begun.values()), None)
     step = commit.step if begin is None else begin.step
     return "commit" if step is None else f"commit of step {step}"
+
+
+def _failed_with(rank: int, how: str, during: str, todo: str) -> ErrorRecord:
+    return rank_error(f"rank {rank} {how}: the {during} failed on all ranks", todo, rank=rank)
 
 
 def _out_of_turn(rank: int, message: Message) -> ErrorRecord:

@@ -18,6 +18,7 @@ from ckstore.ranks.messages import (
     Done,
     Failed,
     Joining,
+    Left,
     More,
     Part,
     Staged,
@@ -236,6 +237,32 @@ def test_a_rank_that_has_joined_is_waited_for_while_it_captures():
     assert coordinator.tick(600.0) == []
     [wanted] = coordinator.received(1, begin(), 700.0)
     assert wanted == Send(0, Wanted(1, (digest_of(CONTENT),)))
+
+
+def test_a_rank_whose_trainer_is_lost_has_little_time_to_join():
+    coordinator = Coordinator(3, join_seconds=60.0)
+    coordinator.received(0, Joining(1, 100), 0.0)
+    coordinator.received(1, Joining(1, 100), 0.0)
+    assert coordinator.received(0, Left(2, "closed its connection"), 10.0) == []
+    assert coordinator.received(0, Left(2, "is noticed again"), 12.0) == []
+    assert coordinator.tick(12.9) == []
+    ranks, error = failures(coordinator.tick(13.0))
+    assert ranks == [0, 1]
+    assert error.what == "rank 2 closed its connection: the commit of step 100 failed on all ranks"
+    # Its saver may come later, and gets the same error.
+    assert failures(coordinator.received(2, begin(), 13.1)) == ([2], error)
+    # It joins no later commit, and nobody waits for that.
+    assert coordinator.received(1, Joining(2, 101), 50.0) == []
+    assert coordinator.tick(52.9) == []
+    assert failures(coordinator.tick(53.0))[0] == [1]
+
+
+def test_a_saver_that_has_joined_outlives_its_trainer():
+    coordinator = joined(3)
+    for rank in range(3):
+        coordinator.received(rank, Left((rank + 1) % 3, "closed its connection"), 0.0)
+    assert coordinator.tick(50.0) == []
+    assert coordinator.planned(1, [b""] * 3)[0] == Send(0, Write(1, b""))
 
 
 def test_a_rank_that_has_joined_and_is_lost_fails_the_commit():
