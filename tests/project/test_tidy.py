@@ -98,7 +98,7 @@ LAZY = {
     "ops/commit.py": "an exact commit loads neither quantization nor collection",
     "ops/interop/child.py": "only files of torch load torch",
     "ops/scheduled.py": "a store that is opened without demotion does not load it",
-    "ranks/job.py": "only a full disk loads the collector",
+    "ranks/commits.py": "only a full disk loads the collector",
     "results.py": "listing a store loads no tree",
     "store/manifests.py": "listing a store reads headers, and loads no manifest decoder",
     "store/repository.py": "the same",

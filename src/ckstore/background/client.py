@@ -50,7 +50,7 @@ SEND_RETRY_SECONDS = 0.02
 
 _NO_RULES: Mapping[str, Any] = MappingProxyType({})
 
-_WORK_MESSAGES = (protocol.Begin, protocol.Decline, protocol.Release, protocol.Warm, protocol.Forget, protocol.Quit)
+_WORK_MESSAGES = (protocol.Begin, protocol.Release, protocol.Warm, protocol.Forget, protocol.Quit)
 """Messages that give the saver work."""
 
 
@@ -346,10 +346,10 @@ class Saver:
         with contextlib.suppress(Exception):
             self._send(protocol.Staged(ticket))
 
-    def decline(self, message: protocol.Decline) -> None:
-        """Have the saver tell the other ranks that this one cannot take part in a commit."""
-        with contextlib.suppress(Exception):
-            self._send(message)
+    def tell(self, message: protocol.Decline | protocol.Lost) -> None:
+        """Send what other ranks must know. Never waits, since it may be called on the thread of their connection."""
+        with contextlib.suppress(Exception), self._sending:
+            protocol.send(self._channel, message)
 
     def abort(self, ticket: int) -> None:
         """Cancel a ticket. It still ends in a callback: ``on_failed``, or ``on_done`` if it was already published."""

@@ -39,7 +39,7 @@ from ckstore.background.staging import Staging, StagingArea
 from ckstore.concurrency import Latch, log_safely, run_uninterrupted
 from ckstore.config import EngineName, Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError, SaverError, UsageError
-from ckstore.format.error_records import record_of
+from ckstore.format.error_records import cut_text, record_of
 from ckstore.io.local import LocalBackend
 from ckstore.results import Receipt
 from ckstore.state.capture import Captured
@@ -55,6 +55,9 @@ RETRY_SECONDS = 30.0
 """After this time, the saver is asked again to end a ticket or to free a slot."""
 
 _log = logging.getLogger("ckstore")
+
+_HOW_NBYTES_MAX = 1000
+"""Bytes of a text about a lost rank."""
 
 _HEAD_NBYTES = 4 << 20
 """Memory that ``prewarm`` takes for a head, whose length is not known yet."""
@@ -309,6 +312,8 @@ class BackgroundCommits:
         self._in_flight = InFlight(self._area)
         self._published: int | None = None
         self._failed: list[Pending] = []
+        self._lost: dict[int, str] = {}
+        """Ranks of the job whose trainers are lost, and what happened."""
         self.parent: int | None = None
         """The seq that the next state continues. Set by the handle after a restore or a commit in this process."""
         _background_commits.add(self)
@@ -358,7 +363,19 @@ class BackgroundCommits:
         if number:
             # If that fails, the others wait as for any rank that does not take part.
             with contextlib.suppress(CkstoreError, OSError, MemoryError):
-                self._saver_for(policy).decline(protocol.Decline(number, step, record_of(error)))
+                self._saver_for(policy).tell(protocol.Decline(number, step, record_of(error)))
+
+    def note_lost(self, rank: int, how: str) -> None:
+        """In a job of many ranks: tell the saver that another rank's trainer is lost. On any thread; never waits.
+
+        Args:
+            rank: The rank.
+            how: What happened, to follow the name of the rank.
+        """
+        self._lost[rank] = cut_text(how, _HOW_NBYTES_MAX)
+        saver = self._saver
+        if saver is not None:
+            saver.tell(protocol.Lost(rank, self._lost[rank]))
 
     def give_up(self, pending: Pending, error: BaseException) -> None:
         """Cancel a commit whose caller gets an exception, unless it is fully staged."""
@@ -643,9 +660,10 @@ class BackgroundCommits:
         engine: EngineName = "pwrite" if self._repository.engine_name == "pwrite" else "auto"
         place, run, arena, clock = backend.root, self._repository.run, self._area.arena, self._repository.clock
         self._nice = policy.saver_nice
-        # A store that does not respond is reported by the commit.
-        with contextlib.suppress(BackendError, CapacityError):
-            if self._door is None or self._door.is_first:
+        if self._door is None:
+            # In a job, rank 0's saver waits for it, so that the other ranks know why they wait. A store that does not
+            # respond is reported by the commit.
+            with contextlib.suppress(BackendError, CapacityError):
                 self._repository.wait_for_orphan()
 
         retention = self._repository.retention
@@ -664,6 +682,9 @@ class BackgroundCommits:
                 job=b"" if self._door is None else self._door.job.encode(),
                 listener=None if self._door is None else self._door.listener,
             )
+            # After it was assigned: a loss that is noted now is reported by one of both threads, or by both.
+            for rank, how in list(self._lost.items()):
+                self._saver.tell(protocol.Lost(rank, how))
             return self._saver
 
         # Uninterrupted: else the process could be started without being recorded.

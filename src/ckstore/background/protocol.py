@@ -91,6 +91,13 @@ class Decline(NamedTuple):
     error: ErrorRecord
 
 
+class Lost(NamedTuple):
+    """Trainer: another rank's trainer is lost, so that rank joins no further commit. ``how`` follows "rank 3"."""
+
+    rank: Count
+    how: ShortText
+
+
 class Staged(NamedTuple):
     """Trainer: all bytes of a ticket are staged. From now on it is published even if the trainer dies."""
 
@@ -206,6 +213,7 @@ Message = (
     Hello
     | Begin
     | Decline
+    | Lost
     | Staged
     | Abort
     | Hurry
@@ -225,7 +233,7 @@ Message = (
     | Log
 )  # fmt: skip
 TicketMessage = Began | Progress | Done | Failed | Retained | SlotFree
-TO_SAVER = (Hello, Begin, Staged, Abort, Release, Forget, Quit, Hurry, Warm, Decline)
+TO_SAVER = (Hello, Begin, Staged, Abort, Release, Forget, Quit, Hurry, Warm, Decline, Lost)
 TO_TRAINER = (Ready, Began, Progress, Done, Failed, Retained, SlotFree, Answer, Leaving, Log)
 
 _KINDS: tuple[type[Message], ...] = (*TO_SAVER, *TO_TRAINER)

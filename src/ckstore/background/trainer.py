@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckstore.background.commits import AsyncRequest, BackgroundCommits
@@ -44,6 +44,10 @@ class BackgroundJob(Protocol):
 
     def check_background(self, policy: Policy) -> None:
         """Raise if a background commit with this policy cannot succeed on all ranks."""
+        ...
+
+    def call_when_lost(self, call: Callable[[int, str], None]) -> None:
+        """Have a bound method called, on any thread, for each rank that was or will be lost."""
         ...
 
     def captured_share(self, state: Any) -> tuple[Captured, bytes]:
@@ -225,6 +229,8 @@ class TrainerSide:
         if self._commits is None:
             self._commits = BackgroundCommits(self._repository, None if self._job is None else self._job.saver_door)
             self._commits.parent = self._parent
+            if self._job is not None:
+                self._job.call_when_lost(self._commits.note_lost)
             owner = self._owner()
             assert owner is not None, "a method of the owner is running"
             # Not at exit: commits are waited for there. A handle that is garbage collected must not wait.

@@ -23,7 +23,7 @@ from ckstore.commit.pipeline import (
     identity_and_checksum,
     require_identity,
 )
-from ckstore.concurrency import Step, ThreadLimit, Turns, run_in_turns, run_uninterrupted
+from ckstore.concurrency import Step, ThreadLimit, Turns, noop, run_in_turns, run_uninterrupted
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import BackendError, CorruptError, UnsupportedError
@@ -171,6 +171,7 @@ class ChunkWriter:
         retained_slot: The ticket of the arena's slot, if its memory stays unchanged for as long as ``bases`` use it.
         thread_limit: How many threads may begin chunks; may change during the commit.
         blocks: Source of the blocks that packs are written through.
+        check: Called before each chunk, on any thread. What it raises ends the work.
     """
 
     repository: Repository
@@ -183,6 +184,7 @@ class ChunkWriter:
     retained_slot: int | None = field(default=None, kw_only=True)
     thread_limit: ThreadLimit = field(default_factory=ThreadLimit, kw_only=True)
     blocks: WriteBlocks = field(default_factory=WriteBlocks, kw_only=True)
+    check: Callable[[], None] = field(default=noop, kw_only=True)
     _results: list[LocatedFrame | PendingFrame | None] = field(init=False)
     _pending: dict[ChunkId, PendingFrame] = field(init=False, default_factory=dict)
     _workers: list[CodingThread | None] = field(init=False)
@@ -296,6 +298,7 @@ class ChunkWriter:
         self.blocks.give_back(self._pool)
 
     def _store_chunk(self, index: int, turn: AbstractContextManager[None], thread_index: int) -> None:
+        self.check()
         thread = self._thread(thread_index)
         chunk, choice, worker = self.plan.chunks[index], self.plans[index], thread.worker
         private = self._private(chunk, choice, worker)

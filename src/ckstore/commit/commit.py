@@ -27,10 +27,10 @@ from ckstore.commit.chunk_writer import ChunkWriter, WriteResult
 from ckstore.commit.chunking import CommitPlan, Source, plan_commit
 from ckstore.commit.pipeline import WriteBlocks
 from ckstore.commit.unpublished import Unpublished, packs_removed_on_failure
-from ckstore.concurrency import ThreadLimit, collector_paused
+from ckstore.concurrency import ThreadLimit, collector_paused, noop
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
-from ckstore.errors import BackendError, ConflictError
+from ckstore.errors import BackendError, CkstoreError, ConflictError
 from ckstore.format.location import Decisions
 from ckstore.format.logical import fidelity_of
 from ckstore.format.manifest import Manifest, build_manifest
@@ -41,6 +41,7 @@ from ckstore.hashing import new_hasher
 from ckstore.results import Receipt, Stopwatch
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import locate
+from ckstore.store.refs import load_whole, resolve
 from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
@@ -83,6 +84,7 @@ class CommitRequest:
         blocks: Source of the blocks that packs are written through.
         time_ns: When the state was made; None for now.
         lossy: Quantizes as ``policy.residual`` says; None for an exact policy.
+        check: Called before each chunk, on any thread. What it raises ends the commit.
     """
 
     captured: Captured
@@ -98,6 +100,7 @@ class CommitRequest:
     blocks: WriteBlocks = field(default_factory=WriteBlocks)
     time_ns: int | None = None
     lossy: LossyCommit | None = None
+    check: Callable[[], None] = noop
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,21 @@ def refresh_bases(repository: Repository, bases: BaseCache) -> None:
     repository.chunk_index.forget_packs(repository.packs_gone(repository.chunk_index.packs()))
     if bases.seq is None and repository.newest is not None:
         bases.follow(repository.newest)
+
+
+def follow_parent(repository: Repository, bases: BaseCache, parent: int | None) -> bool:
+    """Make the parent the delta base, if training has gone back to an earlier checkpoint. Return whether it has."""
+    last = bases.seq if bases.seq is not None else repository.newest and repository.newest.header.seq
+    if parent is None or parent == last:
+        return False
+    try:
+        manifest = load_whole(repository, resolve(repository, f"seq:{parent}"))
+    except CkstoreError as error:
+        _log.info("seq %d cannot be a base: %s", parent, error)
+        return False
+    repository.chunk_index.pin(manifest)
+    bases.follow(manifest)
+    return True
 
 
 def _commit_with_lease(repository: Repository, request: CommitRequest, watch: Stopwatch) -> Committed:
@@ -222,6 +240,7 @@ def _make_writer(
         retained_slot=request.retained_slot,
         thread_limit=request.thread_limit,
         blocks=request.blocks,
+        check=request.check,
     )
 
 

@@ -6,23 +6,26 @@ Invariants:
 - Every rank that calls gets the same receipt, or an error that names the rank that caused it. No call waits without
   limit: the connection finds ranks that are dead, stopped, or never join.
 - An error of this rank reaches the others before it is raised here.
+- A rank that is still writing when the commit has failed stops before its next chunk.
 - Packs are removed only if the manifest is certainly not in the store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Protocol
 
 from ckstore.config import Policy, policy_row
-from ckstore.errors import CkstoreError, CorruptError, MalformedError, UnsupportedError
-from ckstore.format.error_records import ErrorRecord, record_of
+from ckstore.errors import CapacityError, CkstoreError, CorruptError, MalformedError, UnsupportedError
+from ckstore.format.error_records import ErrorRecord, record_of, restored_error
 from ckstore.format.many_ranks import world_of
 from ckstore.format.paths import manifests_folder
+from ckstore.hashing import PackId
 from ckstore.ranks.actions import Action, Finish, LookUp, Merge, Plan, Publish
 from ckstore.ranks.calls import Calls
-from ckstore.ranks.link import Link
+from ckstore.ranks.link import CommitEnded, Link
 from ckstore.ranks.messages import Begin, More, Wanted, Write
 from ckstore.ranks.work import (
     MAY_BE_VISIBLE,
@@ -147,6 +150,42 @@ class RankCommits:
             return commit.give_up(error)
         return commit.run()
 
+    def has_removed_cause(self, step: int, nbytes: int) -> bool:
+        """Return whether the commit that failed last may succeed now. Called by all ranks; the same on all.
+
+        Args:
+            step: The step.
+            nbytes: Bytes of this rank's state: what it may write, if the commit failed before that was planned.
+        """
+        failure = self.failure
+        if failure is None:
+            return False
+        if failure.kind == "CapacityError":
+            error = restored_error(failure, source="the job", other=CkstoreError)
+            wanted = nbytes if self.share_nbytes is None else self.share_nbytes
+            return isinstance(error, CapacityError) and self._has_made_room(wanted, error)
+        names = failure.facts.get("pack_ids")
+        if failure.kind != "ConflictError" or not isinstance(names, list):
+            return False
+        _log.warning("packs vanished during the commit of step %d; repeating it without them", step)
+        self._tools.repository.chunk_index.forget_packs([PackId(bytes.fromhex(name)) for name in names])
+        return True
+
+    def _has_made_room(self, nbytes: int, error: CapacityError) -> bool:
+        """Have rank 0 free space for what all ranks want to write. Return whether it could."""
+        from ckstore.ops.commit import room_after
+
+        def decide(values: tuple[bytes, ...]) -> bytes:
+            wanted = sum(int.from_bytes(value, "little") for value in values)
+            try:
+                room = room_after(self._tools.repository, wanted, error)
+            except CapacityError:
+                return b""
+            _log.warning("the disk was full: %s; what was in the trash can no longer be restored", room)
+            return b"freed"
+
+        return bool(self._link.agree("commit (room on the disk)", nbytes.to_bytes(8, "little"), decide))
+
     def decline(self, number: int, step: int, error: Exception) -> None:
         """Make a commit fail on all ranks, because this rank cannot take part.
 
@@ -198,7 +237,9 @@ class _RankCommit:
         """Take part in the commit."""
         number = self._number
         self._request, self._staging = request, staging
-        work = self._work = RankWork(self._tools, request, self._link.attempt_id(number))
+        work = self._work = RankWork(
+            self._tools, request, self._link.attempt_id(number), check=lambda: self._link.check_commit(number)
+        )
         begin = Begin(number, self._step, staging is not None, facts, work.digests)
         self._link.send(lambda member: member.begin(begin))
         if staging is not None:
@@ -211,7 +252,9 @@ class _RankCommit:
                 if self._staging is not None:
                     self._staging.check()
                 if action is not None:
-                    self._do(action)
+                    # The next action is then the end.
+                    with contextlib.suppress(CommitEnded):
+                        self._do(action)
         except BaseException as error:
             return self.give_up(error)
         return self._finish(action)

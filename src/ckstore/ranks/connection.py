@@ -135,3 +135,9 @@ class Connection:
         self._body = memoryview(bytearray(nbytes))
         self._body[0] = self._head[-1]
         self._filled = 1
+
+
+def prepare(end: socket.socket) -> None:
+    """Set the options of a connection between ranks."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -31,8 +31,8 @@ from ckstore.concurrency import log_safely
 from ckstore.errors import CkstoreError, RankError, UsageError
 from ckstore.format.error_records import ErrorRecord, record_of
 from ckstore.processes import close_in_children, keep_in_children
-from ckstore.ranks.actions import COMMIT_AGAIN, START_AGAIN, Action, Decide, Send
-from ckstore.ranks.connection import Connection
+from ckstore.ranks.actions import COMMIT_AGAIN, START_AGAIN, Action, Decide, Finish, Send
+from ckstore.ranks.connection import Connection, prepare
 from ckstore.ranks.handshake import CLAIM_NBYTES, Claim, answer_to, check_claim, new_greeting
 from ckstore.ranks.member import Member
 from ckstore.ranks.messages import (
@@ -148,10 +148,12 @@ class IoLoop:
         """Where callers find the actions for each commit and question. They add and remove the entries."""
         self.asked: dict[str, int] = {}
         """Topics of questions that other ranks ask, and the newest number."""
-        self.is_broken = False
-        """Whether a peer was lost. It does not come back."""
-        self.first_loss: tuple[int, str] | None = None
-        """The peer that was lost first, and how."""
+        self.losses: dict[int, str] = {}
+        """Peers that were lost, the first one first, and how. They do not come back."""
+        self.on_lost: list[Callable[[int, str], None]] = []
+        """Called on the thread of the loop for each of them."""
+        self.failed: set[Key] = set()
+        """Commits that have failed. Callers remove the entries."""
         self.refusal: CkstoreError | None = None
         """Rank 0: the error for a rank that connects now. None: it may join."""
         self.on_all_staged: Callable[[int], None] | None = None
@@ -261,7 +263,7 @@ class IoLoop:
         if now >= self._next_check:
             self._next_check = now + self._tick_seconds
             self._check_time(now)
-        if self.is_broken and self._job.past is not None and self._job.rank == 0 and self._coordinator.is_idle:
+        if self.losses and self._job.past is not None and self._job.rank == 0 and self._coordinator.is_idle:
             self._tell_of_loss()
         self._send_queued(now)
 
@@ -323,6 +325,8 @@ class IoLoop:
         box = self.boxes.get(key)
         # Without a box, the caller has stopped waiting.
         if box is not None:
+            if isinstance(action, Finish) and action.error is not None:
+                self.failed.add(key)
             box.put(action)
 
     def _queue(self, rank: int, message: Message) -> list[Action]:
@@ -342,11 +346,12 @@ class IoLoop:
         return []
 
     def _lost(self, rank: int, how: str, *, is_orderly: bool = False) -> list[Action]:
-        self.is_broken = True
-        if self.first_loss is None and self._job.past is None and not is_orderly:
+        if not self.losses and self._job.past is None and not is_orderly:
             text = "rank %d %s: commits fail from now on. %s"
             log_safely(_log, logging.WARNING, text, rank, how, START_AGAIN.capitalize())
-        self.first_loss = self.first_loss or (rank, how)
+        self.losses.setdefault(rank, how)
+        for call in list(self.on_lost):
+            call(rank, how)
         peer = self._peers.pop(rank, None)
         if peer is not None:
             self._unsent.discard(rank)
@@ -509,7 +514,7 @@ class IoLoop:
             return UsageError(what, todo="pass the same world on every rank", rank=rank)
         if self.refusal is not None:
             return self.refusal
-        if self._job.past is not None and self.is_broken:
+        if self._job.past is not None and self.losses:
             what = f"{self._coordinator.first_loss}: the commit failed on all ranks"
             return RankError(what, todo="commit again", rank=self._coordinator.first_lost)
         if rank in self._peers:
@@ -586,12 +591,6 @@ class IoLoop:
         self._has_ended = True
         self._run_commands()
         self._selector.close()
-
-
-def prepare(end: socket.socket) -> None:
-    """Set the options of a connection between ranks."""
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _without_rank(what: str) -> str:

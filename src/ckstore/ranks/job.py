@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckstore.config import Policy
 from ckstore.errors import (
     BackendError,
-    CapacityError,
     CkstoreError,
     CorruptError,
     NotFoundError,
@@ -25,14 +25,13 @@ from ckstore.errors import (
 )
 from ckstore.format.error_records import ErrorRecord, record_of, restored_error
 from ckstore.format.records import decode_inner, encode_inner
-from ckstore.hashing import PackId
 from ckstore.ranks import opening
 from ckstore.ranks.actions import BACKGROUND_CALLS
 from ckstore.ranks.calls import Calls
 from ckstore.ranks.capture import RankCapture
 from ckstore.ranks.commits import RankCommits
 from ckstore.ranks.last_step import LastStep
-from ckstore.ranks.savers import SaverDoor, SaverJob, encode_share
+from ckstore.ranks.savers import SaverDoor, SaverJob, encode_share, stopped_seconds_max
 from ckstore.ranks.shared_reading import OtherRankError, SharedReading
 from ckstore.ranks.work import RankRequest, RankTools
 from ckstore.ranks.world import addresses_of, invite, invited
@@ -81,6 +80,8 @@ class Job:
         self._background_capture = RankCapture(ranks.world)
         self._last_step_count = 0
         self._listener: Listener | None = None
+        # The other ranks wait for one that waits for an orphan.
+        repository.lease.orphans.stopped_seconds_max = stopped_seconds_max()
         self._door = self._opened_door()
 
     @property
@@ -151,6 +152,21 @@ class Job:
             self._link.decline(other.number, other.step, record)
             raise self._link.error_of(None, record)
 
+    def call_when_lost(self, call: Callable[[int, str], None]) -> None:
+        """Have a bound method called, on any thread, for each rank that was or will be lost; perhaps twice.
+
+        Args:
+            call: Gets the rank, and what happened. Its object is not kept alive.
+        """
+        method = weakref.WeakMethod(call)
+
+        def call_if_alive(rank: int, how: str) -> None:
+            found = method()
+            if found is not None:
+                found(rank, how)
+
+        self._link.call_when_lost(call_if_alive)
+
     def captured_share(self, state: Any) -> tuple[Captured, bytes]:
         """Return the captured state of this rank, and what it holds, encoded."""
         captured = self._background_capture.capture(state, is_waited=False)
@@ -196,10 +212,11 @@ class Job:
 
         try:
             return self._commits.commit(step, policy, make_request)
-        except CkstoreError as error:
+        except Exception as error:
             while self._calls.background < self._calls_of_others():
                 background().decline(step, policy, error)
-            if not self._has_removed_cause(step, self._nbytes_of(captured)):
+            # All ranks do the same, whatever each of them raises.
+            if not self._commits.has_removed_cause(step, 0 if captured is None else captured.nbytes):
                 raise
         return self._commits.commit(step, policy, make_request)
 
@@ -208,43 +225,6 @@ class Job:
         failure = self._commits.failure
         count = 0 if failure is None else failure.facts.get(BACKGROUND_CALLS)
         return count if isinstance(count, int) else 0
-
-    def _nbytes_of(self, captured: Captured | None) -> int:
-        """Return how much this rank had to write; how much it holds, if the commit failed before that was planned."""
-        nbytes = self._commits.share_nbytes
-        if nbytes is None:
-            nbytes = 0 if captured is None else captured.nbytes
-        return nbytes
-
-    def _has_removed_cause(self, step: int, nbytes: int) -> bool:
-        """Return whether a failed commit may succeed now; the same on all ranks, whatever each of them raises."""
-        failure = self._commits.failure
-        if failure is None:
-            return False
-        if failure.kind == "CapacityError":
-            error = restored_error(failure, source="the job", other=CkstoreError)
-            return isinstance(error, CapacityError) and self._has_made_room(nbytes, error)
-        names = failure.facts.get("pack_ids")
-        if failure.kind != "ConflictError" or not isinstance(names, list):
-            return False
-        _log.warning("packs vanished during the commit of step %d; repeating it without them", step)
-        self._repository.chunk_index.forget_packs([PackId(bytes.fromhex(name)) for name in names])
-        return True
-
-    def _has_made_room(self, nbytes: int, error: CapacityError) -> bool:
-        """Have rank 0 free space for what all ranks want to write. Return whether it could."""
-        from ckstore.ops.commit import room_after
-
-        def decide(values: tuple[bytes, ...]) -> bytes:
-            wanted = sum(int.from_bytes(value, "little") for value in values)
-            try:
-                room = room_after(self._repository, wanted, error)
-            except CapacityError:
-                return b""
-            _log.warning("the disk was full: %s; what was in the trash can no longer be restored", room)
-            return b"freed"
-
-        return bool(self._link.agree("commit (room on the disk)", nbytes.to_bytes(8, "little"), decide))
 
     def newest(self) -> ManifestHeader | None:
         """Return the newest whole checkpoint, the same on all ranks; None in an empty run."""

@@ -19,12 +19,12 @@ from typing import TypeVar
 
 from ckstore import __version__
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.concurrency import start_thread
+from ckstore.concurrency import noop, start_thread
 from ckstore.errors import CkstoreError, RankError, UsageError
 from ckstore.format.error_records import ErrorRecord, record_of, restored_error
 from ckstore.ranks import LINK_THREAD_NAME
 from ckstore.ranks.actions import START_AGAIN, Action, Decide, Finish, attempt_id
-from ckstore.ranks.connection import Connection
+from ckstore.ranks.connection import Connection, prepare
 from ckstore.ranks.handshake import (
     GREETING_NBYTES,
     PROOF_NBYTES,
@@ -33,13 +33,14 @@ from ckstore.ranks.handshake import (
     new_greeting,
     parse_greeting,
 )
-from ckstore.ranks.io_loop import IoLoop, Job, Key, Timing, prepare
+from ckstore.ranks.io_loop import IoLoop, Job, Key, Timing
 from ckstore.ranks.member import Member
 from ckstore.ranks.messages import PROTOCOL_VERSION, TO_RANK, Agreed, Awaited, Refused, Welcome, version_error
 from ckstore.ranks.protocol import Coordinator
 
 _RETRY_SECONDS = 0.2
 _WAIT_SECONDS = 5.0
+_CHECK_SECONDS = 1.0
 _REFUSED_SECONDS = 5.0
 """How long a saver tries to connect while all addresses of rank 0 refuse that."""
 
@@ -47,6 +48,10 @@ Address = tuple[str, int]
 
 
 T = TypeVar("T")
+
+
+class CommitEnded(Exception):
+    """A commit has failed while this rank worked for it."""
 
 
 class Link:
@@ -57,6 +62,7 @@ class Link:
         timing: How long things may take.
         listener: Rank 0: a socket that listens for the others. It belongs to the link from now on.
         addresses: Other ranks: where rank 0 may be; the first that answers with the token is used.
+        check: Called about every second until rank 0 has answered. What it raises ends the attempt.
 
     Raises:
         RankError: Rank 0 could not be reached in ``join_seconds``.
@@ -71,6 +77,7 @@ class Link:
         *,
         listener: socket.socket | None = None,
         addresses: Sequence[Address] = (),
+        check: Callable[[], None] = noop,
     ) -> None:
         timing = Timing() if timing is None else timing
         self.rank, self.world = job.rank, job.world
@@ -81,7 +88,7 @@ class Link:
         self._asking = threading.Lock()
         self._shared: dict[Callable[[], object], object] = {}
         self._pid = os.getpid()
-        connection = None if job.rank == 0 else connect(job, addresses, timing)
+        connection = None if job.rank == 0 else connect(job, addresses, timing, check)
         self._loop = IoLoop(job, timing, listener=listener, connection=connection)
         self.thread = threading.Thread(target=self._loop.run, name=LINK_THREAD_NAME, daemon=True)
         """Serves the connections."""
@@ -112,7 +119,7 @@ class Link:
     @property
     def is_broken(self) -> bool:
         """Whether another rank was lost, so that no commit can succeed any more."""
-        return self._loop.is_broken
+        return bool(self._loop.losses)
 
     def check(self) -> None:
         """Raise if another rank was lost, as far as this rank knows. Rank 0 knows about all, the others about rank 0.
@@ -120,9 +127,27 @@ class Link:
         Raises:
             RankError: It names the rank.
         """
-        if (loss := self._loop.first_loss) is not None:
-            rank, how = loss
+        for rank, how in list(self._loop.losses.items())[:1]:
             raise RankError(f"rank {rank} {how}", todo=START_AGAIN, rank=rank)
+
+    def call_when_lost(self, call: Callable[[int, str], None]) -> None:
+        """Have a function called, on any thread, for each rank that was or will be lost; perhaps twice.
+
+        Args:
+            call: Gets the rank, and what happened, to follow the name of the rank. It must neither wait nor raise.
+        """
+        self._loop.on_lost.append(call)
+        for rank, how in list(self._loop.losses.items()):
+            call(rank, how)
+
+    def check_commit(self, number: int) -> None:
+        """Raise if a commit has failed. Then ``wait`` returns its end. On any thread.
+
+        Raises:
+            CommitEnded: It has.
+        """
+        if number in self._loop.failed:
+            raise CommitEnded
 
     def has_seen(self, number: int) -> bool:
         """Rank 0: whether a rank has taken part in a commit."""
@@ -180,6 +205,7 @@ class Link:
             return None
         if isinstance(action, (Finish, Agreed)):
             del self._loop.boxes[until]
+            self._loop.failed.discard(until)
         return action
 
     def agree(
@@ -313,8 +339,8 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=4096)
 
 
-def connect(job: Job, addresses: Sequence[Address], timing: Timing) -> Connection:
-    """Connect to rank 0, trying all addresses again until one answers.
+def connect(job: Job, addresses: Sequence[Address], timing: Timing, check: Callable[[], None] = noop) -> Connection:
+    """Connect to rank 0, trying all addresses again until one answers. ``check`` may end that by an exception.
 
     Raises:
         RankError: None did in ``join_seconds``.
@@ -327,9 +353,10 @@ def connect(job: Job, addresses: Sequence[Address], timing: Timing) -> Connectio
     while True:
         is_refused = True
         for address in addresses:
+            check()
             left = deadline - SYSTEM_CLOCK.monotonic()
             try:
-                return _connect(job, address, min(left, timing.handshake_seconds))
+                return _connect(job, address, min(left, timing.handshake_seconds), check)
             except OSError as error:
                 reasons[address] = error.strerror or str(error)
                 is_refused = is_refused and error.errno == errno.ECONNREFUSED
@@ -348,7 +375,7 @@ def connect(job: Job, addresses: Sequence[Address], timing: Timing) -> Connectio
         SYSTEM_CLOCK.sleep(_RETRY_SECONDS)
 
 
-def _connect(job: Job, address: Address, seconds: float) -> Connection:
+def _connect(job: Job, address: Address, seconds: float, check: Callable[[], None]) -> Connection:
     """Connect and prove who this is.
 
     Raises:
@@ -358,14 +385,14 @@ def _connect(job: Job, address: Address, seconds: float) -> Connection:
     end = socket.create_connection(address, timeout=max(0.01, seconds))
     try:
         prepare(end)
-        theirs = _read_exactly(end, GREETING_NBYTES, deadline)
+        theirs = _read_exactly(end, GREETING_NBYTES, deadline, check)
         greeting = parse_greeting(theirs)
         if greeting is None:
             raise ConnectionRefusedError("not a rank of ckstore")
         ours = new_greeting(__version__)
         claim = new_claim(job.token, theirs, ours, job.rank, job.world)
         end.sendall(claim)
-        if not is_answer(job.token, theirs, claim, _read_exactly(end, PROOF_NBYTES, deadline)):
+        if not is_answer(job.token, theirs, claim, _read_exactly(end, PROOF_NBYTES, deadline, check)):
             raise ConnectionRefusedError("not rank 0 of this job")
         if greeting.version != PROTOCOL_VERSION:
             raise version_error(job.rank, PROTOCOL_VERSION, __version__, greeting.version, greeting.release)
@@ -377,11 +404,19 @@ def _connect(job: Job, address: Address, seconds: float) -> Connection:
         raise
 
 
-def _read_exactly(end: socket.socket, count: int, deadline: float) -> bytes:
+def _read_exactly(end: socket.socket, count: int, deadline: float, check: Callable[[], None]) -> bytes:
     content = b""
     while len(content) < count:
-        end.settimeout(max(0.01, deadline - SYSTEM_CLOCK.monotonic()))
-        received = end.recv(count - len(content))
+        left = deadline - SYSTEM_CLOCK.monotonic()
+        end.settimeout(min(max(0.01, left), _CHECK_SECONDS))
+        try:
+            received = end.recv(count - len(content))
+        except TimeoutError:
+            # A process that is stopped accepts connections, and does not answer.
+            if left <= _CHECK_SECONDS:
+                raise
+            check()
+            continue
         if not received:
             raise ConnectionAbortedError("the connection was closed: another token, or not rank 0")
         content += received

@@ -3,6 +3,9 @@
 Rank 0 listens on a socket that its trainer opens and its saver inherits. So other savers can connect at any time, and
 no call of a trainer waits for a saver to start. If a saver is lost, the commit fails on all ranks. With the next one
 they make other connections, under a token that belongs to that commit.
+
+A rank whose trainer is gone may have no saver that says so. But the trainers are connected, too: each tells its saver
+which other trainers are lost, and the savers tell rank 0's.
 """
 
 from __future__ import annotations
@@ -13,13 +16,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CkstoreError, MalformedError, RankError
 from ckstore.format.records import Count, ShortText, decode_inner, encode_inner
 from ckstore.hashing import digest_of
+from ckstore.ranks.actions import START_AGAIN
 from ckstore.ranks.arrays import Held, RankState
 from ckstore.ranks.io_loop import Job, Timing
 from ckstore.ranks.link import Link
 from ckstore.ranks.part import Skeleton
+from ckstore.ranks.protocol import LEAVE_SECONDS
 from ckstore.ranks.world import addresses_of
 from ckstore.state.capture import Captured
 
@@ -121,8 +127,13 @@ def _decoded_share(content: bytes, captured: Captured) -> RankState:
     )
 
 
+def stopped_seconds_max() -> float:
+    """Return how long a trainer may be stopped while its state is staged: as long as a rank may be silent."""
+    return Timing().silent_seconds
+
+
 class SaverLinks:
-    """The connection of a saver to the others; a new one after each loss. Used by one thread.
+    """The connection of a saver to the others; a new one after each loss. Used by one thread, except ``note_lost``.
 
     Rank 0 keeps its side of a failed connection until the next commit. So a saver that is late gets the same error.
 
@@ -136,6 +147,8 @@ class SaverLinks:
         self._link: Link | None = None
         self._ended: CkstoreError | None = None
         """Rank 0: why the connection is not used any more."""
+        self._lost: dict[int, tuple[str, float]] = {}
+        """Ranks whose trainers are lost: what happened, and when that was noticed."""
 
     def link_for(self, number: int) -> Link:
         """Return a connection that works for a commit, which all savers ask for with the same number.
@@ -149,7 +162,28 @@ class SaverLinks:
             self.close()
         if self._link is None:
             self._link = self._connected(number)
+            # After it was assigned: a loss that is noted now is reported by one of both threads, or by both.
+            for rank, (how, _) in list(self._lost.items()):
+                _report_lost(self._link, rank, how)
         return self._link
+
+    def note_lost(self, rank: int, how: str) -> None:
+        """Report that another rank's trainer is lost, so that it joins no further commit. On any thread.
+
+        Args:
+            rank: The rank.
+            how: What happened, to follow the name of the rank.
+        """
+        self._lost.setdefault(rank, (how, SYSTEM_CLOCK.monotonic()))
+        link = self._link
+        if link is not None:
+            _report_lost(link, rank, how)
+
+    def _require_rank_0(self) -> None:
+        """Raise if rank 0's trainer is lost, and its saver has had time to answer."""
+        how, noticed = self._lost.get(0, ("", 0.0))
+        if how and SYSTEM_CLOCK.monotonic() - noticed >= LEAVE_SECONDS:
+            raise RankError(f"rank 0 {how}, and its saver does not answer", todo=START_AGAIN, rank=0)
 
     def _connected(self, number: int) -> Link:
         job = self._job
@@ -166,7 +200,7 @@ class SaverLinks:
         timing = Timing(join_seconds=job.join_seconds)
         ours = Job(job.rank, job.world, self._token(number), past)
         try:
-            return Link(ours, timing, listener=listener, addresses=addresses)
+            return Link(ours, timing, listener=listener, addresses=addresses, check=self._require_rank_0)
         except BaseException:
             if listener is not None:
                 listener.close()
@@ -192,3 +226,7 @@ class SaverLinks:
         if self._link is not None:
             self._link.close()
         self._link = None
+
+
+def _report_lost(link: Link, rank: int, how: str) -> None:
+    link.send(lambda member: member.left(rank, how))

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckstore.commit.commit import CommitRequest, decisions_of, refresh_bases, write_unpublished
 from ckstore.commit.pipeline import WriteBlocks
 from ckstore.commit.unpublished import Unpublished, remove_packs
-from ckstore.concurrency import ThreadLimit, collector_paused
+from ckstore.concurrency import ThreadLimit, collector_paused, noop
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import CkstoreError, MalformedError, UsageError
@@ -101,16 +101,19 @@ class RankWork:
         tools: What the rank keeps.
         request: What to commit.
         attempt: Id of the attempt.
+        check: Called before each chunk. What it raises ends the work.
     """
 
-    def __init__(self, tools: RankTools, request: RankRequest, attempt: bytes) -> None:
+    def __init__(
+        self, tools: RankTools, request: RankRequest, attempt: bytes, *, check: Callable[[], None] = noop
+    ) -> None:
         if request.policy.residual is not None:
             raise UsageError(
                 "many ranks cannot quantize a checkpoint",
                 where=f"policy with residual={request.policy.residual.name!r}",
                 todo="commit with an exact policy, and quantize old checkpoints with `ckstore demote`",
             )
-        self._tools, self._request, self._attempt = tools, request, attempt
+        self._tools, self._request, self._attempt, self._check = tools, request, attempt, check
         self._watch = request.watch or Stopwatch(tools.repository.clock)
         self._skeleton = Skeleton.of(request.state)
         # Without the number of the rank, so that ranks with equal states send equal bytes.
@@ -156,10 +159,10 @@ class RankWork:
         unpublished = self._store(share)
         limits = tools.repository.limits
         with self._watch("check"):
-            checks = [
-                *checks_of_owned(state, share, unpublished.plan, unpublished.stored, limits),
-                *checks_of_rest(state, share.rest, limits, turn=int.from_bytes(self._attempt[:4], "little")),
-            ]
+            checks = list(checks_of_owned(state, share, unpublished.plan, unpublished.stored, limits))
+            for check in checks_of_rest(state, share.rest, limits, turn=int.from_bytes(self._attempt[:4], "little")):
+                checks.append(check)
+                self._check()
         self._part = self._made_part(unpublished, share, checks, state.captured.warnings)
         return self._part.encode()
 
@@ -195,6 +198,7 @@ class RankWork:
             retained_slot=request.retained_slot,
             thread_limit=tools.thread_limit,
             blocks=tools.blocks,
+            check=self._check,
         )
         self._written.append(write_unpublished(tools.repository, commit, self._watch))
         return self._written[-1]

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import CkstoreError, LeafTypeError, RankError, UsageError
+from ckstore.ranks import protocol, savers
 from ckstore.ranks.link import listen
 from ckstore.ranks.savers import SaverJob, SaverLinks
 from ckstore.ranks.world import Listener, Ranks
@@ -32,6 +34,7 @@ def stores(tmp_path):
     jobs = [Ranks(rank, 2, address, "a token of this test") for rank in range(2)]
     jobs[0]._shared.listener = Listener(listener)
     found = in_threads(jobs, lambda ranks: ckstore.open(tmp_path / "store", ranks=ranks))
+    found[1].leave_job = jobs[1].close
     yield found
     in_threads(found, lambda store: store.close())
     for job in jobs:
@@ -82,8 +85,27 @@ def test_a_rank_that_could_skip_commits_is_refused_on_all_ranks(stores):
     assert seqs_of(in_threads(stores, lambda store: commit(store, 2))) == [0, 0]
 
 
+def test_a_trainer_that_is_lost_after_another_has_begun_is_named_at_once(stores):
+    assert seqs_of(in_threads(stores, lambda store: commit(store, 1))) == [0, 0]
+    pending = stores[0].commit_async(state_of(stores[0]), 2)
+    stores[1].leave_job()
+    with pytest.raises(RankError, match="rank 1 has ended or closed its store: the commit of step 2 failed"):
+        pending.result(QUICK_SECONDS)
+
+
+def test_rank_0_joins_before_its_saver_waits_for_an_orphan(stores):
+    # Else the others would take it for absent. The saver waits, and the other ranks for as long as it lives.
+    def refuse():
+        pytest.fail("the trainer waits for an orphan")
+
+    repository_of(stores[0]).wait_for_orphan = refuse
+    assert seqs_of(in_threads(stores, lambda store: commit(store, 1))) == [0, 0]
+
+
 @pytest.fixture
-def links():
+def links(monkeypatch):
+    monkeypatch.setattr(protocol, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(savers, "LEAVE_SECONDS", 0.3)
     listener = listen("127.0.0.1", 0)
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     found = [
@@ -121,6 +143,43 @@ def test_all_savers_connect_again_after_a_loss_between_commits(links):
     wait_until(lambda: all(link.is_broken for link in before[:2]))
     after = [each.link_for(2) for each in links]
     assert not any(link.is_broken for link in after)
+
+
+def begin(links, number):
+    """Join a commit; return the link."""
+    link = links.link_for(number)
+    link.take_number(number)
+    link.send(lambda member: member.join(number, 7))
+    return link
+
+
+@pytest.mark.parametrize(("lost", "witness"), [(2, 0), (0, 1)])
+def test_a_rank_whose_trainer_is_lost_is_not_waited_for(links, lost, witness):
+    for each in links:
+        each.link_for(1)
+    waiting = [begin(each, 1) for rank, each in enumerate(links) if rank != lost]
+    links[witness].note_lost(lost, "has been silent for 15 s")
+    for link in waiting:
+        finish = link.wait(1, QUICK_SECONDS)
+        assert finish.error.what == f"rank {lost} has been silent for 15 s: the commit of step 7 failed on all ranks"
+
+
+def test_a_lost_trainer_is_remembered_for_later_connections(links):
+    zero, one, _ = links
+    zero.note_lost(2, "has been silent for 15 s")
+    waiting = in_threads([zero, one], lambda each: begin(each, 1))
+    for link in waiting:
+        assert link.wait(1, QUICK_SECONDS).error.what.startswith("rank 2 has been silent for 15 s")
+
+
+def test_a_saver_does_not_wait_for_that_of_a_stopped_trainer(links):
+    # Nobody accepts connections at this socket, which is what a stopped rank 0 does.
+    _, one, _ = links
+    one.note_lost(0, "has been silent for 15 s")
+    begun = time.monotonic()
+    with pytest.raises(RankError, match="rank 0 has been silent for 15 s, and its saver does not answer"):
+        one.link_for(1)
+    assert time.monotonic() - begun < QUICK_SECONDS
 
 
 def wait_until(is_met, seconds=10.0):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import Shard
 
 import ckstore
+from ckstore._testing import repository_of
+from ckstore.commit.chunk_writer import ChunkWriter
+from ckstore.config import MIB
 from ckstore.errors import BackendError, CkstoreError, MalformedError, RankError, UnsupportedError, UsageError
 from ckstore.format.wire import SEAL_NBYTES, xxh3_64
 from ckstore.ranks.commits import RankCommits, find_attempt
@@ -17,6 +22,7 @@ from ckstore.ranks.work import RankRequest, RankTools, decode_receipt
 from ckstore.results import Receipt
 from support.fake_ranks import mesh_of, placements_of, rank_of, sharded
 from support.rank_jobs import FAST, PlayedJob, open_repository
+from support.store_ranks import StoreRanks
 from support.thread_ranks import ThreadJob
 
 
@@ -167,6 +173,41 @@ def test_an_error_after_the_manifest_is_visible_keeps_all_packs(job, path):
     assert all(isinstance(each, BackendError) for each in found), found
     restored = ckstore.open(path).restore(5)
     assert torch.equal(restored["w"], states()[0]["w"])
+
+
+def test_a_rank_that_is_writing_stops_when_the_commit_has_failed(path, monkeypatch):
+    job = ThreadJob(path, 2)
+    large = [{"own": np.random.default_rng(rank).integers(0, 256, 64 * MIB, np.uint8)} for rank in range(2)]
+    link, store_chunk, stored = job.ranks[0].link, ChunkWriter._store_chunk, []
+
+    def store_slowly(writer, *arguments):
+        if writer.repository is job.ranks[1].tools.repository:
+            raise BackendError("no answer", where="packs")
+        # Rank 1 has failed meanwhile.
+        while not link._loop.failed:
+            time.sleep(0.01)
+        stored.append(store_chunk(writer, *arguments))
+
+    monkeypatch.setattr(ChunkWriter, "_store_chunk", store_slowly)
+    found = job.commit(large, step=1)
+    assert all(isinstance(each, BackendError) and "rank 1" in str(each) for each in found[:1]), found
+    assert not stored
+    monkeypatch.undo()
+    assert not list((path / "packs").rglob("*.pack"))
+    assert all(isinstance(each, Receipt) for each in job.commit(states(2), step=2))
+    job.close()
+
+
+def test_packs_that_vanish_during_a_commit_are_written_again(path):
+    job = StoreRanks(2)
+    job.open(lambda rank: path)
+    repository, lost = repository_of(job.stores[0]), []
+    rescue = repository.rescue_local_packs
+    repository.rescue_local_packs = lambda packs: rescue(packs) if lost else lost.extend(packs) or set(packs)
+    found = job.commit(lambda rank: states(2)[rank])
+    assert all(isinstance(each, Receipt) for each in found), found
+    assert lost
+    job.close()
 
 
 def test_different_tensors_of_two_meshes_under_one_path_are_refused(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import socket
 import struct
 import threading
@@ -175,6 +176,32 @@ def test_rank_0_of_another_version_is_named(hub, monkeypatch):
     port, _ = hub(2, ranks=[])
     with pytest.raises(UnsupportedError, match=r"rank 1 runs ckstore .* \(version 1 .* rank 0 runs ckstore 2.5.0"):
         joined(1, 2, port)
+
+
+def test_losses_are_reported_also_to_those_that_ask_later(hub):
+    _, links = hub(3)
+    early, late = queue.SimpleQueue(), queue.SimpleQueue()
+    links[0].call_when_lost(lambda *loss: early.put(loss))
+    links[2].close()
+    loss = (2, "has ended or closed its store")
+    assert early.get(timeout=5) == loss
+    links[0].call_when_lost(lambda *loss: late.put(loss))
+    assert late.get(timeout=5) == loss
+
+
+def test_the_wait_for_a_stopped_rank_0_can_be_ended():
+    # It accepts connections, because the kernel does, and says nothing.
+    reasons = iter([None, None, RankError("rank 0 has been silent", rank=0)])
+
+    def check():
+        if (reason := next(reasons)) is not None:
+            raise reason
+
+    begun = time.monotonic()
+    patient = QUICK._replace(join_seconds=60.0, handshake_seconds=60.0)
+    with listen("127.0.0.1", 0) as silent, pytest.raises(RankError, match="rank 0 has been silent"):
+        Link(Job(1, 2, TOKEN), patient, addresses=[silent.getsockname()[:2]], check=check)
+    assert time.monotonic() - begun < 10
 
 
 # Strangers

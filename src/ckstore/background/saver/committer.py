@@ -24,7 +24,7 @@ from ckstore.background.protocol import Message
 from ckstore.background.saver.staged_state import Ticket
 from ckstore.background.staged_head import Head
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.commit.commit import Fingerprint
+from ckstore.commit.commit import Fingerprint, follow_parent
 from ckstore.commit.pipeline import WriteBlocks
 from ckstore.concurrency import ThreadLimit, leave_idle_class, noop
 from ckstore.config import EngineName
@@ -39,7 +39,6 @@ from ckstore.results import Receipt, Stopwatch
 from ckstore.state.capture import Structure
 from ckstore.store.lease import Lease
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
-from ckstore.store.refs import load_whole, resolve
 from ckstore.store.repository import Repository
 from ckstore.store.store_config import read_store_record, require_same_store
 
@@ -215,6 +214,11 @@ class Committer:
         except CkstoreError as error:
             _log.warning("the other ranks were not informed that this one has failed: %s", error)
 
+    def note_lost(self, message: protocol.Lost) -> None:
+        """Report to the savers of the job that another rank's trainer is lost. On any thread."""
+        if self._job is not None:
+            self._job.note_lost(message.rank, message.how)
+
     def close(self) -> None:
         """Give up the lease and close the store."""
         self._trainer.close()
@@ -278,7 +282,8 @@ class Committer:
         self._on_lease(None)
         watch = _ReportingStopwatch(repository.clock, ticket, self._send)
         self._lease.gate = ticket.wait_whole
-        self._follow(parent)
+        if follow_parent(repository, self._bases, parent):
+            self._fingerprint = None
         request = CommitRequest(
             captured=ticket.captured(self._structure_of(head)),
             step=head.step,
@@ -316,7 +321,9 @@ class Committer:
         """Take the lease before this rank begins. So the commit may outlive the trainer as soon as all is staged."""
         was_transferred = self._hold_lease(ticket)
         # The trainer is checked after the lease was taken: one that starts from now on finds the lease, and waits.
-        ticket.may_outlive_trainer = was_transferred or self._trainer.is_alive
+        # What was promised before the commit is repeated stays promised.
+        is_seen = was_transferred or self._trainer.is_alive
+        ticket.may_outlive_trainer = ticket.may_outlive_trainer or is_seen
         ticket.check()
 
     def _structure_of(self, head: Head) -> Structure:
@@ -350,22 +357,6 @@ class Committer:
             self._repository.prepare_run()
             self._lease.take()
         return transferred is not None
-
-    def _follow(self, parent: int | None) -> None:
-        """Make the parent the delta base, if the trainer has gone back to an earlier checkpoint."""
-        repository = self._repository
-        assert repository is not None
-        last = self._bases.seq if self._bases.seq is not None else repository.newest and repository.newest.header.seq
-        if parent is None or parent == last:
-            return
-        try:
-            manifest = load_whole(repository, resolve(repository, f"seq:{parent}"))
-        except CkstoreError as error:
-            _log.info("seq %d cannot be a base: %s", parent, error)
-            return
-        repository.chunk_index.pin(manifest)
-        self._bases.follow(manifest)
-        self._fingerprint = None
 
 
 class _ReportingStopwatch(Stopwatch):

@@ -4,14 +4,18 @@ Invariants:
 - A ticket is promised (``Began``) when all ranks have staged it and rank 0 holds the lease. From then on it is
   published even if all trainers die.
 - A saver that loses another one fails the commit, and makes another connection for the next one.
+- A commit that has failed for a reason that could be removed is repeated once, as that of a single process is: on all
+  ranks, under a number of its own. The n-th background commit has number 2n - 1, and its repetition 2n.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import partial
 
-from ckstore.background.saver.staged_state import Ticket
+from ckstore.background.saver.staged_state import StopLimit, Ticket
+from ckstore.commit.commit import follow_parent
 from ckstore.commit.pipeline import WriteBlocks
 from ckstore.concurrency import ThreadLimit, leave_idle_class
 from ckstore.delta.base_cache import BaseCache
@@ -19,7 +23,7 @@ from ckstore.errors import RankError
 from ckstore.format.error_records import record_of, restored_error
 from ckstore.ranks.commits import RankCommits
 from ckstore.ranks.link import Link
-from ckstore.ranks.savers import SaverJob, SaverLinks, decode_share
+from ckstore.ranks.savers import SaverJob, SaverLinks, decode_share, stopped_seconds_max
 from ckstore.ranks.work import RankRequest, RankTools
 from ckstore.results import Receipt, Stopwatch
 from ckstore.state.capture import Captured
@@ -49,6 +53,7 @@ class SaverRank:
         self._links = SaverLinks(self._job, listener)
         self._tools = RankTools(repository, self._job.rank, thread_limit=thread_limit, blocks=blocks)
         self._commits: tuple[Link, RankCommits] | None = None
+        repository.lease.orphans.stopped_seconds_max = stopped_seconds_max()
 
     @property
     def is_first(self) -> bool:
@@ -87,35 +92,62 @@ class SaverRank:
         Raises:
             CkstoreError: The commit failed on one of the ranks; the message names it.
         """
-        head, number = ticket.head, ticket.job_number
-        link, commits = self._commits_for(number)
+        head = ticket.head
+        ticket.stop_limit = StopLimit(self._job.rank, stopped_seconds_max())
 
-        def note_all_staged(staged: int) -> None:
-            if staged == number:
-                on_all_staged()
+        def attempt(number: int) -> Receipt:
+            def note_all_staged(staged: int) -> None:
+                if staged == number:
+                    on_all_staged()
 
-        def make_request() -> RankRequest:
-            return RankRequest(
-                state=decode_share(head.share, captured),
-                step=head.step,
-                policy=head.policy,
-                parent=parent,
-                metrics=head.metrics,
-                source_is_immutable=True,
-                retained_slot=ticket.number if ticket.may_retain else None,
-                watch=watch,
-            )
+            link, commits = self._commits_for(number)
+            link.call_when_all_staged(note_all_staged)
+            try:
+                make_request = partial(self._request, ticket, captured, parent, watch)
+                return commits.commit(
+                    head.step, head.policy, make_request, number=number, staging=ticket, take_run=take_run
+                )
+            finally:
+                link.call_when_all_staged(None)
 
-        link.call_when_all_staged(note_all_staged)
+        number = _first_attempt(ticket.job_number)
+        commits = self._commits_for(number)[1]
         try:
-            return commits.commit(
-                head.step, head.policy, make_request, number=number, staging=ticket, take_run=take_run
-            )
+            try:
+                return attempt(number)
+            except Exception:
+                # All ranks do the same, whatever each of them raises.
+                if not commits.has_removed_cause(head.step, captured.nbytes):
+                    raise
+            return attempt(number + 1)
         except BaseException as error:
             self._after(error)
             raise
-        finally:
-            link.call_when_all_staged(None)
+
+    def _request(self, ticket: Ticket, captured: Captured, parent: int | None, watch: Stopwatch) -> RankRequest:
+        head = ticket.head
+        if parent is not None:
+            self._tools.repository.prepare_run()
+            follow_parent(self._tools.repository, self._tools.bases, parent)
+        return RankRequest(
+            state=decode_share(head.share, captured),
+            step=head.step,
+            policy=head.policy,
+            parent=parent,
+            metrics=head.metrics,
+            source_is_immutable=True,
+            retained_slot=ticket.number if ticket.may_retain else None,
+            watch=watch,
+        )
+
+    def note_lost(self, rank: int, how: str) -> None:
+        """Report to the other savers that the trainer of another rank is lost. On any thread.
+
+        Args:
+            rank: The rank.
+            how: What happened, to follow the name of the rank.
+        """
+        self._links.note_lost(rank, how)
 
     def decline(self, number: int, step: int, error: Exception) -> None:
         """Make a commit fail on all ranks, because this rank's trainer cannot take part.
@@ -128,7 +160,8 @@ class SaverRank:
         Raises:
             RankError: The other savers cannot be reached.
         """
-        self._commits_for(number)[1].decline(number, step, error)
+        attempt = _first_attempt(number)
+        self._commits_for(attempt)[1].decline(attempt, step, error)
         self._after(error)
 
     def _commits_for(self, number: int) -> tuple[Link, RankCommits]:
@@ -148,3 +181,7 @@ class SaverRank:
     def close(self) -> None:
         """Leave the job."""
         self._links.close()
+
+
+def _first_attempt(number: int) -> int:
+    return 2 * number - 1

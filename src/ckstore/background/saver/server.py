@@ -77,7 +77,7 @@ class Server:
         """The newest ticket at the moment when the trainer last started to wait."""
         self._trainer = ProcessWatch(hello.trainer_pid, hello.trainer_started)
         self.channel = Channel(end, self._trainer)
-        self._monitor = StagingMonitor()
+        self._monitor = StagingMonitor(hello.trainer_pid)
         self._changed = threading.Condition()
         self._reporting = threading.Lock()
         """Held while results are sent, so that nothing is sent about a ticket after its end."""
@@ -218,6 +218,8 @@ class Server:
             self._abort(message.ticket)
         elif isinstance(message, (protocol.Release, protocol.Forget, protocol.Decline)):
             self._add(message)
+        elif isinstance(message, protocol.Lost):
+            self._committer.note_lost(message)
         elif isinstance(message, protocol.Warm):
             if not WRITE_BLOCKS_MIN <= message.block_count <= WRITE_BLOCKS:
                 raise MalformedError("the requested number of write blocks is invalid", where=repr(message))

@@ -3,12 +3,13 @@
 Invariants:
 - A byte is read only after its unit is marked or its slot is STAGED. Readers wait for that.
 - A ticket that is cancelled, or whose trainer dies, before it is fully staged is given up. All its readers raise.
+- In a job of many ranks, so is a ticket whose trainer is stopped too long before that, because the other ranks wait. A
+  slow copy is waited for. Whether it is staged or given up is decided once.
 - Nothing is published before the state is fully staged.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from ckstore.background import protocol
 from ckstore.background.arena import STAGED, Slot
 from ckstore.background.staged_head import Head, SampleRow, StorageRow
-from ckstore.errors import SaverError
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import RankError, SaverError
+from ckstore.processes import StopTimer
 from ckstore.state.capture import Captured, Structure
 
 LOOK_SECONDS = 0.05
@@ -38,29 +41,49 @@ class DelayedBegin:
     is_late: bool
 
 
-class StagingMonitor:
-    """A condition on which commit threads wait for staged bytes or for the trainer's death. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class StopLimit:
+    """How long the trainer of a rank may be stopped while it stages."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    rank: int
+    seconds: float
+
+
+class StagingMonitor:
+    """A condition on which commit threads wait for staged bytes or for the trainer's death. Thread-safe.
+
+    Args:
+        trainer_pid: The trainer.
+    """
+
+    def __init__(self, trainer_pid: int) -> None:
+        self.changed = threading.Condition()
+        """Reentrant."""
+        self.trainer_pid = trainer_pid
         self.is_trainer_gone = False
+        self._stop_timer = StopTimer(trainer_pid)
+
+    def stopped_seconds(self) -> float:
+        """Return how long the trainer has been stopped by a signal."""
+        with self.changed:
+            return self._stop_timer.seconds(SYSTEM_CLOCK.monotonic())
 
     def notify(self) -> None:
         """Wake the waiting threads, because more may be staged."""
-        with self._changed:
-            self._changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
 
     def note_trainer_gone(self) -> None:
         """Record the trainer's death: nothing else will be staged."""
-        with self._changed:
+        with self.changed:
             self.is_trainer_gone = True
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def wait(self, is_met: Callable[[], bool]) -> None:
         """Wait until a condition holds. Exceptions of the condition are raised."""
-        with self._changed:
+        with self.changed:
             while not is_met():
-                self._changed.wait(LOOK_SECONDS)
+                self.changed.wait(LOOK_SECONDS)
 
 
 class Ticket:
@@ -96,6 +119,9 @@ class Ticket:
         """Whether the saver may keep the slot as the delta base of the next commit."""
         self.is_aborted = False
         """Whether the trainer has cancelled it."""
+        self.stop_limit: StopLimit | None = None
+        """In a job of many ranks: when it is given up because its trainer is stopped."""
+        self._is_given_up_stopped = False
         self.nbytes_read = 0
         self.on_read: Callable[[], None] = lambda: None
         self._slot = slot
@@ -125,14 +151,17 @@ class Ticket:
 
     def when_whole(self, call: Callable[[], None]) -> None:
         """Have a function called once it is fully staged, on any thread."""
-        self._when_whole.append(call)
+        with self._monitor.changed:
+            self._when_whole.append(call)
         self._call_when_whole()
 
     def _call_when_whole(self) -> None:
-        # Two threads may do this; each call is taken out by one of them.
-        while self.is_whole and self._when_whole:
-            with contextlib.suppress(IndexError):
-                self._when_whole.pop()()
+        with self._monitor.changed:
+            calls: list[Callable[[], None]] = []
+            if self.is_whole and not self._is_given_up_stopped:
+                calls, self._when_whole = self._when_whole, []
+        for call in calls:
+            call()
 
     @property
     def is_being_copied(self) -> bool:
@@ -144,7 +173,8 @@ class Ticket:
         """Whether it will never be published."""
         # Read the trainer's death before the slot: then everything that was staged before the death counts.
         is_gone = self._monitor.is_trainer_gone
-        return self.is_aborted or (is_gone and not (self.may_outlive_trainer and self.is_whole))
+        is_left = is_gone and not (self.may_outlive_trainer and self.is_whole)
+        return self.is_aborted or self._is_given_up_stopped or is_left
 
     @property
     def is_orphan(self) -> bool:
@@ -169,12 +199,33 @@ class Ticket:
         head = self.head
         return Captured(head.tree, [], list(head.tensors), list(self.storages), list(head.warnings), structure)
 
+    def _check_stop(self, limit: StopLimit) -> None:
+        """Give the ticket up if its trainer has been stopped for too long.
+
+        Raises:
+            RankError: It is given up.
+        """
+        with self._monitor.changed:
+            # Staged was reported under the same lock, or will not be.
+            if not self.is_whole and self._monitor.stopped_seconds() >= limit.seconds:
+                self._is_given_up_stopped = True
+        if self._is_given_up_stopped:
+            raise RankError(
+                f"the trainer of rank {limit.rank} (pid {self._monitor.trainer_pid}) was stopped by a signal for "
+                f"{limit.seconds:g} s before it had staged step {self.head.step}",
+                todo="find out who has stopped it (a debugger, SIGSTOP), and start the job again",
+                rank=limit.rank,
+            )
+
     def check(self) -> None:
         """Raise if the ticket is given up.
 
         Raises:
             SaverError: It is.
+            RankError: It is, because its trainer was stopped for too long.
         """
+        if self.stop_limit is not None and not self._is_known_whole:
+            self._check_stop(self.stop_limit)
         if self.is_given_up:
             raise SaverError(
                 f"the commit of step {self.head.step} was given up "
