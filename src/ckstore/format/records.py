@@ -12,7 +12,9 @@ that does not know it must refuse the structure. An optional flag may be ignored
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import threading
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -424,14 +426,34 @@ def _check_store(record: StoreRecord, where: object) -> None:
 
 
 def _decode_json(content: bytes, kind: type[R], where: object) -> R:
+    decoder = _JSON_DECODERS.get(kind) or _made(kind, msgspec.json.Decoder, _JSON_DECODERS)
     try:
-        return msgspec.json.decode(content, type=kind)
+        record: R = decoder.decode(content)
     except (msgspec.MsgspecError, RecursionError, ValueError) as problem:
         raise MalformedError(f"a record cannot be read ({problem})", where=where) from None
+    return record
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_DECODERS: dict[Any, Any] = {}
+_JSON_DECODERS: dict[Any, Any] = {}
+_making = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _making
+    _making = threading.RLock()
+
+
+# Another thread of the parent may hold it.
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _made(kind: Any, form: Callable[[Any], Any], known: dict[Any, Any]) -> Any:
+    # msgspec crashes if a thread uses its description of a class while another thread makes that.
+    with _making:
+        decoder = known[kind] = known.get(kind) or form(kind)
+    return decoder
 
 
 def encode_inner(content: object) -> bytes:
@@ -474,9 +496,7 @@ def decode_inner(content: bytes | memoryview, kind: type[R], *, where: object = 
     Raises:
         MalformedError: Wrong types, unknown fields, trailing or missing bytes.
     """
-    decoder = _DECODERS.get(kind)
-    if decoder is None:
-        decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
+    decoder = _DECODERS.get(kind) or _made(kind, msgspec.msgpack.Decoder, _DECODERS)
     try:
         found: R = decoder.decode(content)
     except (msgspec.MsgspecError, RecursionError, ValueError) as problem:

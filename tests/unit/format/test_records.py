@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from ckstore.errors import ChecksumError, CorruptError, MalformedError, UnsupportedError, UsageError
@@ -140,3 +144,22 @@ def test_inner_records_refuse_other_shapes():
     for content in (b"", b"\xc1", b"\x80", encode_inner([1, 2]), encode_inner({"run": "a"})):
         with pytest.raises(MalformedError):
             decode_inner(content, HeaderRecord)
+
+
+def test_threads_that_decode_a_kind_first_make_their_decoders_one_after_another(monkeypatch):
+    # msgspec keeps an incomplete description of a class in that class. A thread that uses it crashes.
+    make, busy, most = msgspec.msgpack.Decoder, [], []
+
+    def make_slowly(kind):
+        busy.append(kind)
+        most.append(len(busy))
+        time.sleep(0.02)
+        busy.remove(kind)
+        return make(kind)
+
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", make_slowly)
+    kinds = [namedtuple(f"Kind{number}", "value") for number in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda kind: decode_inner(encode_inner([7]), kind), kinds))
+    assert [each.value for each in found] == [7] * 4
+    assert most == [1] * 4
