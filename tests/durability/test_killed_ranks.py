@@ -19,6 +19,9 @@ LANES = 8
 
 SEEDS = range(6)
 
+SAMPLE_PART = 12
+"""``make test`` samples one of so many parts of the points: a job takes two seconds of processor time."""
+
 
 @pytest.fixture
 def base(tmp_path):
@@ -33,8 +36,10 @@ def check(results):
 
 @pytest.mark.deep
 def test_a_process_killed_or_stopped_at_any_step_breaks_no_promise(base, sample):
-    points = points_of(SEEDS if sample.is_whole else [sample.seed(0) % len(SEEDS)])
-    assert len(points_of(SEEDS)) >= 3000
+    points = points_of(SEEDS)
+    assert len(points) >= 3000
+    if not sample.is_whole:
+        points = points[sample.seed(0) % SAMPLE_PART :: SAMPLE_PART]
     results = results_of(sample.part(points, parts=64), base, lanes=LANES)
     check(results)
     assert any(result["was_struck"] for result in results)
@@ -42,7 +47,10 @@ def test_a_process_killed_or_stopped_at_any_step_breaks_no_promise(base, sample)
 
 @pytest.mark.deep
 def test_a_promised_checkpoint_survives_all_trainers(base, sample):
-    results = results_of(promised_points(sample.count(200, parts=64)), base, lanes=LANES)
+    points = promised_points(200)
+    if not sample.is_whole:
+        points = points[sample.seed(0) % 2 :: 2]
+    results = results_of(sample.part(points, parts=64), base, lanes=LANES)
     check(results)
     assert all(result["was_struck"] and result["promised"] for result in results)
 
@@ -50,9 +58,10 @@ def test_a_promised_checkpoint_survives_all_trainers(base, sample):
 @pytest.mark.deep
 def test_trainers_killed_at_random_moments_leave_whole_checkpoints(base, sample):
     first = sample.seed(10)
-    check(results_of(random_points(range(first, first + sample.count(1000, parts=64) // 4)), base, lanes=LANES))
+    check(results_of(random_points(range(first, first + sample.count(250, parts=128))), base, lanes=LANES))
 
 
+@pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("fault", ["removes packs", "forgets promises"])
 def test_a_missing_protection_is_found(base, fault):
     if fault == "removes packs":

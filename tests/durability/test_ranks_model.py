@@ -52,11 +52,14 @@ DEEP = [
     (Setting(commits=2, changes_layout=True), 1517),
     (Setting(leaves=1, **DEATH), 2877),
     (Setting(leaves=1, **CUT), 3931),
-    (Setting(commits=2, layouts=SAME, leaves=1), 5499),
+    (Setting(commits=2, layouts=SAME, leaves=1), 5715),
     (Setting(commits=2, layouts=SAME, **DEATH), 23177),
     (Setting(commits=2, layouts=SAME, **CUT), 37062),
     (Setting(commits=2, layouts=SAME, **FAILURE), 42889),
 ]
+SAMPLE_STATES = 1000
+"""So many states of a large model are visited in ``make test``; all of them in ``make test-deep``."""
+
 TWO = Setting(commits=2, layouts=SAME)
 
 MUTANTS = [
@@ -201,10 +204,10 @@ SLOW = [row for row in MUTANTS if row[1].commits == 2]
 """Models of two commits take many seconds, and are deep tests."""
 
 
-def check(setting, states):
-    found, trace = search(setting)
+def check(setting, states, limit=None):
+    found, trace = search(setting, limit=limit)
     assert trace is None
-    assert found == states
+    assert found == states if limit is None else found >= min(states, limit)
 
 
 @pytest.mark.parametrize(("setting", "states"), QUICK, ids=name_of)
@@ -212,10 +215,10 @@ def test_every_interleaving_keeps_the_promises(setting, states):
     check(setting, states)
 
 
-@pytest.mark.deep(parts=12)
+@pytest.mark.deep(parts=len(DEEP))
 @pytest.mark.parametrize(("setting", "states"), DEEP, ids=name_of)
-def test_every_interleaving_of_large_models_keeps_the_promises(setting, states):
-    check(setting, states)
+def test_every_interleaving_of_large_models_keeps_the_promises(setting, states, sample):
+    check(setting, states, None if sample.is_whole else SAMPLE_STATES)
 
 
 def find(setting, old, new):
@@ -228,7 +231,7 @@ def test_model_finds_each_missing_rule(setting, old, new):
     find(setting, old, new)
 
 
-@pytest.mark.deep(parts=4)
+@pytest.mark.deep(parts=16)
 @pytest.mark.parametrize(("setting", "old", "new"), [row[1:] for row in SLOW], ids=[row[0] for row in SLOW])
 def test_large_model_finds_each_missing_rule(setting, old, new):
     find(setting, old, new)

@@ -512,12 +512,18 @@ def _kept_sets(ranks):
         yield frozenset(rank for rank, is_kept in zip(ranks, flags, strict=True) if is_kept)
 
 
-def search(setting: Setting, core=CORE) -> tuple[int, list[str] | None]:
-    """Visit every reachable state. Return how many, and the shortest way to a violation if there is one."""
+def search(setting: Setting, core=CORE, *, limit: int | None = None) -> tuple[int, list[str] | None]:
+    """Visit every reachable state. Return how many, and the shortest way to a violation if there is one.
+
+    Args:
+        setting: What can happen.
+        core: The state machines.
+        limit: Stop after so many states, those that the fewest moves lead to.
+    """
     start = Job(setting, core)
     came_from: dict[int, tuple[int, str] | None] = {hash(start.key()): None}
     queue = deque([(start, hash(start.key()))])
-    while queue:
+    while queue and (limit is None or len(came_from) < limit):
         job, own_key = queue.popleft()
         try:
             is_end = True
