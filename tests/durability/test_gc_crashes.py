@@ -77,7 +77,8 @@ def collect_again(disk):
     ],
 )
 def test_killed_collection_loses_nothing(tmp_path, sample, note, engine, calls, every, disturbed_min):
-    tally, summary = disturb_everywhere(tmp_path, sample, "collect", engine, calls=calls, every=every, parts=8)
+    how = {"calls": calls, "every": every, "parts": 20 if every == 1 else 8}
+    tally, summary = disturb_everywhere(tmp_path, sample, "collect", engine, **how)
     note(summary)
     assert tally.disturbed >= (disturbed_min if sample.is_whole else 1)
 
@@ -104,7 +105,7 @@ def test_collection_without_one_sync_breaks_order(skips):
 @pytest.mark.usefixtures("no_quarantine")
 def test_power_cut_in_collection_loses_nothing(sample, note):
     disk, acks = recorded("collect")
-    points = sample.part(range(0, len(disk.log) + 1, 2), parts=20)
+    points = sample.part(range(0, len(disk.log) + 1, 2), parts=60)
     counters, found = losses(disk, acks, samples=3, points=set(points), commit_every=8)
     note(f"simulated power cuts, collect: seed {SEED}, {len(disk.log)} steps, {in_words(counters)}")
     assert found == []
@@ -116,7 +117,7 @@ def test_power_cut_in_collection_loses_nothing(sample, note):
 @pytest.mark.usefixtures("no_quarantine")
 def test_next_collection_works_after_power_cut(sample, note):
     disk, acks = recorded("collect")
-    points = sample.part(range(0, len(disk.log) + 1, 6), parts=10)
+    points = sample.part(range(0, len(disk.log) + 1, 6), parts=30)
     states, checked = 0, CheckedStates()
     for state in crash_states(disk, seed=SEED, samples=1, singles_max=8, points=set(points)):
         states += 1
