@@ -19,6 +19,9 @@ from bench.workbench import Bench
 
 Facts = dict[str, float]
 
+PROGRAM = ("-m", "bench.rank_process")
+"""What the interpreter runs as a rank."""
+
 CALL_SECONDS = 900.0
 """How long a call may take, before its ranks are killed: far more than any tool needs."""
 
@@ -63,7 +66,7 @@ class RankGroup:
         log(f"starting {self.world} ranks")
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=self._bench.folder))
         bench = self._bench
-        command = [sys.executable, "-m", "bench.rank_process", "--mesh", "x".join(map(str, self._mesh))]
+        command = [sys.executable, *PROGRAM, "--mesh", "x".join(map(str, self._mesh))]
         command += [
             "--size",
             str(bench.nbytes),

@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:
     # The bench is not part of the package; add the repository root to the path, as `python -m bench.run` does.
     sys.path.append(str(ROOT))
 
-from bench import cases_rank_saves, cases_reshard, rank_plans, table_cases  # noqa: E402
+from bench import cases_rank_saves, cases_reshard, rank_group, rank_plans, table_cases  # noqa: E402
 from bench.measure import Result  # noqa: E402
 from bench.played_ranks import PlayedRanks  # noqa: E402
 from bench.rank_group import RankGroup  # noqa: E402
@@ -128,7 +128,7 @@ RUNS = {
 }
 
 
-@pytest.mark.deep(parts=4)
+@pytest.mark.deep(parts=16)
 @pytest.mark.parametrize("name", RUNS)
 def test_case_has_its_samples_and_leaves_no_process(name, bench, monkeypatch):
     # All processes of the case inherit it.
@@ -157,9 +157,28 @@ def marked_processes(mark):
     return found
 
 
-@pytest.mark.deep(parts=4)
+FAILING_RANK = """
+import json, os, sys
+
+for line in sys.stdin:
+    is_failing = json.loads(line)["do"] == "fail"
+    print(json.dumps({"error": "no such place"} if is_failing else {"facts": {"pid": os.getpid()}}), flush=True)
+"""
+
+
+def test_ranks_start_again_after_one_that_failed(bench, monkeypatch):
+    monkeypatch.setattr(rank_group, "PROGRAM", ("-c", FAILING_RANK))
+    with RankGroup(bench, (2, 1)) as ranks:
+        first = [facts["pid"] for facts in ranks.call("make")]
+        with pytest.raises(RuntimeError, match="rank 0: no such place"):
+            ranks.call("fail")
+        second = [facts["pid"] for facts in ranks.call("make")]
+    assert len({*first, *second}) == 4
+
+
+@pytest.mark.deep(parts=16)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_ranks_start_again_after_one_that_failed(bench, world):
+def test_ranks_that_cannot_load_start_again(bench, world):
     with RankGroup(bench, (world,)) as ranks:
         with pytest.raises(RuntimeError, match="CheckpointException"):
             ranks.call("load_dcp", place=str(bench.folder / "no_such_place"))
