@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 import ckstore
 from ckstore import dcp
 from ckstore.format.many_ranks import MeshFacts
-from support.dcp_ranks import run_ranks
+from support import dcp_programs
+from support.forked_ranks import run_ranks
 
 
 def test_four_ranks_save_one_checkpoint_that_any_world_loads(tmp_path):
-    run_ranks(tmp_path, save_first=4, load_all=2, save_in_background=1)
+    stages = (dcp_programs.save_first, 4), (dcp_programs.load_all, 2), (dcp_programs.save_in_background, 1)
+    for stage, world in stages:
+        run_ranks(partial(stage, folder=str(tmp_path)), world, tmp_path / stage.__name__)
     expected = {"fsdp": [10, 11, 12], "fsdp_tp": [10, 11, 12], "failing": [2], "background": [20, 21]}
     for name, steps in expected.items():
         with ckstore.open(tmp_path / name) as store:

@@ -15,6 +15,8 @@ SECONDS_MAX = 240.0
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     [
+        # FSDP2 imports it for the first model, which takes a second.
+        "torch._dynamo",
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
@@ -72,6 +74,15 @@ class RankProcesses:
                 self.wait()
                 raise AssertionError(f"the ranks ended without {name!r}")
             time.sleep(0.005)
+
+
+def run_ranks(target: Callable[[int], None], world: int, folder: Path) -> None:
+    """Run a job to its end; the arguments are those of ``RankProcesses``."""
+    job = RankProcesses(target, world, folder)
+    try:
+        job.wait()
+    finally:
+        job.kill()
 
 
 def report(name: str, rank: int, folder: str) -> None:

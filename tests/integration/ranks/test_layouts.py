@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckstore
-from support.forked_ranks import RankProcesses
+from support.forked_ranks import RankProcesses, run_ranks
 from support.rank_layouts import LAYOUTS, WORLD, check_same, named, new_model, new_optimizer, resume, train_and_commit
 
 
@@ -37,14 +37,6 @@ def train_and_kill(folder, layouts, seed):
         job.kill()
 
 
-def run(target, world, folder):
-    job = RankProcesses(target, world, folder)
-    try:
-        job.wait()
-    finally:
-        job.kill()
-
-
 CASES = [
     (("fsdp", "tp"), ("fsdp", "tp")),
     (("tp", "hsdp"), ("tp", "hsdp")),
@@ -60,9 +52,9 @@ def test_killed_jobs_resume_bit_for_bit_in_any_world_and_layout(tmp_path, sample
     plain = commit_plain(tmp_path / "store")
     train_and_kill(tmp_path, layouts, sample.seed(0))
     how = {"folder": str(tmp_path), "layouts": layouts, "exchanged": exchanged}
-    run(partial(resume, **how), WORLD, tmp_path / "four")
+    run_ranks(partial(resume, **how), WORLD, tmp_path / "four")
     for world, per_rank in sample.part([(2, "own"), (8, "nearest")], parts=2):
-        run(partial(resume, **how, per_rank=per_rank), world, tmp_path / f"world{world}")
+        run_ranks(partial(resume, **how, per_rank=per_rank), world, tmp_path / f"world{world}")
     # One process without ranks reads what the layouts have committed.
     source, name = exchanged
     with ckstore.open(tmp_path / "store", run=source) as store:
