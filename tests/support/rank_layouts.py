@@ -158,7 +158,10 @@ def commit(store, layout, folder):
     assert receipt.step == layout.step
     assert receipt.warnings == ()
     if layout.rank == 0:
-        Path(folder, f"acknowledged-{layout.name}").write_text(str(receipt.step))
+        # The job may be killed between two calls: the file is there with its text, or as it was.
+        draft = Path(folder, f"draft-{layout.name}")
+        draft.write_text(str(receipt.step))
+        draft.replace(Path(folder, f"acknowledged-{layout.name}"))
 
 
 def resume(rank, folder, layouts, exchanged, per_rank="own"):
