@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _KEY_NBYTES = 12
 _REFUSED = b"refused"
+_MEMORY_NAME = "ckstore-reading"
 
 
 class OtherRankError(Exception):
@@ -71,13 +73,17 @@ class SharedReading:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._has_asked = False
+        self._asked = 0
 
     def refuse(self) -> None:
-        """Tell the others that this rank failed before it could read. Without effect after ``read``."""
-        if not self._has_asked:
-            self._has_asked = True
-            self._link.agree("restore (reading)", b"", _groups, is_patient=True)
+        """Ask what this rank has not asked yet, to tell the others that it cannot read. Without effect after ``read``.
+
+        It may have failed while it waited for an answer, which the others have got.
+        """
+        while self._asked < len(_QUESTIONS):
+            # All ranks get this error, and ask the other questions, too.
+            with contextlib.suppress(Exception):
+                self._ask(b"")
 
     def read(
         self,
@@ -93,7 +99,7 @@ class SharedReading:
             RankError: A rank was lost.
         """
         # A repetition, after packs were replaced, concerns this rank alone.
-        memory = None if self._has_asked else self._joined(manifest, storages)
+        memory = None if self._asked else self._joined(manifest, storages)
         if memory is None:
             read_chunks(None)
             return
@@ -110,27 +116,31 @@ class SharedReading:
         """Return the memory of this host, after all of its ranks have written what they need; None: read alone."""
         with _memory_file() as fd:
             member = _Member(b"", 0, 0) if fd is None else _Member(_key_of(manifest), os.getpid(), fd)
-            self._has_asked = True
-            answer = self._link.agree("restore (reading)", encode_inner(member), _groups, is_patient=True)
+            answer = self._ask(encode_inner(member))
             if answer == _REFUSED:
+                self.refuse()
                 raise OtherRankError
-            groups = decode_inner(answer, list[_Group])
-            if not groups:
-                return None
-            own = next((group for group in groups if self._link.rank in group.ranks), None)
-            value = b""
+            own = next((group for group in decode_inner(answer, list[_Group]) if self._link.rank in group.ranks), None)
+            memory = None if own is None else self._opened(own, manifest, storages)
             try:
-                memory = None if own is None else self._opened(own, manifest, storages)
-                value = b"\1" if memory else b"\0"
-            finally:
-                # What a rank needs is written before it asks, and read after the answer. All ranks ask, whatever
-                # happens: the others wait for this one as long as it lives.
-                opened = self._link.agree("restore (memory)", value, _joined_or_refused, is_patient=True)
+                # What a rank needs is written before it asks, and read after the answer.
+                opened = self._ask(b"\1" if memory else b"\0")
+            except BaseException:
+                # The others may have got the answer, and would wait for what this rank reads.
+                if memory is not None:
+                    memory.close()
+                raise
         if opened == _REFUSED:
             raise OtherRankError
         if own is not None and memory is not None and all(opened[rank] for rank in own.ranks):
             return memory
         return None
+
+    def _ask(self, value: bytes) -> bytes:
+        """Ask the next question. An empty value: this rank cannot read."""
+        topic, decide = _QUESTIONS[self._asked]
+        self._asked += 1
+        return self._link.agree(topic, value, decide, is_patient=True)
 
     def _opened(self, group: _Group, manifest: Manifest, storages: Sequence[int]) -> HostMemory | None:
         """Open the memory of this host, and write into it which chunks this rank needs; None: it cannot be opened."""
@@ -138,6 +148,9 @@ class SharedReading:
         try:
             fd = os.open(f"/proc/{group.pid}/fd/{group.fd}", os.O_RDWR | os.O_CLOEXEC)
             try:
+                # Its rank may have closed it, and opened another file with this number.
+                if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith(f"/memfd:{_MEMORY_NAME}"):
+                    return None
                 own = group.ranks.index(link.rank)
                 count = len(manifest.chunks)
                 memory = HostMemory(fd, len(group.ranks), own, count, lambda: link.is_broken)
@@ -162,7 +175,7 @@ def _memory_file() -> Iterator[int | None]:
     fd = None
     if boot_identity() and proc_is_ours():
         with contextlib.suppress(OSError, AttributeError):
-            fd = os.memfd_create("ckstore-reading", os.MFD_CLOEXEC)
+            fd = os.memfd_create(_MEMORY_NAME, os.MFD_CLOEXEC)
     try:
         yield fd
     finally:
@@ -185,6 +198,13 @@ def _groups(values: tuple[bytes, ...]) -> bytes:
             by_key.setdefault(member.key, []).append(rank)
     groups = [ranks for ranks in by_key.values() if len(ranks) > 1]
     return encode_inner([_Group(members[ranks[0]].pid, members[ranks[0]].fd, tuple(ranks)) for ranks in groups])
+
+
+_QUESTIONS: Sequence[tuple[str, Callable[[tuple[bytes, ...]], bytes]]] = (
+    ("restore (reading)", _groups),
+    ("restore (memory)", _joined_or_refused),
+)
+"""Topics, and what decides the answers. All ranks ask all of them, in this order."""
 
 
 def _has_slots(memory: HostMemory, manifest: Manifest, readers: NDArray[np.int16]) -> bool:

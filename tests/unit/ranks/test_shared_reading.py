@@ -25,10 +25,9 @@ import ckstore  # noqa: E402
 from ckstore.config import Policy  # noqa: E402
 from ckstore.errors import CorruptError, MissingChunkError, RankError, UsageError  # noqa: E402
 from ckstore.ranks import host_memory, shared_reading  # noqa: E402
-from ckstore.ranks import readers as readers_module  # noqa: E402
 from ckstore.ranks.host_memory import HostMemory, SlotTaker, SlotWriter  # noqa: E402
 from ckstore.ranks.job import Job  # noqa: E402
-from ckstore.ranks.readers import ALONE, readers_of  # noqa: E402
+from ckstore.ranks.link import Link  # noqa: E402
 from ckstore.ranks.world import Ranks  # noqa: E402
 from ckstore.restore import restore as restore_module  # noqa: E402
 from ckstore.restore.plan import chain_of  # noqa: E402
@@ -313,6 +312,45 @@ def test_a_rank_that_fails_before_it_shares_fails_the_restore_of_all(path, resto
     assert not any(shard._local_tensor.any() for state in states for shard in state["model"].values())
 
 
+@pytest.mark.parametrize(
+    ("rank", "question"), [(0, "restore (reading)"), (1, "restore (reading)"), (1, "restore (memory)")]
+)
+def test_a_rank_that_is_interrupted_while_it_waits_fails_the_restore_of_all(
+    path, restores, monkeypatch, rank, question
+):
+    full = {"norm": full_state()["norm"]}
+    commit(path, states_of(full, (3,), "S0", fill=True))
+    job = restores(3)
+    wait, asked = Link.wait, []
+
+    def interrupted(self, until, seconds):
+        if self.rank == rank and until == (question, 1) and not asked:
+            # As a handler of a signal does.
+            asked.append(until)
+            raise TimeoutError("the time of this job is over")
+        return wait(self, until, seconds)
+
+    monkeypatch.setattr(Link, "wait", interrupted)
+    states = states_of(full, (3,), "R", fill=False)
+    errors = job.restore(states)
+    assert isinstance(errors[rank], TimeoutError)
+    assert all("the time of this job is over" in str(error) for error in errors), errors
+    # The next one is not disturbed.
+    assert job.restore(states) == [None] * 3
+    check(states, full)
+
+
+def test_another_file_under_the_number_of_the_memory_is_not_touched(tmp_path):
+    place = tmp_path / "file of the user"
+    place.write_bytes(b"content")
+    with place.open("r+b") as file:
+        sharing = shared_reading.SharedReading(SimpleNamespace(rank=0, is_broken=False))
+        group = shared_reading._Group(os.getpid(), file.fileno(), (0, 1))
+        manifest = SimpleNamespace(chunks=[None] * 100, storages=[])
+        assert sharing._opened(group, manifest, []) is None
+    assert place.read_bytes() == b"content"
+
+
 def test_packs_that_vanish_are_read_again_from_where_they_are_now(path, restores, monkeypatch):
     full = full_state()
     commit(path, states_of(full, (4,), "S0", fill=True))
@@ -548,53 +586,3 @@ def test_a_reader_waits_for_a_slower_one(memory_file, monkeypatch):
             taker.stop()
             memory.close()
         writing.join(20)
-
-
-# Who reads what
-
-
-def manifest_of(nbytes, bases=None):
-    """Return what ``readers_of`` needs of a manifest: a frame for each chunk."""
-    frames, offset = [], 0
-    for index, each in enumerate(nbytes):
-        base = -1 if bases is None else bases[index]
-        frames.append(SimpleNamespace(chunk_id=index, pack=0, offset=offset, frame_nbytes=each, base=base))
-        offset += each
-    chunks = [SimpleNamespace(chunk_id=index, nbytes=each) for index, each in enumerate(nbytes)]
-    return SimpleNamespace(chunks=chunks, frames=frames)
-
-
-@pytest.fixture(autouse=True)
-def plain_ids(monkeypatch, request):
-    if "manifest_of" in request.function.__code__.co_names:
-        monkeypatch.setattr(readers_module, "ChunkId", lambda each: each)
-
-
-def test_every_shared_chunk_has_one_reader_that_needs_it_and_loads_are_level():
-    rng = np.random.default_rng(3)
-    manifest = manifest_of(rng.integers(1 << 16, 1 << 22, 3000).tolist())
-    needs = rng.random((8, 3000)) < 0.4
-    readers = readers_of(manifest, needs)
-    count = needs.sum(axis=0)
-    assert (readers[count < 2] == ALONE).all()
-    shared = np.flatnonzero(count > 1)
-    assert needs[readers[shared], shared].all()
-    sizes = np.array([chunk.nbytes for chunk in manifest.chunks])
-    alone = needs & (count == 1)
-    loads = [sizes[alone[rank]].sum() + sizes[readers == rank].sum() for rank in range(8)]
-    assert max(loads) <= 1.02 * np.mean(loads)
-
-
-def test_ranks_that_share_little_read_alone():
-    needs = np.zeros((2, 100), np.bool_)
-    needs[0, :51] = needs[1, 50:] = True
-    assert readers_of(manifest_of([1000] * 100), needs) is None
-    needs[0, :60] = True
-    assert readers_of(manifest_of([1000] * 100), needs) is not None
-
-
-def test_a_chunk_is_read_with_its_base():
-    bases = [-1, -1, -1, -1, 0, 1, 2, 3]
-    readers = readers_of(manifest_of([1000] * 8, bases), np.ones((2, 8), np.bool_))
-    assert (readers[:4] == readers[4:]).all()
-    assert sorted(readers.tolist()) == [0] * 4 + [1] * 4
