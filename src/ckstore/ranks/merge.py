@@ -152,7 +152,7 @@ class Merger:
             return self._merge(union, parts, compare(union, parts) if comparison is None else comparison)
 
     def _merge(self, union: Union, parts: Sequence[Part], comparison: Comparison) -> Merged:
-        variants = comparison.variants
+        variants, parts = comparison.variants, comparison.kept(parts)
         layout = self._layout_of(union, parts, variants)
         chunks, chunk_numbers = _merged_chunks(parts, layout.is_used)
         packs, frames = _merged_frames(parts, chunks["chunk_id"], self._limits.depth_max)

@@ -95,6 +95,21 @@ class Union:
             found.setdefault(skeleton.tables_digest, ([], numbers))[0].extend(ranks)
         return [*found.values()]
 
+    def mesh_places(self, unit: int) -> dict[int, int]:
+        """Return where each rank that has a shard is in its device mesh, in row-major order.
+
+        Of the ranks that hold the same bytes, the first one has the coordinate 0 in all dimensions that replicate.
+        """
+        found: dict[int, int] = {}
+        tables = {skeleton.tables_digest: skeleton for skeleton in self.skeletons}
+        for (ranks, numbers), skeleton in zip(self._tables, tables.values(), strict=True):
+            for index in np.flatnonzero(numbers == unit)[:1].tolist():
+                array = skeleton.units[index].array
+                assert array is not None
+                places = {rank: place for place, rank in enumerate(skeleton.layouts[array.layout].mesh_ranks)}
+                found |= {rank: places.get(rank, len(places)) for rank in ranks}
+        return found
+
     def local(self, rank: int, unit: int) -> int:
         """Return the number that a unit of the checkpoint has in the skeleton of a rank that holds it."""
         return int(np.flatnonzero(self.numbers[self.skeleton_of[rank]] == unit)[0])

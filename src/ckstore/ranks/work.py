@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -167,18 +168,20 @@ class RankWork:
         return self._part.encode()
 
     def write_more(self, more: MoreRanges) -> bytes:
-        """Write ranges of plain units that turned out to differ between ranks. Return the whole part.
+        """Write ranges of units that turned out to differ between ranks. Return the whole part.
 
         Raises:
             MalformedError: This rank does not hold such a range.
         """
         state = self._request.state
-        held = {each.unit: each for each in state.held if state.units[each.unit].array is None}
         ranges: list[Held] = []
         for unit, offset, nbytes in more:
-            if unit not in held or not 0 <= offset < offset + nbytes <= held[unit].nbytes:
+            # They are sorted by unit and offset.
+            at = bisect_right(state.held, (unit, offset), key=lambda held: (held.unit, held.offset))
+            held = state.held[at - 1] if at else None
+            if held is None or held.unit != unit or not offset < offset + nbytes <= held.offset + held.nbytes:
                 raise MalformedError(f"rank 0 asks for bytes of unit {unit} that this rank does not hold")
-            ranges.append(part_of(held[unit], offset, offset + nbytes))
+            ranges.append(part_of(held, offset, offset + nbytes))
         assert self._part is not None, "write comes first"
         share = Share.of_ranges(state, ranges)
         unpublished = self._store(share)

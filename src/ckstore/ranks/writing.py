@@ -20,9 +20,9 @@ import numpy as np
 from ckstore.commit.chunk_writer import WriteResult
 from ckstore.commit.chunking import SHARED_NBYTES_MAX, CommitPlan, grid_nbytes
 from ckstore.config import Limits
-from ckstore.format.tree import ListNode
+from ckstore.format.tree import ListNode, Path
 from ckstore.hashing import chunk_id_of
-from ckstore.ranks.arrays import Held, RankState
+from ckstore.ranks.arrays import Held, RankState, Unit
 from ckstore.state.capture import Captured, Structure
 from ckstore.state.memory import Spans, SpanShape
 from ckstore.state.tensors import HostStorage
@@ -187,7 +187,7 @@ def checks_of_rest(state: RankState, rest: Iterable[Held], limits: Limits, *, tu
         limits: Bounds of the store.
         turn: Chooses the pieces of parts that were declared ``Replicated``: others in each commit.
     """
-    every = state.captured.structure.once("sampled", lambda: _sampled_units(state))
+    every = state.captured.structure.once("sampled", lambda: intervals_of(state.units, state.replicated))
     count = turn
     for held in rest:
         storage = state.captured.storages[held.storage]
@@ -202,12 +202,12 @@ def checks_of_rest(state: RankState, rest: Iterable[Held], limits: Limits, *, tu
             )
 
 
-def _sampled_units(state: RankState) -> dict[int, int]:
+def intervals_of(units: Sequence[Unit], replicated: Sequence[tuple[Path, float]]) -> dict[int, int]:
     """Return for each unit that was declared ``Replicated`` of how many pieces one is compared; 0: of none."""
     found: dict[int, int] = {}
-    for path, share in state.replicated:
+    for path, share in replicated:
         interval = round(1 / share) if share else 0
-        found |= {index: interval for index, unit in enumerate(state.units) if unit.path[: len(path)] == path}
+        found |= {index: interval for index, unit in enumerate(units) if unit.path[: len(path)] == path}
     return found
 
 

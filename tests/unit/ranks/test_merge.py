@@ -15,6 +15,7 @@ from ckstore.errors import MalformedError, UsageError
 from ckstore.format.manifest import Manifest, decode_manifest
 from ckstore.format.records import DecisionsRecord, LogicalRecord
 from ckstore.format.tree import ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
+from ckstore.hashing import chunk_id_of
 from ckstore.ranks.merge import Merged, Merger
 from ckstore.ranks.part import RANGE, Part, Skeleton
 from ckstore.ranks.replicas import compare
@@ -435,9 +436,22 @@ def test_a_chunk_that_only_repeats_what_another_rank_has_written_is_not_listed()
 
 def test_shards_that_differ_are_named_and_stored_once():
     parts, skeletons = replicas(["x", "y", "x"], is_shard=True)
-    found = merged(parts, skeletons)
-    assert "w: a shard differs on rank 1" in found.warnings[0]
-    assert len(manifest_of(found).storages) == 1
+    merger = Merger(Limits())
+    union = merger.unite(parts, skeletons)
+    comparison = compare(union, parts)
+    # Rank 1 has written the second quarter, and rank 2 the third, of which it has the same bytes as rank 0.
+    assert (comparison.more, comparison.dropped) == ({0: ((0, 16, 16),)}, {1: [0]})
+    with pytest.raises(UsageError, match="no rank contributes bytes 16 to 32"):
+        merger.merge(union, parts, comparison)
+    maker = PartMaker(0, next(iter(skeletons.values())), pack_name="more")
+    maker.write(0, 16, 16, "x 1")
+    parts[0] = parts[0].joined(maker.part())
+    found = merger.merge(union, parts, comparison)
+    assert found.warnings[0].startswith("w: a shard differs on rank 1 from ranks 0, 2, first in bytes 0 to 16; that of")
+    manifest = manifest_of(found)
+    (storage,) = manifest.storages
+    expected = [chunk_id_of(f"x {number} 16".encode()) for number in range(4)]
+    assert [manifest.chunks[piece.chunk].chunk_id for piece in storage.pieces] == expected
 
 
 @settings(deadline=None, max_examples=100)

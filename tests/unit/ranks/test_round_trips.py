@@ -170,7 +170,42 @@ def test_shards_that_differ_between_meshes_are_named(path):
         return {"w": sharded(full, data, placements_of("S0"))}
 
     (warning,) = play(path, states_of((2, 2), made)).warnings
-    assert warning.startswith("w: a shard differs on rank 3 from its other replicas")
+    assert warning.startswith("w: a shard differs on rank 3 from rank 2, first in bytes")
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [2, 1, 0, 3]])
+@pytest.mark.parametrize("shape", [(13, 6), (300, 500)], ids=["small", "large"])
+def test_of_replicas_that_have_diverged_one_is_stored(path, ranks, shape):
+    def made(rank, _):
+        mesh = mesh_of(2, 2, ranks=ranks)
+        full = torch.arange(math.prod(shape)).reshape(shape) + 1e6 * (ranks.index(rank) // 2)
+        names = {"weight": "R S0", "exp_avg": "R S0", "scale": "R R", "column": "R S1"}
+        return {name: sharded(full, mesh, placements_of(text)) for name, text in names.items()}
+
+    job = PlayedJob(path, 4)
+    for step in (1, 2):
+        receipt = job.commit(states_of((4,), made), step)
+        first, second = (f"ranks {min(each)}, {max(each)}" for each in (ranks[:2], ranks[2:]))
+        assert len(receipt.warnings) == 4
+        assert all(first in warning and second in warning for warning in receipt.warnings)
+        assert f"that of {first} was stored" in receipt.warnings[0]
+        with ckstore.open(path) as store:
+            found = store.restore(step)
+        for name, value in found.items():
+            assert torch.equal(value, torch.arange(math.prod(shape)).reshape(shape).float()), name
+    job.close()
+
+
+def test_shards_that_differ_are_refused_if_only_a_sample_of_some_is_compared(path):
+    def made(rank, mesh):
+        same = sharded(torch.zeros(4, 4), mesh, placements_of("R S0"))
+        odd = sharded(torch.full((4, 4), float(rank == 3)), mesh, placements_of("R S0"))
+        return {"same": Replicated(same), "odd": odd}
+
+    with pytest.raises(UsageError, match="odd") as caught:
+        play(path, states_of((2, 2), made))
+    assert "a shard differs on rank 3 from rank 1" in str(caught.value)
+    assert "only a sample of same was compared" in str(caught.value)
 
 
 def test_stages_of_a_pipeline_get_their_own_layers_back(path):
