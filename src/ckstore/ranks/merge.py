@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,7 @@ from ckstore.format.columns import (
     joined,
     numbered,
 )
+from ckstore.format.error_records import cut_text
 from ckstore.format.header import ManifestHeader
 from ckstore.format.location import NO_BASE_INDEX, NO_BITS, PackRef
 from ckstore.format.many_ranks import RankFacts, root_node
@@ -61,6 +62,12 @@ from ckstore.store.chunk_index import LOCAL_TIER
 _NAMED_MAX = 8
 """Values that differ between ranks, of which each has a warning of its own."""
 
+_WARNINGS_NBYTES_MAX = 128 << 10
+"""Limit for all warnings of a receipt: rank 0 sends it to the others in one message."""
+
+_TEXT_HEAD_NBYTES_MAX = 5
+"""Bytes before a text in a message."""
+
 
 @dataclass(frozen=True)
 class Merged:
@@ -73,7 +80,7 @@ class Merged:
         chunks_derived: Those of them that are roundings.
         chunks_reused: Chunks in the plans of the ranks that they did not write.
         bytes_written: Bytes of the packs that the ranks wrote.
-        warnings: The warnings of all ranks, and one for each difference.
+        warnings: The warnings of all ranks, and those of the first differences; at most 128 KiB.
     """
 
     columns: Columns
@@ -108,8 +115,8 @@ class Merger:
         self._tree: tuple[Union, Variants, MergedTree] | None = None
         self._layout: tuple[bytes, Tiling] | None = None
         self._pieces: tuple[Tiling, Numbers, Pieces] | None = None
-        self._named: set[Path] = set()
-        """Values that differ between ranks, of which a commit has warned."""
+        self._named: dict[Path, frozenset[int]] = {}
+        """Values that differ between ranks, of which a commit has warned, and the ranks that it has named."""
 
     def unite(self, parts: Sequence[Part], skeletons: Mapping[bytes, Skeleton]) -> Union:
         """Return the units of all ranks.
@@ -181,21 +188,23 @@ class Merger:
             chunks_derived=sum(part.chunks_derived for part in parts),
             chunks_reused=max(0, sum(part.chunks_planned for part in parts) - chunks_new),
             bytes_written=sum(part.bytes_written for part in parts),
-            warnings=tuple(dict.fromkeys(self._warnings_of(parts, comparison, merged))),
+            warnings=_within_limit(self._warnings_of(parts, comparison, merged)),
         )
 
     def _warnings_of(self, parts: Sequence[Part], comparison: Comparison, merged: MergedTree) -> Iterator[str]:
-        """Yield the warnings of all ranks, and for the first time what differs between them without being declared."""
+        """Yield what differs between the ranks without being declared and is new, and the warnings of all ranks."""
+        # Shards first: these should be equal on all ranks that have them.
+        differences = sorted(comparison.differences, key=lambda each: not each.is_shard)
+        yield from _first_ones([str(each) for each in differences], "further tensor")
+        news = []
+        for each in merged.differing:
+            known = self._named.get(each.path, frozenset())
+            self._named[each.path] = known.union(each.others)
+            if not known.issuperset(each.others):
+                news.append(f"{place_of(each.path)}: {_difference_text(each)}")
+        yield from _first_ones(news, "further value")
         for part in parts:
             yield from part.warnings
-        yield from map(str, comparison.differences)
-        news = [each for each in merged.differing if each.path not in self._named]
-        self._named.update(each.path for each in news)
-        for each in news[:_NAMED_MAX]:
-            yield f"{place_of(each.path)}: {_difference_text(each)}"
-        left = len(news) - _NAMED_MAX
-        if left > 0:
-            yield f"{counted(left, 'further value')} {'differs' if left == 1 else 'differ'} between ranks"
 
     def _tree_of(self, union: Union, variants: Variants) -> MergedTree:
         if self._tree is None or self._tree[0] is not union or not _are_equal(self._tree[1], variants):
@@ -226,6 +235,26 @@ class Merger:
             rows["chunk"] = chunk_numbers.astype(np.uint32)[layout.chunk_rows]
             self._pieces = layout, chunk_numbers, Pieces(rows)
         return self._pieces[2]
+
+
+def _first_ones(texts: Sequence[str], what: str) -> Iterator[str]:
+    """Yield the first texts about what differs, and how many there are beyond."""
+    yield from texts[:_NAMED_MAX]
+    left = len(texts) - _NAMED_MAX
+    if left > 0:
+        yield f"{counted(left, what)} {'differs' if left == 1 else 'differ'} between ranks"
+
+
+def _within_limit(warnings: Iterable[str]) -> tuple[str, ...]:
+    """Return the distinct warnings, or the first ones and the number of the others."""
+    found, left, nbytes = [], 0, 0
+    for text in map(cut_text, dict.fromkeys(warnings)):
+        nbytes += len(text.encode()) + _TEXT_HEAD_NBYTES_MAX
+        if nbytes > _WARNINGS_NBYTES_MAX:
+            left += 1
+        else:
+            found.append(text)
+    return (*found, f"{counted(left, 'further warning')} left out") if left else tuple(found)
 
 
 def _difference_text(node: DifferentNodes) -> str:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from ckstore.config import Limits
 from ckstore.errors import MalformedError, UsageError
 from ckstore.format.manifest import Manifest, decode_manifest
-from ckstore.format.records import DecisionsRecord, LogicalRecord
+from ckstore.format.records import DecisionsRecord, LogicalRecord, encode_inner
 from ckstore.format.tree import ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 from ckstore.hashing import chunk_id_of
 from ckstore.ranks.merge import Merged, Merger
+from ckstore.ranks.messages import Done, encode_message
 from ckstore.ranks.part import RANGE, Part, Skeleton
 from ckstore.ranks.replicas import compare
 from ckstore.ranks.union import merge_trees, unite
@@ -452,6 +453,22 @@ def test_shards_that_differ_are_named_and_stored_once():
     (storage,) = manifest.storages
     expected = [chunk_id_of(f"x {number} 16".encode()) for number in range(4)]
     assert [manifest.chunks[piece.chunk].chunk_id for piece in storage.pieces] == expected
+
+
+def test_warnings_fit_into_a_message_however_much_differs():
+    skeleton = skeleton_of({f"{'long name ' * 20}{number}": Entry((1,)) for number in range(2000)})
+    parts = []
+    for rank in range(2):
+        maker = PartMaker(rank, skeleton)
+        for unit in range(2000):
+            maker.write(unit, 0, 4, f"{rank}")
+            maker.check(unit, 0, 4, f"{rank}")
+        parts.append(maker.part(warnings=tuple(f"{'long text ' * 20}{number}" for number in range(rank, 2000))))
+    warnings = merged(parts, by_digest([skeleton])).warnings
+    assert sum("a tensor differs on rank 1 from rank 0" in warning for warning in warnings) == 8
+    assert warnings[8] == "1992 further tensors differ between ranks"
+    assert warnings[-1] == f"{2000 - (len(warnings) - 10)} further warnings left out"
+    assert 120_000 < len(encode_message(Done(1, encode_inner(warnings)))) < 140_000
 
 
 @settings(deadline=None, max_examples=100)
