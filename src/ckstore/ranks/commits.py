@@ -78,7 +78,7 @@ class RankCommits:
     Args:
         link: The connection to the other ranks.
         tools: What this rank keeps from one commit for the next.
-        on_divergence: What to do if shards differ that must be equal: ``"warn"`` or ``"raise"``.
+        on_divergence: What to do if replicas of a tensor differ: ``"warn"`` or ``"raise"``.
         calls: The calls of a trainer; None in a saver.
     """
 

@@ -33,7 +33,7 @@ from ckstore.ranks.merge import Merged, Merger
 from ckstore.ranks.part import Part, Skeleton, make_part
 from ckstore.ranks.planning import Holdings, RankContent, decode_spans, plan_ranks, spans_by_rank
 from ckstore.ranks.publishing import Entry, Publisher
-from ckstore.ranks.replicas import Comparison, compare
+from ckstore.ranks.replicas import Comparison, Difference, compare
 from ckstore.ranks.skeletons import SkeletonDecoder
 from ckstore.ranks.writing import Share, checks_of_owned, checks_of_rest, part_of
 from ckstore.results import Receipt, Stopwatch
@@ -309,7 +309,7 @@ class Root:
     Args:
         repository: The open run.
         contents: What rank 0 knows of the ranks.
-        on_divergence: What to do if shards differ that must be equal: ``"warn"`` or ``"raise"``.
+        on_divergence: What to do if replicas of a tensor differ: ``"warn"`` or ``"raise"``.
     """
 
     def __init__(self, repository: Repository, contents: RankContents, *, on_divergence: str = "warn") -> None:
@@ -319,7 +319,8 @@ class Root:
         self._merger = Merger(repository.limits)
         self._skeletons: dict[bytes, Skeleton] = {}
         self._planned: tuple[tuple[object, ...], list[bytes]] | None = None
-        self._differing: set[Path] = set()
+        self._differing: dict[Path, frozenset[int]] = {}
+        """Plain units that differed between ranks in the last commit, and the ranks that warnings have named."""
         self._comparison: Comparison | None = None
         self._merged: Merged | None = None
         self._parts: dict[int, Part] = {}
@@ -376,19 +377,29 @@ class Root:
         return {}
 
     def _with_news(self, found: Comparison) -> Comparison:
-        """Return a comparison without the differences that are known, and remember the others."""
-        shards = [each for each in found.differences if each.is_shard]
-        if shards and self._on_divergence == "raise":
+        """Return a comparison without the differences of plain units that warnings have named; remember the others."""
+        if found.differences and self._on_divergence == "raise":
+            # Shards first: a plain value may be meant to differ.
+            first = min(found.differences, key=lambda each: not each.is_shard)
+            todo = "find the rank with faulty memory or other arithmetic; restore the newest checkpoint on all ranks"
             raise UsageError(
-                f"replicas of the state differ: {shards[0]}",
-                todo="find the rank with faulty memory or other arithmetic; restore the newest checkpoint on all ranks",
-                paths=[each.path for each in shards],
-                ranks=shards[0].ranks,
+                f"replicas of the state differ: {first.what}",
+                where=place_of(first.path),
+                todo=todo if first.is_shard else f"mark it with ckstore.PerRank if that is intended; else {todo}",
+                paths=[each.path for each in found.differences],
+                ranks=first.ranks,
             )
-        news = tuple(each for each in found.differences if each.is_shard or each.path not in self._differing)
-        # As long as they differ, each rank writes its own value without being asked.
-        self._differing = {each.path for each in found.differences if not each.is_shard}
-        return replace(found, differences=news)
+        news: list[Difference] = []
+        known, self._differing = self._differing, {}
+        for each in found.differences:
+            named = known.get(each.path, frozenset())
+            # A shard may have other bytes that differ than before.
+            if each.is_shard or not named.issuperset(each.ranks):
+                news.append(each)
+            if not each.is_shard:
+                # As long as they differ, each rank writes its own value without being asked.
+                self._differing[each.path] = self._differing.get(each.path, named).union(each.ranks)
+        return replace(found, differences=tuple(news))
 
     def may_be_visible(self, error: BaseException) -> bool:
         """Return True unless the manifest of a failed commit is certainly not in place. Then packs must stay."""

@@ -96,7 +96,8 @@ class Ranks:
         per_rank: What a restore in another world does with values that differ between ranks. ``"own"``: each rank
             takes its own, and a rank without one is an error. ``"nearest"``: a new rank takes that of rank modulo saved
             world. A function of rank, world and saved world returns for each rank the one whose value to take.
-        on_divergence: What a commit does if replicas of a tensor differ: ``"warn"`` or ``"raise"``.
+        on_divergence: What a commit does if replicas of a tensor differ that is not marked ``PerRank``. ``"warn"``:
+            it stores a plain tensor for each rank, and shards of one replica. ``"raise"``: it fails on all ranks.
         join_seconds: How long ranks wait for one that does not connect or does not take part.
     """
 

@@ -89,10 +89,13 @@ def test_ranks_agree_on_a_value(job):
     assert found == [b"\x03"] * 4
 
 
-def test_shards_that_differ_can_be_refused(path):
+def test_replicas_that_differ_can_be_refused(path):
     job = ThreadJob(path, 2, on_divergence="raise")
-    # Plain tensors that differ are kept for each rank; only declared replicas and shards are refused.
     found = job.commit([{"x": torch.zeros(4)}, {"x": torch.ones(4)}], step=1)
+    for error in found:
+        assert isinstance(error, UsageError), error
+        assert "a tensor differs on rank 1 from rank 0, first in bytes 0 to 16: x. Mark it with" in str(error)
+    found = job.commit([{"x": ckstore.PerRank(torch.zeros(4))}, {"x": ckstore.PerRank(torch.ones(4))}], step=1)
     assert all(isinstance(each, Receipt) for each in found), found
     job.close()
 

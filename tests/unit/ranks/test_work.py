@@ -164,6 +164,22 @@ def test_a_flipped_bit_in_one_replica_is_named(path):
     assert all(torch.equal(copies[rank], states[rank]["model"]["w1"]) for rank in range(4))
 
 
+def test_a_bit_that_flips_later_in_a_value_that_differs_is_named(path):
+    job = PlayedJob(path, 4)
+    states = [{"w": torch.arange(10), "count": 5} for _ in range(4)]
+    states[1]["w"][3] += 1
+    states[1]["count"] = 6
+    assert len(job.commit(states, step=1).warnings) == 2
+    assert job.commit(states, step=2).warnings == ()
+    states[2]["w"][3] += 2
+    states[2]["count"] = 7
+    tensor, value = job.commit(states, step=3).warnings
+    assert tensor.startswith("w: a tensor differs on ranks 1, 2 from ranks 0, 3")
+    assert value.startswith("count: differs on ranks 1, 2 from rank 0")
+    assert job.commit(states, step=4).warnings == ()
+    job.close()
+
+
 def test_of_declared_replicas_a_sample_is_compared(path):
     job = PlayedJob(path, 2)
     declared = [{"model": ckstore.Replicated(model(1, count=8), check=1 / 2)} for _ in range(2)]
