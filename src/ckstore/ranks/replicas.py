@@ -148,7 +148,7 @@ def compare(union: Union, parts: Sequence[Part]) -> Comparison:
 
 
 def _refuse_sampled_shards(union: Union, difference: Difference) -> None:
-    """Refuse shards that differ if others may differ unnoticed: then one replica cannot be told from another.
+    """Refuse shards that differ if others may differ unnoticed: then what is stored could be of several replicas.
 
     Raises:
         UsageError: Only a sample of some shards was compared.
