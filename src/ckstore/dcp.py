@@ -102,7 +102,8 @@ class Reader(dcp_reader.Reader):
         if isinstance(store, Store):
             # Background commits may be newer than what the store has.
             store.wait()
-            super().__init__(store._repository, ref, run=_run_of(store, run), policy=policy)
+            rank = None if store._job is None else store._job.place
+            super().__init__(store._repository, ref, run=_run_of(store, run), policy=policy, rank=rank)
         else:
             super().__init__(store, ref, run=run, policy=policy)
 
@@ -240,7 +241,7 @@ def load(
     if is_alone:
         reader.find()
     else:
-        reader = _agreed(reader, store, run, policy, process_group)
+        _agree(reader, process_group)
     with _errors_of_ranks(store), _alone():
         state_dict_loader.load(
             state,
@@ -253,10 +254,8 @@ def load(
     return reader.info
 
 
-def _agreed(
-    reader: Reader, store: StorePlace, run: str, policy: Policy | None, group: dist.ProcessGroup | None
-) -> Reader:
-    """Return a reader of the checkpoint that the first rank of a group finds, so that all ranks load the same one."""
+def _agree(reader: Reader, group: dist.ProcessGroup | None) -> None:
+    """Let all readers load the checkpoint that the first rank of a group finds."""
     found: list[Any] = [None]
     is_first = dist.get_rank(group) == 0
     if is_first:
@@ -267,7 +266,8 @@ def _agreed(
     dist.broadcast_object_list(found, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
     if isinstance(found[0], CkstoreError):
         raise found[0]
-    return reader if is_first else Reader(store, found[0], run=run, policy=policy)
+    if not is_first:
+        reader.follow(found[0])
 
 
 @contextmanager

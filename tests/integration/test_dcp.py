@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 import ckstore
 from ckstore import dcp, errors
@@ -17,6 +18,7 @@ from ckstore.errors import CkstoreError, ConflictError, LeafTypeError, NotFoundE
 from ckstore.ranks import dcp_targets
 from ckstore.ranks.dcp_place import parse_checkpoint_id
 from support.dcp_ranks import Rank, save_by
+from support.late_folders import LateFolder
 from support.thread_ranks import stores_of_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -240,6 +242,55 @@ def test_ranks_that_find_different_checkpoints_get_an_error(tmp_path):
     with pytest.raises(ConflictError, match=r"rank 0 step 1 \(seq 0\), rank 1 step 2 \(seq 1\)"):
         readers[0].prepare_global_plan(plans)
     assert readers[0].prepare_global_plan(plans[:1]) == plans[:1]
+
+
+def test_a_rank_waits_for_what_its_host_shows_late(tmp_path):
+    dcp.save({"n": 5}, tmp_path, 1)
+    late = LateFolder(tmp_path, 3600)
+
+    def show_later():
+        late.seconds = 3600
+        threading.Timer(0.3, lambda: setattr(late, "seconds", 0)).start()
+
+    reader, loaded = dcp.Reader(late), {"n": 0}
+    reader.follow(dcp.Reader(tmp_path).find())
+    show_later()
+    torch_dcp.load(loaded, storage_reader=reader, planner=dcp.LoadPlanner())
+    assert loaded == {"n": 5}
+    rank, writer = Rank(), dcp.Writer(late, 2)
+    rank.add("w", torch.ones(4), (0,), (4,))
+    show_later()
+    (result,) = writer.write_data(SavePlan(rank.items), rank).value()
+    assert result.storage_data is not None
+
+
+def test_values_of_ranks_are_loaded_in_another_world_as_the_store_says(tmp_path, monkeypatch, caplog):
+    def state_of(rank):
+        return {"w": torch.ones(8), "rng": torch.full((4,), rank), "own": {"pos": rank, "same": 1}}
+
+    def load(store, loaded):
+        caplog.clear()
+        dcp.load(loaded, store)
+        return loaded, [record.message for record in caplog.records if record.name == "ckstore"]
+
+    with stores_of_ranks(tmp_path, 3) as each:
+        each(lambda rank: rank.store.commit(state_of(rank.rank), 1))
+    loaded, (warning,) = load(tmp_path, state_of(7))
+    assert equal(loaded, state_of(0))
+    first = "The checkpoint was saved by 3 ranks, and this job has 1: rank 0 got"
+    assert warning == f"{first} its own values of rng, own.pos."
+    loaded, warnings = load(tmp_path, {"w": torch.zeros(8), "own": {"same": 0}})
+    assert (loaded["own"], warnings) == ({"same": 1}, [])
+    ranks = ckstore.Ranks(0, 1, per_rank=lambda rank, world, saved: saved - 1)
+    with ckstore.open(tmp_path, ranks=ranks) as store:
+        loaded, (warning,) = load(store, {"own": {"pos": 7}})
+    assert loaded == {"own": {"pos": 2}}
+    assert warning == f"{first} another rank's values of own.pos."
+    monkeypatch.setattr("ckstore.ranks.dcp_reader.place_in_job", lambda: (5, 8))
+    loaded, warnings = load(tmp_path, {"w": torch.zeros(8)})
+    assert (loaded["w"].tolist(), warnings) == ([1.0] * 8, [])
+    with pytest.raises(UsageError, match="the checkpoint has no value of rank 5"):
+        dcp.load({"own": {"pos": 7}}, tmp_path)
 
 
 def test_saves_without_collectives_are_refused_only_for_many_ranks(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import weakref
+from functools import partial
 from typing import Any
 
 from ckstore.clock import SYSTEM_CLOCK
@@ -15,6 +16,7 @@ from ckstore.config import Limits, check_name
 from ckstore.errors import NotFoundError, UsageError, shown_object
 from ckstore.io.backend import Backend
 from ckstore.io.url import backend_for
+from ckstore.ranks import opening
 from ckstore.store.repository import Repository
 from ckstore.store.store_config import create_store, read_store_record
 
@@ -93,6 +95,15 @@ class StorePlace:
         # Releases the lease when the place is garbage collected, and at exit.
         weakref.finalize(self, repository.close)
         return repository
+
+    def open_late(self, rank: int) -> Repository:
+        """Return the open store, which another rank has opened. Wait until this rank sees it.
+
+        Raises:
+            NotFoundError: This rank does not see it.
+        """
+        open_store = partial(self.open, create=False)
+        return opening.opened_late(open_store, self.address, rank, SYSTEM_CLOCK, opening.VISIBLE_SECONDS)
 
     def release_lease(self) -> None:
         """Let others write the run, unless the repository is the user's own."""

@@ -43,6 +43,13 @@ COMPARED_NBYTES_MAX = 64 * KIB
 """Larger tensors are not compared between ranks: states of random number generators and data loaders are smaller."""
 
 
+def place_in_job() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks, as torch.distributed counts them."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
 class StoreMeta(StorageMeta):
     """Tells a planner that ckstore is the storage."""
 

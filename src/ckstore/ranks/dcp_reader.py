@@ -14,7 +14,7 @@ import io
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,16 +33,18 @@ from torch.futures import Future
 from ckstore.config import Policy, check_policy
 from ckstore.errors import ConflictError, MalformedError, UnsupportedError, UsageError
 from ckstore.format.manifest import Manifest
-from ckstore.format.many_ranks import plain_manifest
+from ckstore.format.many_ranks import World, plain_manifest, world_of
 from ckstore.format.tensors import TensorSpec, check_layout
 from ckstore.format.tiles import Box, View, views_of
 from ckstore.format.tree import PER_RANK, ConvertedNode, DictNode, Node, Path, TensorNode, check_tree, format_path
 from ckstore.io.backend import Backend
 from ckstore.ranks.dcp_place import CheckpointId, StorePlace, parse_checkpoint_id
 from ckstore.ranks.dcp_planner import LoadPlanner as CheckedLoadPlanner
-from ckstore.ranks.dcp_planner import StoreMeta
+from ckstore.ranks.dcp_planner import StoreMeta, place_in_job
 from ckstore.ranks.dcp_targets import BoxTargets, Wanted
-from ckstore.ranks.dcp_tree import dcp_items, facts_of, is_array, own_values, planner_data_of
+from ckstore.ranks.dcp_tree import dcp_items, facts_of, is_array, planner_data_of
+from ckstore.ranks.opening import wait_visible
+from ckstore.restore.own_part import OwnValues, RankPlace
 from ckstore.restore.restore import restore
 from ckstore.results import Info
 from ckstore.state.placement import prepare_restore
@@ -64,6 +66,7 @@ class _Contents:
         values: The nodes of everything else.
         pickled: Those of them that are bytes which DCP's planner made.
         planner_data: DCP's planner data.
+        own: Which of the values that differ between ranks these are.
     """
 
     manifest: Manifest
@@ -72,15 +75,18 @@ class _Contents:
     values: dict[str, Node]
     pickled: frozenset[str]
     planner_data: Any
+    own: OwnValues
 
     @classmethod
-    def of(cls, manifest: Manifest) -> _Contents:
+    def of(cls, manifest: Manifest, rank: RankPlace) -> _Contents:
         check_tree(manifest.tree, len(manifest.tensors))
         facts, plain = facts_of(manifest.tree), plain_manifest(manifest)
+        # A value of each rank that a user committed again is the same value in any world.
+        own = OwnValues(world_of(manifest.tree) or World(rank.world, b""), rank, leaves_missing=True)
         paths: dict[str, Path] = {}
         arrays: dict[str, TensorSpec] = {}
         values: dict[str, Node] = {}
-        for name, path, node in dcp_items(own_values(plain.tree, _rank()), facts, plain.tensors):
+        for name, path, node in dcp_items(own.own(plain.tree, None, ()), facts, plain.tensors):
             paths[name] = path
             if isinstance(node, TensorNode) and is_array(node, plain.tensors):
                 arrays[name] = spec = plain.tensors[node.tensor]
@@ -88,12 +94,19 @@ class _Contents:
             else:
                 values[name] = node
         pickled = frozenset(map(format_path, facts.pickled)) & values.keys()
-        return cls(plain, paths, arrays, values, pickled, planner_data_of(facts, paths))
+        return cls(plain, paths, arrays, values, pickled, planner_data_of(facts, paths), own)
 
+    def warnings(self, names: Iterable[str]) -> list[str]:
+        """Return what the user must know about the values of some ranks that are loaded by these names."""
+        # DCP's paths contain text where the tree has other keys.
+        loaded = {tuple(map(str, self.paths[name])) for name in names}
+        above = {keys[:length] for keys in loaded for length in range(len(keys))}
 
-def _rank() -> int:
-    is_ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if is_ready else 0
+        def is_loaded(path: Path) -> bool:
+            keys = tuple(map(str, path))
+            return keys in above or any(keys[:length] in loaded for length in range(len(keys) + 1))
+
+        return self.own.warnings(is_loaded)
 
 
 def _views(spec: TensorSpec, box: Box) -> list[View]:
@@ -115,6 +128,7 @@ class Reader(StorageReader):
         ref: Which checkpoint: a step, a tag, ``latest``, ``best:metric``, ``seq:N``; None: the newest whole one.
         run: The run to load from.
         policy: Threads, memory and checks.
+        rank: The place of this rank; None: as torch.distributed says.
 
     Attributes:
         info: Facts about the checkpoint that was loaded last.
@@ -127,14 +141,18 @@ class Reader(StorageReader):
         *,
         run: str = "main",
         policy: Policy | None = None,
+        rank: RankPlace | None = None,
     ) -> None:
         super().__init__()
         check_policy(policy)
+        self._rank = rank
         self._place = StorePlace(store, run)
         self._ref = ref
         self._policy = policy or Policy()
         self._contents: _Contents | None = None
         self._found: Manifest | None = None
+        self._seq_found: int | None = None
+        """The checkpoint that another rank has found for all."""
         self._load_id = str(uuid.uuid4())
         self.info: Info | None = None
 
@@ -164,7 +182,7 @@ class Reader(StorageReader):
         store, ref = parse_checkpoint_id(checkpoint_id)
         if store is not None:
             self._place.move(store)
-        self._ref = ref
+        self._ref, self._seq_found = ref, None
 
     # Without ``**kwargs``: with it, DCP would try again to read metadata of one rank only.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
@@ -173,8 +191,8 @@ class Reader(StorageReader):
         Raises:
             CkstoreError: There is no such checkpoint, or it cannot be read.
         """
-        manifest, self._found = self._found or self._choose(self._place.open(create=False)), None
-        self._contents = contents = _Contents.of(manifest)
+        manifest, self._found = self._found or self._choose(self._opened()), None
+        self._contents = contents = _Contents.of(manifest, self._rank or RankPlace(*place_in_job()))
         self.info = Info.of(manifest.header)
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name in contents.paths:
@@ -187,7 +205,7 @@ class Reader(StorageReader):
         )
         return Metadata(entries, planner_data=contents.planner_data, storage_data={}, storage_meta=meta)
 
-    def find(self) -> Reference:
+    def find(self) -> str:
         """Find the checkpoint now, for the next load. Return its seq, by which other ranks can find it.
 
         Raises:
@@ -195,6 +213,18 @@ class Reader(StorageReader):
         """
         self._found = self._choose(self._place.open(create=False))
         return f"seq:{self._found.header.seq}"
+
+    def follow(self, ref: str) -> None:
+        """Load the checkpoint that ``find`` has found on another rank. The load waits until this rank sees it."""
+        self._ref, self._seq_found = ref, int(ref.removeprefix("seq:"))
+
+    def _opened(self) -> Repository:
+        if self._seq_found is None:
+            return self._place.open(create=False)
+        rank, _ = place_in_job()
+        repository = self._place.open_late(rank)
+        wait_visible(repository, self._seq_found, rank)
+        return repository
 
     def _choose(self, repository: Repository) -> Manifest:
         if not str(self._ref).startswith(("seq:", "id:")):
@@ -235,6 +265,8 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of this rank. Only the byte ranges that they need are read."""
         assert self._contents is not None
+        for sentence in self._contents.warnings({item.storage_index.fqn for item in plan.items}):
+            _log.warning("%s", sentence)
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         self._read_arrays([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
         self._read_values(values, planner)
@@ -278,9 +310,10 @@ class Reader(StorageReader):
         for name, node in zip(names, children, strict=True):
             if isinstance(node, ConvertedNode) and node.name == PER_RANK:
                 raise UsageError(
-                    f"the checkpoint has no value of rank {_rank()}",
+                    f"the checkpoint has no value of rank {contents.own.place.rank}",
                     where=name,
-                    todo="load with as many ranks as saved it, or use Store.restore",
+                    todo="load with as many ranks as saved it, or from a store that was opened with "
+                    "ranks=ckstore.Ranks(..., per_rank='nearest')",
                 )
         tree = DictNode("dict", tuple(names), children)
         targets = prepare_restore(tree, manifest.tensors, manifest.storages, adapters=[TorchAdapter()])

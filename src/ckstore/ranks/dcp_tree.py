@@ -10,14 +10,13 @@ What the tree does not say is in ``DcpFacts``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
-from ckstore.format.many_ranks import is_many, values_of
+from ckstore.format.many_ranks import is_many
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import (
-    PER_RANK,
     ConvertedNode,
     DictNode,
     Key,
@@ -126,20 +125,6 @@ def facts_of(tree: Node) -> DcpFacts:
         found = dict(items_of(tree.child)).get(DCP_KEY)
         return DcpFacts() if found is None else DcpFacts.of_node(found)
     return DcpFacts()
-
-
-def own_values(node: Node, rank: int) -> Node:
-    """Return a node with this rank's values in place of those that differ between ranks; others stay as they are."""
-    if isinstance(node, ConvertedNode):
-        if node.name == PER_RANK:
-            return values_of(node).get(rank, node)
-        child = own_values(node.child, rank)
-        return node if child is node.child else replace(node, child=child)
-    if not isinstance(node, DictNode | ListNode | TupleNode):
-        return node
-    children = tuple(own_values(child, rank) for child in node.children)
-    is_same = all(one is other for one, other in zip(children, node.children, strict=True))
-    return node if is_same else replace(node, children=children)
 
 
 def nested(leaves: Iterable[tuple[Path, Node]]) -> tuple[DictNode, tuple[Path, ...]]:

@@ -40,7 +40,7 @@ from ckstore.ranks.arrays import Layout
 from ckstore.ranks.dcp_boxes import start_of
 from ckstore.ranks.dcp_merge import Saved, SavedArray, SavedValue, merge
 from ckstore.ranks.dcp_place import CheckpointId, StorePlace, parse_checkpoint_id
-from ckstore.ranks.dcp_planner import JobMeta, PlainValue, StoreMeta, planned_state
+from ckstore.ranks.dcp_planner import JobMeta, PlainValue, StoreMeta, place_in_job, planned_state
 from ckstore.ranks.part import ATTEMPT_NBYTES, make_part
 from ckstore.ranks.publishing import Entry, Publisher
 from ckstore.results import Receipt, Stopwatch
@@ -187,7 +187,8 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        repository = self._place.open(create=False)
+        # The coordinator has made it.
+        repository = self._place.open_late(place_in_job()[0])
         repository.prepare_run()
         self._bases = self._bases or BaseCache()
         _catch_up(repository, self._bases, self._written)
@@ -260,8 +261,7 @@ def _step_after(repository: Repository) -> int:
 
 
 def _world_size() -> int:
-    is_ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if is_ready else 1
+    return place_in_job()[1]
 
 
 def _store_and_step(checkpoint_id: CheckpointId) -> tuple[str | None, int | None]:

@@ -25,12 +25,12 @@ from ckstore.errors import (
 )
 from ckstore.format.error_records import ErrorRecord, record_of, restored_error
 from ckstore.format.records import decode_inner, encode_inner
-from ckstore.ranks import opening
 from ckstore.ranks.actions import BACKGROUND_CALLS
 from ckstore.ranks.calls import Calls
 from ckstore.ranks.capture import RankCapture
 from ckstore.ranks.commits import RankCommits
 from ckstore.ranks.last_step import LastStep
+from ckstore.ranks.opening import wait_visible
 from ckstore.ranks.savers import SaverDoor, SaverJob, encode_share, stopped_seconds_max
 from ckstore.ranks.shared_reading import OtherRankError, SharedReading
 from ckstore.ranks.work import RankRequest, RankTools
@@ -255,7 +255,7 @@ class Job:
 
     def _manifest_of(self, seq: int) -> Manifest:
         """Return the manifest of a seq that rank 0 sees."""
-        self._wait_visible(seq)
+        wait_visible(self._repository, seq, self._ranks.rank)
         return load_whole(self._repository, resolve(self._repository, f"seq:{seq}"), takes_lower=True)
 
     def restore(self, policy: Policy, ref: Reference | None, request: RestoreRequest, *, fallback: bool) -> Restored:
@@ -314,7 +314,7 @@ class Job:
         """Restore on this rank. Return the result, or the error; neither, if another rank has one."""
         sharing = SharedReading(self._link) if self._ranks.world > 1 else None
         try:
-            self._wait_visible(seq)
+            wait_visible(self._repository, seq, self._ranks.rank)
             request = replace(request, sharing=sharing)
             return restore_reference(self._repository, policy, f"seq:{seq}", request, []), None
         except OtherRankError:
@@ -324,18 +324,6 @@ class Job:
             if sharing is not None:
                 sharing.refuse()
             return None, error
-
-    def _wait_visible(self, seq: int) -> None:
-        clock = self._repository.clock
-        deadline = clock.monotonic() + opening.VISIBLE_SECONDS
-        while not self._repository.manifests.is_visible(seq):
-            if clock.monotonic() >= deadline:
-                raise NotFoundError(
-                    f"rank {self._ranks.rank} does not see seq {seq}, which rank 0 sees",
-                    where=self._repository.backend.root,
-                    todo="check that all hosts have mounted the same store",
-                )
-            clock.sleep(opening.LOOK_SECONDS)
 
 
 def _require_same(call: str, values: tuple[bytes, ...]) -> None:

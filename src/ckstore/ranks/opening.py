@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ckstore.clock import Clock
 from ckstore.errors import CkstoreError, NotFoundError, RankError, UsageError
@@ -12,7 +12,10 @@ from ckstore.format.records import StoreRecord, decode_inner, encode_inner
 from ckstore.io.backend import Backend
 from ckstore.ranks.actions import of_rank
 from ckstore.ranks.world import Ranks
+from ckstore.store.repository import Repository
 from ckstore.store.store_config import read_store_record
+
+Opened = TypeVar("Opened")
 
 VISIBLE_SECONDS = 30.0
 """How long to wait for what rank 0 has written, in a shared folder that shows another host's files late."""
@@ -68,17 +71,52 @@ def open_record(
 
 def _read(backend: Backend, ranks: Ranks, clock: Clock) -> StoreRecord:
     # The others wait for join_seconds.
-    deadline = clock.monotonic() + min(VISIBLE_SECONDS, ranks.join_seconds / 2)
+    seconds = min(VISIBLE_SECONDS, ranks.join_seconds / 2)
+    return opened_late(lambda: read_store_record(backend), backend.root, ranks.rank, clock, seconds)
+
+
+def opened_late(open_store: Callable[[], Opened], place: str, rank: int, clock: Clock, seconds: float) -> Opened:
+    """Open a store that rank 0 has opened, as soon as this rank sees it.
+
+    Args:
+        open_store: Opens it, or raises a NotFoundError.
+        place: Where it is.
+        rank: This rank.
+        clock: Source of time.
+        seconds: How long to wait.
+
+    Raises:
+        NotFoundError: This rank does not see it in that time.
+    """
+    deadline = clock.monotonic() + seconds
     while True:
         try:
-            return read_store_record(backend)
+            return open_store()
         except NotFoundError:
             if clock.monotonic() >= deadline:
                 raise NotFoundError(
-                    f"rank {ranks.rank} does not see the store that rank 0 has opened",
-                    where=backend.root,
+                    f"rank {rank} does not see the store that rank 0 has opened",
+                    where=place,
                     todo="pass the same path on every rank, and mount the same file system on every host",
                 ) from None
+        clock.sleep(LOOK_SECONDS)
+
+
+def wait_visible(repository: Repository, seq: int, rank: int) -> None:
+    """Wait until this rank sees a checkpoint that rank 0 sees.
+
+    Raises:
+        NotFoundError: It does not see it in ``VISIBLE_SECONDS``.
+    """
+    clock = repository.clock
+    deadline = clock.monotonic() + VISIBLE_SECONDS
+    while not repository.manifests.is_visible(seq):
+        if clock.monotonic() >= deadline:
+            raise NotFoundError(
+                f"rank {rank} does not see seq {seq}, which rank 0 sees",
+                where=repository.backend.root,
+                todo="check that all hosts have mounted the same store",
+            )
         clock.sleep(LOOK_SECONDS)
 
 

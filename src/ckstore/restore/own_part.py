@@ -7,7 +7,7 @@ live state, a rank of another world gets all of them, because nothing says whose
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,26 +76,28 @@ def own_part(
     partial = dict(world.partial)
     if not partial and next(per_rank_nodes(plain.tree), None) is None:
         return plain, []
-    chooser = _Chooser(world, place, partial, adapters)
+    chooser = OwnValues(world, place, partial, adapters)
     tree = chooser.own(plain.tree, into, ())
     return replace(plain, tree=tree), chooser.warnings()
 
 
 @dataclass(slots=True)
-class _Chooser:
+class OwnValues:
     """Walks over a tree and the live state in parallel.
 
     Args:
         world: Who saved the checkpoint.
         place: Who restores it.
-        partial: The parts that only some ranks have.
+        partial: The parts that only some ranks have, if this rank's part is to be chosen.
         adapters: Adapters of tensor libraries.
+        leaves_missing: A value that this rank does not have, and for which there is no policy, stays as it is.
     """
 
     world: World
     place: RankPlace
-    partial: Mapping[Path, tuple[int, ...]]
-    adapters: Sequence[LeafAdapter]
+    partial: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
+    adapters: Sequence[LeafAdapter] = ()
+    leaves_missing: bool = False
     chosen: list[Path] = field(default_factory=list)
     borrowed: list[Path] = field(default_factory=list)
     given: list[Path] = field(default_factory=list)
@@ -111,7 +113,9 @@ class _Chooser:
             live = live.value
         if isinstance(node, ConvertedNode):
             if node.name == PER_RANK:
-                return self._own_value(values_of(node), policy, path)
+                values = values_of(node)
+                is_left = self.leaves_missing and policy == "own" and self.place.rank not in values
+                return node if is_left else self._own_value(values, policy, path)
             return replace(node, child=self.own(node.child, None, path))
         if isinstance(node, DictNode):
             return self._own_items(node, live, path)
@@ -207,16 +211,22 @@ class _Chooser:
         (self.chosen if found == rank else self.borrowed).append(path)
         return values[found]
 
-    def warnings(self) -> list[str]:
-        """Return what the user must know about values of each rank, and about parts that only some ranks had."""
-        if self.place.world == self.world.size and not self.borrowed:
+    def warnings(self, is_wanted: Callable[[Path], bool] = lambda path: True) -> list[str]:
+        """Return what the user must know about values of each rank, and about parts that only some ranks had.
+
+        Args:
+            is_wanted: Whether the user must know about a value.
+        """
+        borrowed = [path for path in self.borrowed if is_wanted(path)]
+        if self.place.world == self.world.size and not borrowed:
             return []
+        chosen = [path for path in self.chosen if is_wanted(path)]
         found = []
         first = f"The checkpoint was saved by {_ranks(self.world.size)}, and this job has {self.place.world}"
-        if self.chosen:
-            found.append(f"{first}: rank {self.place.rank} got its own values of {_named(self.chosen)}.")
-        if self.borrowed:
-            found.append(f"{first}: rank {self.place.rank} got another rank's values of {_named(self.borrowed)}.")
+        if chosen:
+            found.append(f"{first}: rank {self.place.rank} got its own values of {_named(chosen)}.")
+        if borrowed:
+            found.append(f"{first}: rank {self.place.rank} got another rank's values of {_named(borrowed)}.")
         if self.given:
             found.append(f"{first}: rank {self.place.rank} got {_named(self.given)}, which only some of them had.")
         # Of several ranks, others take them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 
 import pytest
 import torch
@@ -11,10 +10,10 @@ import torch
 import ckstore
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CapacityError, ConflictError, LeafTypeError, NotFoundError, RankError, UsageError
-from ckstore.io.local import LocalBackend
 from ckstore.ops import commit
 from ckstore.ranks import opening
 from ckstore.ranks.work import Root
+from support.late_folders import LateFolder
 from support.store_ranks import StoreRanks
 
 WORLD = 3
@@ -248,31 +247,6 @@ def test_state_that_does_not_fit_on_one_rank(job):
     check_errors([found[0], found[2]], UsageError, "rank 1: ")
     assert not any("overwritten" in str(each) for each in found)
     assert not any(each["w"].any() for each in into)
-
-
-class LateFolder(LocalBackend):
-    """A folder that shows the files of other hosts late, as NFS does.
-
-    Args:
-        root: The folder.
-        seconds: How late.
-    """
-
-    def __init__(self, root, seconds):
-        super().__init__(root)
-        self.seconds = seconds
-
-    def _is_shown(self, name):
-        info = super().stat(name)
-        return info is not None and time.time() - info.modified_ns / 1e9 >= self.seconds
-
-    def list_names(self, folder):
-        return [name for name in super().list_names(folder) if self._is_shown(f"{folder}/{name}")]
-
-    def read_bytes(self, name, *, nbytes_max):
-        if not self._is_shown(name):
-            raise FileNotFoundError(name)
-        return super().read_bytes(name, nbytes_max=nbytes_max)
 
 
 def test_folder_that_shows_files_of_other_hosts_late(jobs, tmp_path):

@@ -7,19 +7,19 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
-from ckstore.format.many_ranks import per_rank_node
+from ckstore.format.many_ranks import World, per_rank_node
 from ckstore.format.tree import DictNode, ListNode, TensorNode, ValueNode
 from ckstore.ranks.dcp_tree import (
     DcpFacts,
     dcp_items,
     facts_of,
     nested,
-    own_values,
     plain_node,
     plain_value,
     planner_data_of,
     shifted,
 )
+from ckstore.restore.own_part import OwnValues, RankPlace
 from ckstore.state.capture import capture, loaded_adapters
 
 NONE = ValueNode("none", None)
@@ -95,10 +95,12 @@ def test_a_checkpoint_of_one_rank_has_no_facts():
 def test_a_rank_gets_its_own_values():
     values = per_rank_node({0: ValueNode("int", 5), 2: ValueNode("int", 7)})
     tree = DictNode("dict", ("a", "l"), (values, ListNode((values, NONE))))
-    assert own_values(tree, 2) == DictNode(
-        "dict", ("a", "l"), (ValueNode("int", 7), ListNode((ValueNode("int", 7), NONE)))
-    )
-    assert own_values(tree, 1) is tree
+
+    def own(rank):
+        return OwnValues(World(3, b""), RankPlace(rank, 3), leaves_missing=True).own(tree, None, ())
+
+    assert own(2) == DictNode("dict", ("a", "l"), (ValueNode("int", 7), ListNode((ValueNode("int", 7), NONE))))
+    assert own(1) is tree
 
 
 def test_two_parts_of_one_name_are_refused():
