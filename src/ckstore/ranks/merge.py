@@ -247,7 +247,8 @@ def _first_ones(texts: Sequence[str], what: str) -> Iterator[str]:
 
 def _within_limit(warnings: Iterable[str]) -> tuple[str, ...]:
     """Return the distinct warnings, or the first ones and the number of the others."""
-    found, left, nbytes = [], 0, 0
+    found: list[str] = []
+    left = nbytes = 0
     for text in map(cut_text, dict.fromkeys(warnings)):
         nbytes += len(text.encode()) + _TEXT_HEAD_NBYTES_MAX
         if nbytes > _WARNINGS_NBYTES_MAX:
