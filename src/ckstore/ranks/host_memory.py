@@ -10,9 +10,11 @@ there is no lock between processes.
 Invariants:
 - A reader is at most about RING_NBYTES ahead of the slowest one.
 - A reader uses a slot again only after every rank that needs its chunk has taken it, or has left.
-- A rank trusts no slot: it copies the bytes first, and uses them only if they have the checksum of the record.
+- A rank trusts no slot: it copies the bytes first, and uses them only if they have the checksum of the record, which
+  depends on the chunk, too. So a slot that is used again too early cannot make wrong bytes.
 - Pages are populated before they are used, so a lack of memory is an error, and never SIGBUS.
-- A rank that waits for another notices within a second if that one has ended, or if the job has lost a rank.
+- A rank that waits for another notices within a second if that one has ended, if it has been stopped by a signal for
+  as long as a rank may be silent, or if the job has lost a rank.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from ckstore.concurrency import Latch, start_thread, wait_in_any_case
 from ckstore.config import MIB
 from ckstore.format.wire import align_up, xxh3_64
 from ckstore.io.syscalls import PAGE_NBYTES
-from ckstore.processes import is_running, process_started
+from ckstore.processes import StopTimer, is_running, process_started
+from ckstore.ranks.io_loop import Timing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,6 +57,8 @@ _READING, _TAKING, _LEFT = range(3)
 
 _ROW_NBYTES = 64
 
+_ODD = 0x9E3779B97F4A7C15
+
 _TURN, _CHUNK, _NBYTES, _CHECKSUM, _FIELDS = range(5)
 """Fields of a record, before a column for each rank: the last turn that it has taken."""
 
@@ -61,6 +66,9 @@ _POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 0.0005, 0.008
 """How long to wait before the slots are searched again: twice as long after each search without a result."""
 
 _CHECK_SECONDS = 0.5
+
+_STOPPED_SECONDS_MAX = Timing().silent_seconds
+"""Rank 0 gives up a rank that was stopped for so long, but the others do not know that before the restore has ended."""
 
 
 class HostMemory:
@@ -90,6 +98,7 @@ class HostMemory:
         self.needs = np.zeros((members, chunk_count), np.bool_)
         self._gone = np.zeros(members, np.bool_)
         self._checked = 0.0
+        self._stop_timers: dict[int, StopTimer] = {}
         self._rows = self._mapped(0, self._rows_nbytes, populated=self._rows_nbytes)
         self._fields = self._rows[: members * self._row_nbytes].view(np.int64).reshape(members, -1)
         self._states, self._progress = self._fields[:, _STATE], self._fields[:, _PROGRESS]
@@ -184,8 +193,12 @@ class HostMemory:
                 self._gone[:] = True
             for member, fields in enumerate(self._fields.tolist()):
                 started = str(fields[_STARTED] or "")
-                self._gone[member] |= is_running(fields[_PID], started) is False
+                self._gone[member] |= is_running(fields[_PID], started) is False or self._is_stopped(fields[_PID], now)
         return self._gone
+
+    def _is_stopped(self, pid: int, now: float) -> bool:
+        timer = self._stop_timers.setdefault(pid, StopTimer(pid))
+        return timer.seconds(now) >= _STOPPED_SECONDS_MAX
 
     def _mapped(self, begin: int, nbytes: int, *, populated: int) -> NDArray[np.uint8]:
         """Map a range of the file, and populate its first bytes. Every rank calls it with the same range."""
@@ -196,6 +209,11 @@ class HostMemory:
         # A forked data loader would keep the memory.
         mapping.madvise(mmap.MADV_DONTFORK)
         return np.frombuffer(mapping, np.uint8)
+
+
+def _checksum(chunk: int, plain: memoryview) -> int:
+    """Return a checksum of a chunk's bytes that is another one for every other chunk."""
+    return (xxh3_64(plain) + chunk * _ODD) % 2**64
 
 
 class _Pauses:
@@ -253,7 +271,7 @@ class SlotWriter:
         record = memory.records[memory.own, slot]
         view = memory.slot(memory.own, slot, len(plain))
         kernels.copy_bytes(plain, view)
-        record[_CHUNK], record[_NBYTES], record[_CHECKSUM] = chunk, len(plain), xxh3_64(view)
+        record[_CHUNK], record[_NBYTES], record[_CHECKSUM] = chunk, len(plain), _checksum(chunk, view)
         # Ranks search for a new turn, so it is written last.
         record[_TURN] += np.uint64(1)
         self._is_busy[slot] = False
@@ -384,7 +402,7 @@ class SlotTaker:
         kernels.copy_bytes(memory.slot(member, slot, len(plain)), plain)
         record[_FIELDS + memory.own] = turn
         del self._expected[chunk]
-        if xxh3_64(plain) == checksum:
+        if _checksum(chunk, plain) == checksum:
             self._take(chunk, plain)
         else:
             self._missing.add(chunk)
