@@ -50,7 +50,10 @@ ABORT_SECONDS = 30.0
 """How long a rank that has aborted a commit waits for its end. Rank 0 answers immediately, or is found to be lost."""
 
 FOUND_SECONDS = 3.0
-"""How long to look for a commit of a lost rank 0: a shared folder may show another host's files late."""
+"""How long to look for a commit of a lost rank 0: a shared folder may show another host's files late.
+
+NFS may need 60 s, which is more than a rank may wait for its answer. Then it gets an error for a durable checkpoint.
+"""
 
 _MANIFESTS_MAX = 8
 """Manifests, newest first, that are searched for a commit whose outcome is not known."""

@@ -16,6 +16,7 @@ from ckstore.commit.chunk_writer import ChunkWriter
 from ckstore.config import MIB
 from ckstore.errors import BackendError, CkstoreError, MalformedError, RankError, UnsupportedError, UsageError
 from ckstore.format.wire import SEAL_NBYTES, xxh3_64
+from ckstore.ranks import commits
 from ckstore.ranks.commits import RankCommits, find_attempt
 from ckstore.ranks.part import Part
 from ckstore.ranks.work import RankRequest, RankTools, decode_receipt
@@ -161,6 +162,39 @@ def test_a_commit_of_a_lost_rank_0_is_found_only_if_it_is_whole(job, path):
     assert find_attempt(repository, rank.link.attempt_id(2)) is None
     next((path / "packs").rglob("*.pack")).unlink()
     assert find_attempt(repository, attempt) is None
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_a_commit_of_a_lost_rank_0_may_be_seen_late(path, monkeypatch, is_in_time):
+    job = ThreadJob(path, 2)
+    zero = job.ranks[0]
+    publish, find, tries = zero.commits._root.publish, commits.find_attempt, []
+
+    def publish_and_end(*arguments):
+        published = publish(*arguments)
+        zero.link.close()
+        return published
+
+    def find_late(repository, attempt):
+        tries.append(repository)
+        is_seen = repository is zero.tools.repository or (is_in_time and tries.count(repository) == 3)
+        return find(repository, attempt) if is_seen else None
+
+    zero.commits._root.publish = publish_and_end
+    monkeypatch.setattr(commits, "find_attempt", find_late)
+    monkeypatch.setattr(commits, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(commits, "FOUND_SECONDS", 30.0 if is_in_time else 0.1)
+    answer = job.commit(states(2), step=5)[1]
+    if is_in_time:
+        assert isinstance(answer, Receipt)
+    else:
+        assert isinstance(answer, RankError)
+        assert "rank 0" in str(answer)
+        assert "not in the store then" in str(answer)
+    # No rank has removed its packs.
+    restored = ckstore.open(path).restore(5)
+    assert torch.equal(restored["w"], states()[0]["w"])
+    job.close()
 
 
 def test_an_error_after_the_manifest_is_visible_keeps_all_packs(job, path):
