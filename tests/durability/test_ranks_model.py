@@ -103,14 +103,19 @@ MUTANTS = [
     ("a member does not look into the store", Setting(**DEATH), "if share.duty is Duty.SENT:", "if False:"),
     ("late ranks get no answer", Setting(late=2), "return None, self._send([rank], late)", "return None, []"),
     ("late ranks begin again", Setting(late=2), "if number <= self._ended_max:", "if False:"),
-    ("absent ranks are waited for", Setting(late=2), "missing and self._is_over(commit.opened, now)", "False"),
+    ("absent ranks are waited for", Setting(late=2), "missing and now - commit.opened >=", "False and 0 >="),
     (
         "absent ranks are waited for in questions",
         Setting(commits=0, asks=True, late=2),
-        "self._is_over(question.opened, now)",
+        "now - question.opened >= self._join_seconds",
         "False",
     ),
-    ("the loss of a trainer is not reported", Setting(leaves=2), "return [Send(0, Left(rank, how))]", "return []"),
+    (
+        "the loss of a trainer is not reported",
+        Setting(leaves=2),
+        "return [Send(0, Left(rank, how, last, handle))]",
+        "return []",
+    ),
     ("a rank that has left is waited for", Setting(leaves=2), "if gone is not None:", "if False:"),
     (
         "a saver does not outlive its trainer",

@@ -13,8 +13,9 @@ import numpy as np
 
 import ckstore
 from ckstore.background.arena import STAGED, UNIT_NBYTES, Arena
-from ckstore.background.client import Callbacks, Saver
+from ckstore.background.client import Saver
 from ckstore.background.staged_head import HeadWriter, SampleRow
+from ckstore.background.tickets import Callbacks
 from ckstore.config import MIB, Policy
 from ckstore.processes import process_started
 from ckstore.state.capture import capture
@@ -181,15 +182,17 @@ class InFlightCommit:
 class SaverHarness:
     """What a trainer has."""
 
-    def __init__(self, address, run="main", *, slot_count=1, nice=0, arena=None):
+    def __init__(self, address, run="main", *, slot_count=1, nice=0, arena=None, stopped_seconds_max=None):
         self.address, self.run, self.nice = str(address), run, nice
+        self.stopped_seconds_max = stopped_seconds_max
         self.arena = arena or Arena.create(slot_count=slot_count)
         self.ticket = 0
         self.start()
 
     def start(self):
         """Start a saver, a new one if there was one."""
-        self.saver = Saver.start(self.address, self.run, self.arena, nice=self.nice)
+        limit = self.stopped_seconds_max
+        self.saver = Saver.start(self.address, self.run, self.arena, nice=self.nice, stopped_seconds_max=limit)
 
     def begin(
         self,

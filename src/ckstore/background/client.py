@@ -1,13 +1,14 @@
 """The trainer's client of a saver process: start it, send tickets, receive their results, stop it.
 
-A ticket is the number of one background commit. ``Tickets`` and ``Questions`` match the saver's messages to callers.
+A ticket is the number of one background commit. ``tickets.py`` matches the saver's messages to callers.
 
 Invariants:
 - Every begun ticket ends in exactly one call of ``on_done`` or ``on_failed``, followed by one call of ``on_free``. This
   holds even if the saver dies.
 - The death of the saver is detected by pidfd. The end of the socket does not prove it, because a forked child may hold
   the socket open.
-- One thread receives all messages. It sleeps until a message arrives, so it does not disturb training.
+- One thread receives all messages. It sleeps until a message arrives, so it does not disturb training. In a job of many
+  ranks it also looks four times a second whether the saver was stopped by a signal.
 - Every wait for the saver also ends when the saver dies. A forked child cannot use its parent's saver.
 """
 
@@ -21,8 +22,7 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -30,12 +30,12 @@ from typing import Any
 from ckstore.background import protocol
 from ckstore.background.arena import Arena
 from ckstore.background.protocol import Message, ProcessWatch
+from ckstore.background.tickets import Callbacks, Questions, Tickets
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.concurrency import Latch, log_safely, noop
+from ckstore.concurrency import Latch, log_safely
 from ckstore.config import EngineName
-from ckstore.errors import CkstoreError, MalformedError, SaverError, UsageError
-from ckstore.processes import close_in_children, is_stopped, process_started, start_python
-from ckstore.results import Receipt
+from ckstore.errors import CkstoreError, SaverError, UsageError
+from ckstore.processes import StopTimer, close_in_children, is_stopped, process_started, start_python
 
 _log = logging.getLogger("ckstore")
 
@@ -48,170 +48,29 @@ GRACE_SECONDS = 5.0
 SEND_RETRY_SECONDS = 0.02
 """Between two attempts to send while the socket is full, which takes hundreds of unread messages."""
 
+_LOOK_MS = 250
+"""Between two looks whether the saver is stopped. The other ranks wait for the result."""
+
 _NO_RULES: Mapping[str, Any] = MappingProxyType({})
 
 _WORK_MESSAGES = (protocol.Begin, protocol.Release, protocol.Warm, protocol.Forget, protocol.Quit)
 """Messages that give the saver work."""
 
 
-@dataclass(frozen=True, slots=True)
-class Callbacks:
-    """Functions that report the progress of a ticket. They run on the listening thread and must not wait.
-
-    Args:
-        on_done: The checkpoint is durable.
-        on_failed: The commit failed, with the saver's error, or with SaverError if the saver died.
-        on_free: The slot may be reused. Always the last call.
-        on_began: The saver holds the lease for this ticket. From here on a fully staged state is published even if the
-            trainer dies, and a restarted trainer waits for it.
-        on_progress: Stage, bytes done, bytes in total.
-        on_retained: The commit has ended, but the saver still reads the slot. ``on_free`` follows later.
-    """
-
-    on_done: Callable[[Receipt], None]
-    on_failed: Callable[[Exception], None]
-    on_free: Callable[[], None]
-    on_began: Callable[[], None] = noop
-    on_progress: Callable[[str, int, int], None] = noop
-    on_retained: Callable[[], None] = noop
-
-
-class Tickets:
-    """Tickets whose slots are still in use. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._callbacks: dict[int, Callbacks] = {}
-        self._reported: set[int] = set()
-        self._is_closed = False
-
-    @property
-    def unfinished_count(self) -> int:
-        """Number of tickets that have neither succeeded nor failed."""
-        with self._lock:
-            return len(self._callbacks) - len(self._reported)
-
-    def add(self, number: int, callbacks: Callbacks) -> bool:
-        """Add a ticket. Return False if the saver is dead or about to end."""
-        with self._lock:
-            if not self._is_closed:
-                self._callbacks[number] = callbacks
-            return not self._is_closed
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether new tickets are refused."""
-        return self._is_closed
-
-    def close(self) -> bool:
-        """Refuse new tickets if no ticket is unfinished. Return whether new tickets are refused."""
-        with self._lock:
-            self._is_closed = self._is_closed or len(self._callbacks) == len(self._reported)
-            return self._is_closed
-
-    def remove(self, number: int) -> None:
-        """Remove a ticket that could not be sent."""
-        with self._lock:
-            self._callbacks.pop(number, None)
-
-    def take(self, message: protocol.TicketMessage) -> None:
-        """Call the function that belongs to a message.
-
-        Raises:
-            MalformedError: The ticket is unknown.
-        """
-        number = message.ticket
-        with self._lock:
-            callbacks = self._callbacks.get(number)
-            if isinstance(message, protocol.SlotFree):
-                self._callbacks.pop(number, None)
-                self._reported.discard(number)
-            elif isinstance(message, (protocol.Done, protocol.Failed)):
-                self._reported.add(number)
-        if callbacks is None:
-            raise MalformedError("the saver reported on an unknown ticket", where=f"ticket {number}")
-        if isinstance(message, protocol.Began):
-            _call(callbacks.on_began)
-        elif isinstance(message, protocol.Progress):
-            _call(callbacks.on_progress, message.stage, message.nbytes_done, message.nbytes_total)
-        elif isinstance(message, protocol.Done):
-            _call(callbacks.on_done, message.receipt)
-        elif isinstance(message, protocol.Failed):
-            _call(callbacks.on_failed, protocol.error_of(message))
-        else:
-            _call(callbacks.on_retained if isinstance(message, protocol.Retained) else callbacks.on_free)
-
-    def end(self, death: Callable[[], Exception]) -> None:
-        """End every ticket because the saver is dead. ``death`` makes a new error for each."""
-        with self._lock:
-            self._is_closed = True
-            callbacks, self._callbacks = self._callbacks, {}
-        for number, each in callbacks.items():
-            if number not in self._reported:
-                _call(each.on_failed, death())
-            _call(each.on_free)
-
-
-class Questions:
-    """Questions to the saver, which answers in the order of asking. Thread-safe.
-
-    Questions are numbered. An answer also answers all earlier questions. So the answer to a caller that was
-    interrupted is never taken for the answer to a later one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last = 0
-        self._open: dict[int, Latch] = {}
-        self._is_closed = False
-
-    def ask(self) -> tuple[int, Latch]:
-        """Return the number of the next question, and an event that is set by the answer or by the saver's death."""
-        answered = Latch()
-        with self._lock:
-            self._last += 1
-            if self._is_closed:
-                answered.set()
-            else:
-                self._open[self._last] = answered
-            return self._last, answered
-
-    def take(self, number: int) -> None:
-        """Handle an answer.
-
-        Raises:
-            MalformedError: This question was never asked.
-        """
-        with self._lock:
-            if not 0 < number <= self._last:
-                raise MalformedError("the saver answered a question that was not asked", where=f"question {number}")
-            answered = [self._open.pop(each) for each in sorted(self._open) if each <= number]
-        for event in answered:
-            event.set()
-
-    def end(self) -> None:
-        """Wake every waiting caller because the saver is dead."""
-        with self._lock:
-            self._is_closed = True
-            waiting, self._open = self._open, {}
-        for event in waiting.values():
-            event.set()
-
-
-def _call(callback: Callable[..., None], *facts: object) -> None:
-    try:
-        callback(*facts)
-    except Exception:
-        log_safely(_log, logging.ERROR, "a callback of a background commit failed", exc_info=True)
-
-
 class Saver:
     """A saver process, as seen by its trainer. Thread-safe."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], channel: socket.socket, bell: int, watch: ProcessWatch, clock: Clock
+        self,
+        process: subprocess.Popen[bytes],
+        channel: socket.socket,
+        bell: int,
+        watch: ProcessWatch,
+        clock: Clock,
+        stopped_seconds_max: float | None = None,
     ) -> None:
         self._process = process
+        self._stop_timer, self._stopped_seconds_max = StopTimer(process.pid), stopped_seconds_max
         self._channel = channel
         self.bell = bell
         """The eventfd that wakes the saver when more bytes are staged. Stays open as long as this object."""
@@ -248,6 +107,7 @@ class Saver:
         store_id: str = "",
         job: bytes = b"",
         listener: int | None = None,
+        stopped_seconds_max: float | None = None,
     ) -> Saver:
         """Start a saver process. Return without waiting for it; tickets may be sent immediately.
 
@@ -262,6 +122,7 @@ class Saver:
             store_id: Identity of the store in hexadecimal; the saver refuses any other store. Empty: any store.
             job: The job of many ranks; empty: there is none.
             listener: Rank 0 of such a job: the socket on which the saver accepts the others.
+            stopped_seconds_max: Kill the saver when it has been stopped by a signal for so long; None: wait for it.
 
         Raises:
             SaverError: The process or its listening thread cannot be started.
@@ -272,7 +133,7 @@ class Saver:
         except OSError as error:
             raise SaverError(f"cannot start a saver process ({error})", todo="use commit instead") from error
         watch = ProcessWatch(process.pid, process_started(process.pid) or "")
-        saver = cls(process, channel, bell, watch, clock)
+        saver = cls(process, channel, bell, watch, clock, stopped_seconds_max)
         try:
             saver._listener.start()
         except RuntimeError as error:
@@ -488,7 +349,9 @@ class Saver:
                     # Messages that were sent before the death are still in the socket.
                     self._receive_all()
                     break
-                poll.poll(self._watch.timeout_ms)
+                self._end_if_stopped()
+                timeout_ms = self._watch.timeout_ms
+                poll.poll(_LOOK_MS if timeout_ms is None and self._stopped_seconds_max is not None else timeout_ms)
         except BaseException as error:
             # A saver whose messages cannot be read must not continue to write.
             self._death_cause = error if isinstance(error, CkstoreError) else None
@@ -498,6 +361,18 @@ class Saver:
             )
         finally:
             self._reap()
+
+    def _end_if_stopped(self) -> None:
+        """Kill the saver if it was stopped for too long. The other ranks have given it up, so it cannot go on."""
+        limit = self._stopped_seconds_max
+        if limit is None or self._stop_timer.seconds(self._clock.monotonic()) < limit:
+            return
+        self._death_cause = SaverError(
+            f"the saver (pid {self.pid}) was stopped by a signal for {limit:g} s, and was killed",
+            todo="commit again: that starts a new saver; earlier checkpoints are intact",
+            pid=self.pid,
+        )
+        self._process.kill()
 
     def _receive_all(self) -> bool:
         """Handle all messages in the socket. Return False at the end of the connection."""

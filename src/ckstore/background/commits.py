@@ -31,11 +31,12 @@ from numpy.typing import NDArray
 from ckstore.background import protocol
 from ckstore.background.arena import FREE, UNIT_NBYTES, Slot, units_of
 from ckstore.background.arena_layout import ArenaLayout
-from ckstore.background.client import Callbacks, Saver
+from ckstore.background.client import Saver
 from ckstore.background.copying import Span
 from ckstore.background.pending import Pending, as_failure, deferred_error, skip_error, skipped
 from ckstore.background.staged_head import HeadWriter
 from ckstore.background.staging import Staging, StagingArea
+from ckstore.background.tickets import Callbacks
 from ckstore.concurrency import Latch, log_safely, run_uninterrupted
 from ckstore.config import EngineName, Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError, SaverError, UsageError
@@ -312,8 +313,10 @@ class BackgroundCommits:
         self._in_flight = InFlight(self._area)
         self._published: int | None = None
         self._failed: list[Pending] = []
-        self._lost: dict[int, str] = {}
-        """Ranks of the job whose trainers are lost, and what happened."""
+        self._lost: dict[int, protocol.Lost] = {}
+        """Ranks of the job whose trainers are lost, or have lost their savers."""
+        self.on_saver_lost: Callable[[int, str], None] | None = None
+        """In a job of many ranks: gets the number of a background commit in which the saver has died, and how."""
         self.parent: int | None = None
         """The seq that the next state continues. Set by the handle after a restore or a commit in this process."""
         _background_commits.add(self)
@@ -365,17 +368,22 @@ class BackgroundCommits:
             with contextlib.suppress(CkstoreError, OSError, MemoryError):
                 self._saver_for(policy).tell(protocol.Decline(number, step, record_of(error)))
 
-    def note_lost(self, rank: int, how: str) -> None:
-        """In a job of many ranks: tell the saver that another rank's trainer is lost. On any thread; never waits.
+    def note_lost(self, rank: int, how: str, number: int) -> None:
+        """In a job of many ranks: tell the saver that a trainer is lost, or has lost its saver. On any thread.
+
+        It never waits.
 
         Args:
             rank: The rank.
             how: What happened, to follow the name of the rank.
+            number: The background commit in which it has lost its saver; 0: the trainer itself is lost.
         """
-        self._lost[rank] = cut_text(how, _HOW_NBYTES_MAX)
+        before = self._lost.get(rank)
+        if before is None or before.number:
+            self._lost[rank] = protocol.Lost(rank, cut_text(how, _HOW_NBYTES_MAX), number)
         saver = self._saver
         if saver is not None:
-            saver.tell(protocol.Lost(rank, self._lost[rank]))
+            saver.tell(self._lost[rank])
 
     def give_up(self, pending: Pending, error: BaseException) -> None:
         """Cancel a commit whose caller gets an exception, unless it is fully staged."""
@@ -559,7 +567,7 @@ class BackgroundCommits:
                 slot.index,
                 place,
                 len(head),
-                self._callbacks(commit),
+                self._callbacks(commit, number),
                 parent=self.parent,
                 parent_ticket=next(writing, 0),
                 may_retain=commit.may_retain,
@@ -614,7 +622,7 @@ class BackgroundCommits:
         )
         return commit, head
 
-    def _callbacks(self, commit: InFlightCommit) -> Callbacks:
+    def _callbacks(self, commit: InFlightCommit, number: int) -> Callbacks:
         def on_done(receipt: Receipt) -> None:
             self.parent = self._published = receipt.seq
             commit.pending.note_done(receipt)
@@ -622,6 +630,9 @@ class BackgroundCommits:
                 log_safely(_log, logging.WARNING, "step %d: %s", receipt.step, warning)
 
         def on_failed(error: Exception) -> None:
+            if self.on_saver_lost is not None and not commit.saver.is_alive:
+                # The other savers may wait for it, and not know that it is gone.
+                self.on_saver_lost(number, cut_text(f"has lost its saver ({error})", _HOW_NBYTES_MAX))
             self._note_failed(commit.pending, error)
             commit.fail(error)
 
@@ -681,10 +692,11 @@ class BackgroundCommits:
                 store_id=store_id,
                 job=b"" if self._door is None else self._door.job.encode(),
                 listener=None if self._door is None else self._door.listener,
+                stopped_seconds_max=None if self._door is None else self._door.stopped_seconds_max,
             )
             # After it was assigned: a loss that is noted now is reported by one of both threads, or by both.
-            for rank, how in list(self._lost.items()):
-                self._saver.tell(protocol.Lost(rank, how))
+            for lost in list(self._lost.values()):
+                self._saver.tell(lost)
             return self._saver
 
         # Uninterrupted: else the process could be started without being recorded.

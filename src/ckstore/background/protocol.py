@@ -92,10 +92,14 @@ class Decline(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Trainer: another rank's trainer is lost, so that rank joins no further commit. ``how`` follows "rank 3"."""
+    """Trainer: another rank's trainer is lost, or has lost its saver in a background commit. ``how`` follows "rank 3".
+
+    The rank does not join the background commit ``number``; 0: it joins none any more.
+    """
 
     rank: Count
     how: ShortText
+    number: Count = 0
 
 
 class Staged(NamedTuple):

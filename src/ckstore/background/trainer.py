@@ -46,8 +46,12 @@ class BackgroundJob(Protocol):
         """Raise if a background commit with this policy cannot succeed on all ranks."""
         ...
 
-    def call_when_lost(self, call: Callable[[int, str], None]) -> None:
-        """Have a bound method called, on any thread, for each rank that was or will be lost."""
+    def call_when_lost(self, call: Callable[[int, str, int], None]) -> None:
+        """Have a bound method called, on any thread, for each rank that was or will be lost, or loses its saver."""
+        ...
+
+    def report_saver_lost(self, number: int, how: str) -> None:
+        """Report to the other ranks that this one has lost its saver in a background commit. Never waits."""
         ...
 
     def captured_share(self, state: Any) -> tuple[Captured, bytes]:
@@ -230,6 +234,7 @@ class TrainerSide:
             self._commits = BackgroundCommits(self._repository, None if self._job is None else self._job.saver_door)
             self._commits.parent = self._parent
             if self._job is not None:
+                self._commits.on_saver_lost = self._job.report_saver_lost
                 self._job.call_when_lost(self._commits.note_lost)
             owner = self._owner()
             assert owner is not None, "a method of the owner is running"

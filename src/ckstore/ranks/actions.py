@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckstore.format.error_records import ErrorRecord, Fact
 from ckstore.hashing import digest_of
-from ckstore.ranks.messages import Agreed, AllStaged, Asked, Awaited, Message, More, Wanted, Write
+from ckstore.ranks.messages import Agreed, AllStaged, Asked, Awaited, Message, More, SaverLost, Wanted, Write
 
 _ATTEMPT_NBYTES = 16
 
@@ -108,6 +108,6 @@ class Finish(NamedTuple):
     error: ErrorRecord | None
 
 
-_Received = Wanted | Write | AllStaged | More | Asked | Agreed | Awaited
+_Received = Wanted | Write | AllStaged | More | Asked | Agreed | Awaited | SaverLost
 Action = Send | Plan | Merge | Publish | Decide | LookUp | Finish | _Received
 """Messages in this list are passed to the caller of the rank that received them."""

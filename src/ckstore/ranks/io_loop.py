@@ -51,6 +51,7 @@ from ckstore.ranks.messages import (
     More,
     Part,
     Refused,
+    SaverLost,
     Welcome,
     Write,
     version_error,
@@ -164,8 +165,8 @@ class IoLoop:
         """Rank 0: answer questions about these topics on the thread of the loop."""
         self.declined: set[int] = set()
         """Commits of the others that this rank has failed without taking part in them."""
-        self.watchers: dict[str, Callable[[Awaited], ErrorRecord | None]] = {}
-        """Called on the thread of the loop if other ranks wait for this one in a commit of this handle."""
+        self.watchers: dict[str, Callable[[Awaited | SaverLost], ErrorRecord | None]] = {}
+        """Called on the thread of the loop if ranks wait in a commit of this handle, or have lost their saver there."""
         self.nonce = os.urandom(16) if connection is None else connection.nonce
         """Makes the ids of this job's commits different from those of all others. Rank 0 chooses it."""
         self._job, self._timing = job, timing
@@ -311,9 +312,9 @@ class IoLoop:
         if isinstance(action, Decide) and (decide := self.deciders.get(action.topic)) is not None:
             self._do(self._coordinator.decided(action.topic, action.number, decide(action.values)))
             return
-        if isinstance(action, Awaited):
+        if isinstance(action, (Awaited, SaverLost)):
             record = self.watchers[action.handle](action) if action.handle in self.watchers else None
-            if record is not None:
+            if record is not None and isinstance(action, Awaited):
                 self.declined.add(action.number)
                 self._do(self._member.abort(action.number, action.step, record))
             return

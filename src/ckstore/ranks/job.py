@@ -75,7 +75,7 @@ class Job:
         self._tools = RankTools(repository, ranks.rank)
         self._capture = RankCapture(ranks.world)
         self._calls = Calls(ranks.rank, f"handle {next(self._link.once(itertools.count))}")
-        self._link.watch(self._calls.handle, self._calls.await_by)
+        self._link.watch(self._calls.handle, self._calls.note)
         self._commits = RankCommits(self._link, self._tools, on_divergence=ranks.on_divergence, calls=self._calls)
         self._background_capture = RankCapture(ranks.world)
         self._last_step_count = 0
@@ -152,20 +152,27 @@ class Job:
             self._link.decline(other.number, other.step, record)
             raise self._link.error_of(None, record)
 
-    def call_when_lost(self, call: Callable[[int, str], None]) -> None:
+    def call_when_lost(self, call: Callable[[int, str, int], None]) -> None:
         """Have a bound method called, on any thread, for each rank that was or will be lost; perhaps twice.
 
         Args:
-            call: Gets the rank, and what happened. Its object is not kept alive.
+            call: Gets the rank, what happened, and 0; or the number of the background commit in which only the saver of
+                that rank is lost. Its object is not kept alive.
         """
         method = weakref.WeakMethod(call)
 
-        def call_if_alive(rank: int, how: str) -> None:
+        def call_if_alive(rank: int, how: str, number: int = 0) -> None:
             found = method()
             if found is not None:
-                found(rank, how)
+                found(rank, how, number)
 
         self._link.call_when_lost(call_if_alive)
+        self._calls.call_when_saver_lost(call_if_alive)
+
+    def report_saver_lost(self, number: int, how: str) -> None:
+        """Report to the other ranks that this one has lost its saver: it may not have joined this background commit."""
+        rank, handle = self._link.rank, self._calls.handle
+        self._link.send(lambda member: member.left(rank, how, number, handle))
 
     def captured_share(self, state: Any) -> tuple[Captured, bytes]:
         """Return the captured state of this rank, and what it holds, encoded."""

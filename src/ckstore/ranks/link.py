@@ -35,7 +35,16 @@ from ckstore.ranks.handshake import (
 )
 from ckstore.ranks.io_loop import IoLoop, Job, Key, Timing
 from ckstore.ranks.member import Member
-from ckstore.ranks.messages import PROTOCOL_VERSION, TO_RANK, Agreed, Awaited, Refused, Welcome, version_error
+from ckstore.ranks.messages import (
+    PROTOCOL_VERSION,
+    TO_RANK,
+    Agreed,
+    Awaited,
+    Refused,
+    SaverLost,
+    Welcome,
+    version_error,
+)
 from ckstore.ranks.protocol import Coordinator
 
 _RETRY_SECONDS = 0.2
@@ -161,10 +170,10 @@ class Link:
         """Have a function called with the number of each commit of which all ranks are staged, on another thread."""
         self._loop.on_all_staged = call
 
-    def watch(self, handle: str, call: Callable[[Awaited], ErrorRecord | None]) -> None:
-        """Have a function called if other ranks wait for this one in a commit of a handle. Its error fails the commit.
+    def watch(self, handle: str, call: Callable[[Awaited | SaverLost], ErrorRecord | None]) -> None:
+        """Have a function called if other ranks wait for this one in a commit of a handle, or have lost their saver.
 
-        It is called on the thread of the connection, and must not wait.
+        In the first case, its error fails the commit. It is called on the thread of the connection, and must not wait.
         """
         self._loop.watchers[handle] = call
 

@@ -32,6 +32,7 @@ from ckstore.ranks.messages import (
     Message,
     More,
     Part,
+    SaverLost,
     Staged,
     Wanted,
     Write,
@@ -128,9 +129,9 @@ class Member:
             return self._unanswered(topic)
         return [Send(0, Ask(topic, number, value, is_patient))]
 
-    def left(self, rank: int, how: str) -> list[Action]:
-        """A rank joins no commit any more: its trainer is lost, as another trainer has noticed."""
-        return [Send(0, Left(rank, how))] if self._lost is None else []
+    def left(self, rank: int, how: str, last: int = 0, handle: str = "") -> list[Action]:
+        """A rank joins no commit any more, or none up to a number; see ``Left``."""
+        return [Send(0, Left(rank, how, last, handle))] if self._lost is None else []
 
     def found(self, number: int, receipt: bytes) -> list[Action]:
         """The answer to LookUp: the checkpoint is in the store."""
@@ -168,7 +169,7 @@ class Member:
             return [message] if message.number in self._live else []
         if isinstance(message, Awaited):
             return [message] if message.number > self._begun_max else []
-        return [message] if isinstance(message, Asked) else []
+        return [message] if isinstance(message, (Asked, SaverLost)) else []
 
     def lost(self, how: str) -> list[Action]:
         """Rank 0 has closed the connection, or has been silent for too long.

@@ -92,10 +92,17 @@ class Ask(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A saver: its trainer has lost another trainer, whose rank joins no commit any more. ``how`` follows "rank 3"."""
+    """A rank: what another rank, or this one, will not do. ``how`` follows "rank 3".
+
+    A saver: the rank joins no commit up to number ``last``, or none any more if that is 0, because its trainer has lost
+    its saver, or is lost itself. A trainer sends with ``handle`` that it has lost its saver in background commit
+    ``last`` of that handle; rank 0 passes that on as SaverLost.
+    """
 
     rank: Count
     how: ShortText
+    last: Count = 0
+    handle: ShortText = ""
 
 
 class Wanted(NamedTuple):
@@ -158,6 +165,15 @@ class Awaited(NamedTuple):
     background: Count
 
 
+class SaverLost(NamedTuple):
+    """Rank 0: a trainer has lost its saver in this background commit of this handle. ``how`` follows "rank 3"."""
+
+    number: Count
+    rank: Count
+    handle: ShortText
+    how: ShortText
+
+
 class Agreed(NamedTuple):
     """Rank 0: the answer to a question, or why there is none. One of ``value`` and ``error`` is None."""
 
@@ -191,12 +207,12 @@ class Refused(NamedTuple):
 
 
 ToRank0 = Joining | Begin | Content | Staged | Part | Abort | Ask | Left
-ToRank = Wanted | Write | AllStaged | More | Done | Failed | Asked | Agreed | Awaited
+ToRank = Wanted | Write | AllStaged | More | Done | Failed | Asked | Agreed | Awaited | SaverLost
 Message = ToRank0 | ToRank | Beat | Bye | Welcome | Refused
 
 TO_RANK_0: tuple[type[Message], ...] = (Joining, Begin, Content, Staged, Part, Abort, Ask, Left, Beat, Bye)
 TO_RANK: tuple[type[Message], ...] = (
-    *(Wanted, Write, AllStaged, More, Done, Failed, Asked, Agreed, Awaited),
+    *(Wanted, Write, AllStaged, More, Done, Failed, Asked, Agreed, Awaited, SaverLost),
     *(Beat, Bye, Welcome, Refused),
 )
 
@@ -222,6 +238,7 @@ KINDS: dict[int, type[Message]] = {
     38: Asked,
     39: Agreed,
     40: Awaited,
+    41: SaverLost,
 }
 _NUMBER_OF = {kind: number for number, kind in KINDS.items()}
 

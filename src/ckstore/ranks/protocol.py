@@ -18,7 +18,7 @@ Invariants:
 - Every rank that takes part in a commit gets one answer: Done, or Failed with the rank that caused it.
 - A message of a commit that has ended changes nothing. A late Begin, Abort or Ask is answered.
 - A rank that has joined is waited for as long as it lives. Any other has ``join_seconds``, or ``LEAVE_SECONDS`` if its
-  trainer is lost.
+  trainer is lost, or has lost its saver.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from ckstore.ranks.messages import (
     Message,
     More,
     Part,
+    SaverLost,
     Staged,
     Wanted,
     Write,
@@ -156,7 +157,7 @@ class Coordinator:
         self._after_loss = after_loss
         self._connected = {0}
         self._lost: dict[int, str] = {}
-        self._left: dict[int, tuple[str, float]] = {}
+        self._left: dict[int, tuple[Left, float]] = {}
         self._live: dict[int, _Commit] = {}
         self._ended: dict[int, Done | Failed] = {}
         self._ended_max = 0
@@ -198,8 +199,7 @@ class Coordinator:
         if isinstance(message, Ask):
             return self._ask(rank, message, now)
         if isinstance(message, Left):
-            # The commits that wait for the rank fail at a later tick.
-            self._left.setdefault(message.rank, (message.how, now))
+            return self._leave(message, now)
         if isinstance(message, (Content, Staged, Part)):
             commit = self._live.get(message.number)
             if commit is not None and commit.stage < Stage.PUBLISHING:
@@ -229,10 +229,10 @@ class Coordinator:
         actions: list[Action] = []
         for commit in list(self._live.values()):
             missing = self._missing(commit.joined)
-            gone = next((rank for rank in missing if self._has_left(rank, commit.opened, now)), None)
+            gone = next((rank for rank in missing if self._has_left(rank, commit, now)), None)
             if gone is not None:
                 actions += self._fail(commit, gone, self._left_record(gone, _step_text(commit)))
-            elif missing and self._is_over(commit.opened, now):
+            elif missing and now - commit.opened >= self._join_seconds:
                 record = self._absent_record(missing, f"begin the {_step_text(commit)}", "call commit on every rank")
                 actions += self._fail(commit, missing[0], record)
             elif missing and not commit.has_noticed and now - commit.opened >= NOTICE_SECONDS:
@@ -240,7 +240,7 @@ class Coordinator:
                 actions += self._notice(commit, missing)
         for topic, question in list(self._questions.items()):
             missing = self._missing(question.values)
-            if missing and not question.is_patient and self._is_over(question.opened, now):
+            if missing and not question.is_patient and now - question.opened >= self._join_seconds:
                 record = self._absent_record(missing, f"take part in {topic!r}", "make the same calls on every rank")
                 actions += self._answer(topic, question.number, None, missing[0], record)
         return actions
@@ -484,6 +484,15 @@ class Coordinator:
         actions = self._send(sorted(commit.answered_to), outcome)
         return [*actions, *self._advance()]
 
+    def _leave(self, left: Left, now: float) -> list[Action]:
+        if left.handle:
+            return self._send(self._missing({left.rank}), SaverLost(left.last, left.rank, left.handle, left.how))
+        # The commits that wait for the rank fail at a later tick.
+        before = self._left.get(left.rank)
+        if before is None or (before[0].last and not 0 < left.last <= before[0].last):
+            self._left[left.rank] = (left, now)
+        return []
+
     # Questions
 
     def _ask(self, rank: int, ask: Ask, now: float) -> list[Action]:
@@ -499,8 +508,7 @@ class Coordinator:
             others = [other for other in range(self._world) if other != rank]
             actions = self._send(others, Asked(ask.topic, ask.number))
         if question.number != ask.number or rank in question.values:
-            is_late = ask.number < question.number
-            record = _late_record(rank) if is_late else _out_of_turn(rank, ask)
+            record = _late_record(rank) if ask.number < question.number else _out_of_turn(rank, ask)
             return self._send([rank], Agreed(ask.topic, ask.number, None, rank, record))
         question.values[rank] = ask.value
         if self._lost:
@@ -526,15 +534,16 @@ class Coordinator:
     def _missing(self, arrived: Container[int]) -> list[int]:
         return [rank for rank in range(self._world) if rank not in arrived]
 
-    def _is_over(self, opened: float, now: float) -> bool:
-        return now - opened >= self._join_seconds
-
-    def _has_left(self, rank: int, opened: float, now: float) -> bool:
+    def _has_left(self, rank: int, commit: _Commit, now: float) -> bool:
+        left, noticed = self._left.get(rank, (None, now))
+        if left is None or 0 < left.last < commit.number:
+            return False
         # All ranks begin within moments, also a commit that is repeated after all trainers have died.
-        return rank in self._left and now - max(opened, self._left[rank][1]) >= LEAVE_SECONDS
+        return now - max(commit.opened, noticed) >= LEAVE_SECONDS
 
     def _left_record(self, rank: int, during: str) -> ErrorRecord:
-        return _failed_with(rank, self._left[rank][0], during, START_AGAIN)
+        left, _ = self._left[rank]
+        return _failed_with(rank, left.how, during, self._after_loss if left.last else START_AGAIN)
 
     def _lost_record(self, rank: int, during: str) -> ErrorRecord:
         return _failed_with(rank, self._lost[rank], during, self._after_loss)

@@ -4,14 +4,15 @@ Rank 0 listens on a socket that its trainer opens and its saver inherits. So oth
 no call of a trainer waits for a saver to start. If a saver is lost, the commit fails on all ranks. With the next one
 they make other connections, under a token that belongs to that commit.
 
-A rank whose trainer is gone may have no saver that says so. But the trainers are connected, too: each tells its saver
-which other trainers are lost, and the savers tell rank 0's.
+A rank whose trainer or saver is gone may have no saver that says so. But the trainers are connected, too: each tells
+its saver which other trainers are lost, or have lost their savers, and the savers tell rank 0's.
 """
 
 from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CkstoreError, MalformedError, RankError
 from ckstore.format.records import Count, ShortText, decode_inner, encode_inner
 from ckstore.hashing import digest_of
-from ckstore.ranks.actions import START_AGAIN
+from ckstore.ranks.actions import COMMIT_AGAIN, START_AGAIN
 from ckstore.ranks.arrays import Held, RankState
 from ckstore.ranks.io_loop import Job, Timing
 from ckstore.ranks.link import Link
@@ -69,6 +70,11 @@ class SaverDoor:
     def is_first(self) -> bool:
         """Whether this is rank 0, whose saver holds the lease."""
         return self.job.rank == 0
+
+    @property
+    def stopped_seconds_max(self) -> float | None:
+        """How long a trainer waits for a saver that is stopped. None: as long as it lives, since no rank waits."""
+        return stopped_seconds_max() if self.job.world > 1 else None
 
 
 HELD = np.dtype(
@@ -128,8 +134,22 @@ def _decoded_share(content: bytes, captured: Captured) -> RankState:
 
 
 def stopped_seconds_max() -> float:
-    """Return how long a trainer may be stopped while its state is staged: as long as a rank may be silent."""
+    """Return how long a saver may be stopped, or its trainer during a copy: as long as a rank may be silent."""
     return Timing().silent_seconds
+
+
+class _Lost(NamedTuple):
+    """A rank whose trainer is lost, or has lost its saver.
+
+    Args:
+        how: What happened, to follow the name of the rank.
+        last: The last commit that it does not join; 0: it joins none any more.
+        noticed: When that was noticed.
+    """
+
+    how: str
+    last: int
+    noticed: float
 
 
 class SaverLinks:
@@ -147,8 +167,7 @@ class SaverLinks:
         self._link: Link | None = None
         self._ended: CkstoreError | None = None
         """Rank 0: why the connection is not used any more."""
-        self._lost: dict[int, tuple[str, float]] = {}
-        """Ranks whose trainers are lost: what happened, and when that was noticed."""
+        self._lost: dict[int, _Lost] = {}
 
     def link_for(self, number: int) -> Link:
         """Return a connection that works for a commit, which all savers ask for with the same number.
@@ -163,27 +182,34 @@ class SaverLinks:
         if self._link is None:
             self._link = self._connected(number)
             # After it was assigned: a loss that is noted now is reported by one of both threads, or by both.
-            for rank, (how, _) in list(self._lost.items()):
-                _report_lost(self._link, rank, how)
+            for rank, lost in list(self._lost.items()):
+                _report_lost(self._link, rank, lost)
         return self._link
 
-    def note_lost(self, rank: int, how: str) -> None:
-        """Report that another rank's trainer is lost, so that it joins no further commit. On any thread.
+    def note_lost(self, rank: int, how: str, last: int = 0) -> None:
+        """Report that another rank's trainer is lost, or has lost its saver. On any thread.
 
         Args:
             rank: The rank.
             how: What happened, to follow the name of the rank.
+            last: The last commit that it does not join; 0: it joins none any more.
         """
-        self._lost.setdefault(rank, (how, SYSTEM_CLOCK.monotonic()))
+        before = self._lost.get(rank)
+        if before is None or before.last:
+            self._lost[rank] = _Lost(how, last, SYSTEM_CLOCK.monotonic())
         link = self._link
         if link is not None:
-            _report_lost(link, rank, how)
+            _report_lost(link, rank, self._lost[rank])
 
-    def _require_rank_0(self) -> None:
-        """Raise if rank 0's trainer is lost, and its saver has had time to answer."""
-        how, noticed = self._lost.get(0, ("", 0.0))
-        if how and SYSTEM_CLOCK.monotonic() - noticed >= LEAVE_SECONDS:
-            raise RankError(f"rank 0 {how}, and its saver does not answer", todo=START_AGAIN, rank=0)
+    def _require_rank_0(self, number: int) -> None:
+        """Raise if rank 0 does not join this commit, and its saver has had time to answer."""
+        lost = self._lost.get(0)
+        if lost is None or SYSTEM_CLOCK.monotonic() - lost.noticed < LEAVE_SECONDS:
+            return
+        if not lost.last:
+            raise RankError(f"rank 0 {lost.how}, and its saver does not answer", todo=START_AGAIN, rank=0)
+        if number <= lost.last:
+            raise RankError(f"rank 0 {lost.how}: the commit failed on all ranks", todo=COMMIT_AGAIN, rank=0)
 
     def _connected(self, number: int) -> Link:
         job = self._job
@@ -200,7 +226,8 @@ class SaverLinks:
         timing = Timing(join_seconds=job.join_seconds)
         ours = Job(job.rank, job.world, self._token(number), past)
         try:
-            return Link(ours, timing, listener=listener, addresses=addresses, check=self._require_rank_0)
+            check = partial(self._require_rank_0, number)
+            return Link(ours, timing, listener=listener, addresses=addresses, check=check)
         except BaseException:
             if listener is not None:
                 listener.close()
@@ -228,5 +255,5 @@ class SaverLinks:
         self._link = None
 
 
-def _report_lost(link: Link, rank: int, how: str) -> None:
-    link.send(lambda member: member.left(rank, how))
+def _report_lost(link: Link, rank: int, lost: _Lost) -> None:
+    link.send(lambda member: member.left(rank, lost.how, lost.last))

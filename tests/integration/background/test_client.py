@@ -23,8 +23,9 @@ import pytest
 import ckstore
 from ckstore.background import client, protocol
 from ckstore.background.arena import Arena
-from ckstore.background.client import Callbacks, Saver
+from ckstore.background.client import Saver
 from ckstore.background.protocol import ProcessWatch
+from ckstore.background.tickets import Callbacks
 from ckstore.errors import BackendError, MalformedError, SaverError, UsageError
 from ckstore.format import paths
 from ckstore.processes import process_started
@@ -141,6 +142,25 @@ def test_stopped_saver_is_waited_for_and_reported(harness, caplog, monkeypatch):
     waiter.join(SECONDS_MAX)
     assert not waiter.is_alive()
     assert in_flight.wait().seq == 0
+
+
+def test_a_stopped_saver_of_a_job_is_ended_after_a_while(address, monkeypatch):
+    monkeypatch.setattr(client, "_LOOK_MS", 50)
+    harness = SaverHarness(address, stopped_seconds_max=0.3)
+    try:
+        in_flight = harness.begin(noise(1), 1)
+        assert in_flight.began.wait(SECONDS_MAX)
+        stop(harness.saver.pid)
+        with pytest.raises(SaverError, match=r"was stopped by a signal for 0\.3 s, and was killed.* Commit again"):
+            in_flight.wait()
+        assert in_flight.events == ["began", "failed", "free"]
+        # An idle one is ended, too: the next call would wait for it.
+        harness.start()
+        harness.saver.wait_ready(SECONDS_MAX)
+        stop(harness.saver.pid)
+        assert harness.saver.quit(SECONDS_MAX)
+    finally:
+        harness.close()
 
 
 def test_sending_never_waits_for_stopped_saver(harness):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +12,7 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
+from ckstore.background import client
 from ckstore.errors import CkstoreError, LeafTypeError, RankError, UsageError
 from ckstore.ranks import protocol, savers
 from ckstore.ranks.link import listen
@@ -93,6 +96,26 @@ def test_a_trainer_that_is_lost_after_another_has_begun_is_named_at_once(stores)
         pending.result(QUICK_SECONDS)
 
 
+@pytest.mark.deep(parts=8)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_saver_that_ends_before_it_has_joined_is_named_at_once(stores, monkeypatch, rank):
+    begin_of = client.Saver.begin
+
+    def begin_and_kill(saver, *arguments, **options):
+        begin_of(saver, *arguments, **options)
+        os.kill(saver.pid, signal.SIGKILL)
+
+    pending = stores[1 - rank].commit_async(state_of(stores[1 - rank]), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(client.Saver, "begin", begin_and_kill)
+        with pytest.raises(CkstoreError, match="was killed by SIGKILL"):
+            stores[rank].commit_async(state_of(stores[rank]), 1).result(QUICK_SECONDS)
+    with pytest.raises(RankError, match=rf"rank {rank} has lost its saver \(.*SIGKILL.* failed on all ranks"):
+        pending.result(QUICK_SECONDS)
+    # The next commit has another saver.
+    assert seqs_of(in_threads(stores, lambda store: commit(store, 2))) == [0, 0]
+
+
 def test_rank_0_joins_before_its_saver_waits_for_an_orphan(stores):
     # Else the others would take it for absent. The saver waits, and the other ranks for as long as it lives.
     def refuse():
@@ -162,6 +185,30 @@ def test_a_rank_whose_trainer_is_lost_is_not_waited_for(links, lost, witness):
     for link in waiting:
         finish = link.wait(1, QUICK_SECONDS)
         assert finish.error.what == f"rank {lost} has been silent for 15 s: the commit of step 7 failed on all ranks"
+
+
+def test_a_lost_saver_is_not_waited_for_in_its_commit_only(links):
+    zero, one, two = links
+    zero.note_lost(2, "has lost its saver", 2)
+    waiting = in_threads([zero, one], lambda each: begin(each, 1))
+    for link in waiting:
+        assert link.wait(1, QUICK_SECONDS).error.what.startswith("rank 2 has lost its saver")
+    for each in (zero, one):
+        each.discard(RankError("rank 2 has lost its saver", rank=2))
+    waiting = in_threads([zero, one], lambda each: begin(each, 3))
+    time.sleep(0.9)
+    begin(two, 3)
+    assert [link.wait(3, 0.3) for link in waiting] == [None, None]
+
+
+def test_savers_do_not_wait_for_that_of_rank_0_if_it_is_lost(links):
+    _, one, _ = links
+    one.note_lost(0, "has lost its saver", 2)
+    with pytest.raises(RankError, match=r"rank 0 has lost its saver: the commit failed on all ranks\. Commit again"):
+        one.link_for(1)
+    # In the next one, it has a new one.
+    connected = in_threads(links[:2], lambda each: each.link_for(3))
+    assert not any(link.is_broken for link in connected)
 
 
 def test_a_lost_trainer_is_remembered_for_later_connections(links):

@@ -185,6 +185,22 @@ def test_dead_saver_fails_its_commit_and_is_replaced(store, savers):
     assert savers[1].content(2) == [state(2)["w"].tobytes()]
 
 
+def test_the_death_of_a_saver_is_reported_to_the_other_ranks_of_a_job(store, savers):
+    store.prewarm(state(0))
+    saver, reports = slow(savers), []
+    background_of(store).on_saver_lost = lambda *report: reports.append(report)
+    pending = store.commit_async(state(1), 1)
+    saver.fail(1, SaverError("the disk is full"))
+    with pytest.raises(SaverError, match="the disk is full"):
+        pending.result()
+    assert not reports
+    pending = store.commit_async(state(2), 2)
+    saver.die()
+    with pytest.raises(SaverError, match="the saver was killed"):
+        pending.result()
+    assert set(reports) == {(0, "has lost its saver (the saver was killed)")}
+
+
 @pytest.mark.parametrize("kind", [SaverError, MalformedError])
 def test_saver_found_dead_is_replaced_in_the_same_commit(store, savers, monkeypatch, kind):
     store.commit_async(state(1), 1).result()

@@ -16,7 +16,7 @@ import pytest
 from ckstore.background import arena as arena_module
 from ckstore.background import protocol
 from ckstore.background.arena import UNIT_NBYTES, Arena
-from ckstore.background.client import Questions
+from ckstore.background.tickets import Questions
 from ckstore.commit import pipeline
 from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import CapacityError, MalformedError, SaverError

@@ -32,6 +32,7 @@ RECEIPT = Receipt(5, 3, "ab" * 32, 100, 50, 4, 1, 2, 1, {"write": 0.5, "total": 
 TO_SAVER_SAMPLES = [
     protocol.Decline(3, 100, ErrorRecord("CapacityError", "it failed", None, None, {})),
     protocol.Lost(3, "closed its connection"),
+    protocol.Lost(3, "has lost its saver", 2),
     protocol.Hello(b"/a/store", "main", "auto", 77, "1234", 19, 20),
     protocol.Begin(4, 1, 8192, 300, None, 3),
     protocol.Begin(5, 0, 0, 1, 12, 0, False, 10),

@@ -15,8 +15,8 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.background import protocol
-from ckstore.background.client import Callbacks, Tickets
 from ckstore.background.protocol import death_of
+from ckstore.background.tickets import Callbacks, Tickets
 from ckstore.errors import SaverError
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from support.saver_harness import SECONDS_MAX, noise, until

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckstore.background import protocol
-from ckstore.background.client import Callbacks, Tickets
+from ckstore.background.tickets import Callbacks, Tickets
 from ckstore.errors import MalformedError, SaverError
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckstore.ranks.calls import Calls
-from ckstore.ranks.messages import Awaited
+from ckstore.ranks.messages import Awaited, SaverLost
 
 TEXT = "rank 1 called commit_async where rank 0 called commit for step 50"
 
@@ -42,3 +42,11 @@ def test_a_notice_that_crosses_the_call_is_ignored():
     assert calls.await_by(Awaited(1, 50, 0, "handle 0", 0)) is None
     calls.begin_background()
     assert calls.take_missed() is None
+
+
+def test_the_loss_of_a_saver_is_reported_also_if_it_came_before_the_first_background_commit():
+    calls, reports = Calls(1, "handle 0"), []
+    assert calls.note(SaverLost(1, 2, "handle 0", "has lost its saver")) is None
+    calls.call_when_saver_lost(lambda *report: reports.append(report))
+    calls.note(SaverLost(2, 0, "handle 0", "has lost its saver"))
+    assert reports == [(2, "has lost its saver", 1), (0, "has lost its saver", 2)]

@@ -26,6 +26,8 @@ SAMPLES = [
     messages.Joining(1, 100, "handle 0", 7),
     messages.Awaited(1, 100, 3, "handle 0", 7),
     messages.Left(3, "closed its connection"),
+    messages.Left(3, "has lost its saver", 4, "handle 0"),
+    messages.SaverLost(4, 3, "handle 0", "has lost its saver"),
     messages.Write(1, b"spans"),
     messages.AllStaged(1),
     messages.More(1, 1, b"more"),
@@ -58,7 +60,7 @@ def test_numbers_of_kinds_are_fixed():
     found = {number: kind.__name__ for number, kind in KINDS.items()}
     first = {1: "Beat", 2: "Bye", 3: "Welcome", 4: "Refused", 16: "Begin", 17: "Content", 18: "Staged", 19: "Part"}
     later = {20: "Abort", 21: "Ask", 32: "Wanted", 33: "Write", 34: "AllStaged", 35: "More", 36: "Done", 37: "Failed"}
-    names = {22: "Joining", 23: "Left", 38: "Asked", 39: "Agreed", 40: "Awaited"}
+    names = {22: "Joining", 23: "Left", 38: "Asked", 39: "Agreed", 40: "Awaited", 41: "SaverLost"}
     assert found == {**first, **later, **names}
 
 

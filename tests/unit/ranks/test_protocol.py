@@ -21,6 +21,7 @@ from ckstore.ranks.messages import (
     Left,
     More,
     Part,
+    SaverLost,
     Staged,
     Wanted,
     Write,
@@ -255,6 +256,41 @@ def test_a_rank_whose_trainer_is_lost_has_little_time_to_join():
     assert coordinator.received(1, Joining(2, 101), 50.0) == []
     assert coordinator.tick(52.9) == []
     assert failures(coordinator.tick(53.0))[0] == [1]
+
+
+def test_a_rank_that_has_lost_its_saver_may_join_the_next_commit():
+    coordinator = Coordinator(2, join_seconds=60.0, after_loss="commit again")
+    coordinator.received(0, Joining(1, 100), 0.0)
+    assert coordinator.received(0, Left(1, "has lost its saver", 2), 10.0) == []
+    assert coordinator.tick(12.9) == []
+    ranks, error = failures(coordinator.tick(13.0))
+    assert ranks == [0]
+    assert error.what == "rank 1 has lost its saver: the commit of step 100 failed on all ranks"
+    assert error.todo == "commit again"
+    # Its next saver has as much time as any other.
+    coordinator.received(0, Joining(3, 101), 20.0)
+    assert coordinator.tick(50.0) == []
+    # Later reports count.
+    coordinator.received(0, Left(1, "has lost its saver again", 4), 50.0)
+    coordinator.received(0, Left(1, "an old report", 2), 51.0)
+    assert coordinator.tick(52.9) == []
+    assert failures(coordinator.tick(53.0))[1].what.startswith("rank 1 has lost its saver again: ")
+    # The loss of its trainer counts for good.
+    coordinator.received(0, Left(1, "closed its connection"), 60.0)
+    coordinator.received(0, Left(1, "has lost its saver", 6), 60.0)
+    coordinator.received(0, Joining(7, 102), 70.0)
+    assert coordinator.tick(72.9) == []
+    assert failures(coordinator.tick(73.0))[1].what.startswith("rank 1 closed its connection: ")
+
+
+def test_rank_0_passes_on_that_a_trainer_has_lost_its_saver():
+    coordinator = Coordinator(3)
+    lost = SaverLost(4, 1, "handle 0", "has lost its saver")
+    assert coordinator.received(1, Left(1, "has lost its saver", 4, "handle 0"), 0.0) == [Send(0, lost), Send(2, lost)]
+    assert Member(2).received(lost) == [lost]
+    # No commit of the trainers waits less for this rank.
+    coordinator.received(0, Joining(1, 100), 0.0)
+    assert coordinator.tick(50.0) == []
 
 
 def test_a_saver_that_has_joined_outlives_its_trainer():

@@ -215,9 +215,9 @@ class Committer:
             _log.warning("the other ranks were not informed that this one has failed: %s", error)
 
     def note_lost(self, message: protocol.Lost) -> None:
-        """Report to the savers of the job that another rank's trainer is lost. On any thread."""
+        """Report to the savers of the job that another rank's trainer is lost, or has lost its saver. On any thread."""
         if self._job is not None:
-            self._job.note_lost(message.rank, message.how)
+            self._job.note_lost(message.rank, message.how, message.number)
 
     def close(self) -> None:
         """Give up the lease and close the store."""

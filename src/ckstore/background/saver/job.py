@@ -140,14 +140,16 @@ class SaverRank:
             watch=watch,
         )
 
-    def note_lost(self, rank: int, how: str) -> None:
-        """Report to the other savers that the trainer of another rank is lost. On any thread.
+    def note_lost(self, rank: int, how: str, number: int) -> None:
+        """Report to the other savers that the trainer of another rank is lost, or has lost its saver. On any thread.
 
         Args:
             rank: The rank.
             how: What happened, to follow the name of the rank.
+            number: The background commit in which it has lost its saver; 0: the trainer itself is lost.
         """
-        self._links.note_lost(rank, how)
+        # Neither the commit nor its repetition.
+        self._links.note_lost(rank, how, 2 * number)
 
     def decline(self, number: int, step: int, error: Exception) -> None:
         """Make a commit fail on all ranks, because this rank's trainer cannot take part.
