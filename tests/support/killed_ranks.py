@@ -53,6 +53,7 @@ class Point:
         is_async: Whether the job commits in the background.
         seed: Decides in which commit, how long after the step, and what becomes of a stopped process.
         fault: A protection that is taken away: ``removes packs`` or ``forgets promises``. Empty: none.
+        is_as_shipped: Whether the job has the times of a user's job. Else they are shorter.
     """
 
     step: str
@@ -62,6 +63,7 @@ class Point:
     is_async: bool
     seed: int
     fault: str = ""
+    is_as_shipped: bool = False
 
     @property
     def occurrence(self):
@@ -93,6 +95,20 @@ def points_of(seeds):
                 found += [Point(step, f"saver {by}", (victim,), name, True, seed) for victim in (trainer, saver)]
             for step in TRAINER_STEPS:
                 found += [Point(step, trainer, (victim,), name, True, seed) for victim in (trainer, saver)]
+    return found
+
+
+def points_as_shipped():
+    """Return a few points of jobs with the times of a user's job: one of each kind that others wait for."""
+    found = []
+    for rank, step in ((0, "begin"), (2, "begin"), (0, "packed"), (2, "sent"), (1, "submit")):
+        trainer, saver = f"trainer {rank}", f"saver {rank}"
+        by = trainer if step in TRAINER_STEPS else saver
+        found += [Point(step, by, (victim,), "SIGSTOP", True, 0, "", True) for victim in (trainer, saver)]
+    found += [
+        Point("submit", "trainer 1", (victim,), "SIGKILL", True, 0, "", True) for victim in ("trainer 1", "saver 1")
+    ]
+    found += [Point("write", f"trainer {rank}", (f"trainer {rank}",), "SIGSTOP", False, 0, "", True) for rank in (0, 3)]
     return found
 
 

@@ -44,6 +44,8 @@ ANSWER_SECONDS = 20.0
 """When every rank must have its answer, and every saver must have ended."""
 
 JOIN_SECONDS = 8.0
+"""Shorter than as shipped, like the other times, unless the point says otherwise."""
+
 _timing = functools.partial(Timing, beat_seconds=0.5, silent_seconds=5.0, close_seconds=0.5)
 
 COMMITS = 2
@@ -73,6 +75,7 @@ class Hook:
     def __init__(self, end, name, point):
         self._end, self._point = end, point
         self._is_mine = point is not None and point.by == name
+        self.is_as_shipped = point is not None and point.is_as_shipped
         self._count = 0
         self._is_publishing = False
         self._lock = threading.Lock()
@@ -145,7 +148,8 @@ class Hook:
             work.RankWork.fail = lambda self, is_unpublished: fail(self, is_unpublished=True)
         elif fault == "forgets promises":
             Ticket.is_given_up = property(lambda ticket: ticket.is_aborted or ticket._monitor.is_trainer_gone)
-        world.Timing = savers.Timing = _timing
+        if not self.is_as_shipped:
+            world.Timing = savers.Timing = _timing
 
     def is_publishing(self):
         return self._is_publishing
@@ -198,7 +202,8 @@ def be_trainer(place, rank, ranks_count, listener, invitation, hook, steps, *, i
 
     client.start_python = start_python
     address, token = invitation
-    ranks = Ranks(rank, ranks_count, address, token, per_rank="nearest", join_seconds=JOIN_SECONDS)
+    times = {} if hook.is_as_shipped else {"join_seconds": JOIN_SECONDS}
+    ranks = Ranks(rank, ranks_count, address, token, per_rank="nearest", **times)
     if listener is not None:
         ranks._shared.listener = Listener(listener)
     store = ckstore.open(place, policy=ckstore.Policy(threads=1), ranks=ranks)
@@ -322,9 +327,7 @@ class Job:
     def run(self):
         """Serve the job until it has ended, with the disturbance of its point."""
         victims = () if self.point is None else self.point.victims
-        # The trainer of a stopped saver waits for it, as long as it lives.
-        self.silent = {f"trainer {victim.split()[1]}" for victim in victims}
-        others = [name for name in self._trainers() if name not in self.silent]
+        others = [name for name in self._trainers() if name not in victims]
         begun = time.monotonic()
         self._serve(lambda: all(self.processes[name].status is not None for name in others), begun)
         if self.struck_at is not None and self.point.signal == "SIGSTOP":
@@ -382,7 +385,7 @@ class Job:
             self.opened[int(rank)] = message["opened"]
         elif "ended" in message:
             self.ended[process.name] = True
-        if "called" in message and self.struck_at and process.name not in self.silent:
+        if "called" in message and self.struck_at and process.name not in self.point.victims:
             self.longest = max(self.longest, time.monotonic() - max(self.struck_at, message["called"]))
         return True
 
