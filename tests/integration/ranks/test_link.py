@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import secrets
 import signal
 import threading
@@ -163,8 +164,9 @@ def test_rank_that_goes_on_after_a_stop_gets_an_error(job, tmp_path):
     ranks[2].go()
     outcome = ranks[2].outcome(time.monotonic() + SECONDS_MAX)
     assert (outcome["is_done"], outcome["cause"]) == (False, 0)
-    # It may find out before or after it has sent its part.
-    assert outcome["what"].startswith("rank 0 closed its connection before it acknowledged the commit of step 100")
+    # It may find out before, while or after it sends its part.
+    lost = r"rank 0 closed its connection( \(.*\))? before it acknowledged the commit of step 100"
+    assert re.match(lost, outcome["what"])
 
 
 def test_stopped_rank_0_that_goes_on_may_publish_what_the_others_gave_up(job, tmp_path):
