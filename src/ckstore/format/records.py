@@ -299,6 +299,41 @@ class LossRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     numbers: dict[ShortText, float]
 
 
+class RecordPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A record of a journal: the token of its segment, its number, and its id."""
+
+    token: bytes
+    number: Count
+    record_id: bytes
+
+
+class KeyframePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An exact checkpoint whose state is that after a record of a journal: number ``position``; 0: before the first."""
+
+    seq: Count
+    step: Count
+    checkpoint_id: bytes
+    position: Count
+
+
+class SegmentRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The facts of a journal's segment; see format/journal.py.
+
+    ``order`` is higher than that of every segment that the writer found, and ``after_seq`` the highest seq of its run,
+    if there was one. ``previous`` is the record that the segment continues, ``first`` the number of its first record.
+    ``environment`` says where the writer ran.
+    """
+
+    run: ShortText
+    order: Count
+    after_seq: Count | None
+    time_ns: Count
+    previous: RecordPlace | None
+    first: Count
+    keyframe: KeyframePlace | None
+    environment: dict[ShortText, ShortText]
+
+
 PathKeys = list[str | int | tuple[bytes]]
 """A path: its keys; a key that is neither text nor an integer is an encoded node, in a tuple of its own."""
 
