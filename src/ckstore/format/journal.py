@@ -35,7 +35,7 @@ from ckstore.format.wire import (
     sealed,
 )
 from ckstore.format.zstd import plain_section, stored_section
-from ckstore.hashing import DIGEST_NBYTES, digest_of
+from ckstore.hashing import digest_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -51,7 +51,7 @@ NO_RECORD = bytes(RECORD_ID_NBYTES)
 """Id of the record before the first one of a chain."""
 
 _SEGMENT = struct.Struct("<8sHHIQQ16s16sQ")
-_HEAD = struct.Struct("<8sHHI6Q16s16s")
+_HEAD = struct.Struct("<8sHHI6Q16s16s16s")
 _PLACE = struct.Struct("<16s3Q")
 _DEFAULT_LIMITS = Limits()
 
@@ -86,6 +86,7 @@ class RecordHead(NamedTuple):
         frames_nbytes: Bytes of the frames, with the padding after each.
         previous: Id of the record before it.
         record_id: Its own id.
+        structure: Digest of the state's tree and tensors. A checkpoint of the same step and structure is its keyframe.
     """
 
     number: int
@@ -96,6 +97,7 @@ class RecordHead(NamedTuple):
     frames_nbytes: int
     previous: bytes
     record_id: bytes
+    structure: bytes
 
     @property
     def frames_begin(self) -> int:
@@ -158,7 +160,7 @@ def decode_segment(content: Buffer, *, store_id: bytes | None = None, where: obj
 
 def _check_segment(segment: Segment, where: object) -> None:
     facts = segment.facts
-    before, keyframe = facts.previous, facts.keyframe
+    before = facts.previous
     last = 0 if before is None else before.number
     if not (
         len(segment.store_id) == STORE_ID_NBYTES
@@ -166,9 +168,13 @@ def _check_segment(segment: Segment, where: object) -> None:
         and is_name(facts.run)
         and facts.first == last + 1
         and (before is None or (len(before.token) == TOKEN_NBYTES and len(before.record_id) == RECORD_ID_NBYTES))
-        and (keyframe is None or (len(keyframe.checkpoint_id) == DIGEST_NBYTES and keyframe.position <= last))
     ):
         raise MalformedError("the facts of a journal's segment contradict each other", where=where)
+
+
+def structure_of(tree: Buffer, tensors: Buffer) -> bytes:
+    """Return the digest of a state's encoded tree and encoded table of tensors, as in a manifest."""
+    return digest_of(digest_of(tree) + digest_of(tensors))[:RECORD_ID_NBYTES]
 
 
 def record_id_of(previous: bytes, number: int, step: int, time_ns: int, body: Buffer) -> bytes:
@@ -177,7 +183,7 @@ def record_id_of(previous: bytes, number: int, step: int, time_ns: int, body: Bu
 
 
 def encode_record_head(
-    *, number: int, step: int, time_ns: int, body: bytes, frames_nbytes: int, previous: bytes
+    *, number: int, step: int, time_ns: int, body: bytes, frames_nbytes: int, previous: bytes, structure: bytes
 ) -> tuple[RecordHead, bytes]:
     """Return the head of a record, and the bytes in front of its frames: head, body and padding.
 
@@ -188,10 +194,11 @@ def encode_record_head(
         body: What the record says, plain.
         frames_nbytes: Bytes of the frames, each with its padding.
         previous: Id of the record before it.
+        structure: See ``structure_of``.
     """
     stored = stored_section(memoryview(body))
     record_id = record_id_of(previous, number, step, time_ns, body)
-    head = RecordHead(number, step, time_ns, len(stored), len(body), frames_nbytes, previous, record_id)
+    head = RecordHead(number, step, time_ns, len(stored), len(body), frames_nbytes, previous, record_id, structure)
     encoded = sealed(_HEAD.pack(RECORD_MAGIC, FORMAT_VERSION, 0, 0, *head), RECORD_HEAD_NBYTES)
     return head, (encoded + stored).ljust(head.frames_begin, b"\0")
 

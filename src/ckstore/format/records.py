@@ -307,15 +307,6 @@ class RecordPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     record_id: bytes
 
 
-class KeyframePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An exact checkpoint whose state is that after a record of a journal: number ``position``; 0: before the first."""
-
-    seq: Count
-    step: Count
-    checkpoint_id: bytes
-    position: Count
-
-
 class SegmentRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The facts of a journal's segment; see format/journal.py.
 
@@ -330,8 +321,61 @@ class SegmentRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     time_ns: Count
     previous: RecordPlace | None
     first: Count
-    keyframe: KeyframePlace | None
     environment: dict[ShortText, ShortText]
+
+
+SpanRow = tuple[Count, Count, Count]
+"""Bytes of a blob: the blob, the offset, the length."""
+
+
+class GradientRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One gradient of a step; see format/points.py."""
+
+    parameter: Count
+    dtype: ShortText
+    shape: tuple[Count, ...]
+    kind: ShortText
+    factor: bytes | None
+    rows: SpanRow | None
+    values: SpanRow
+    indices: SpanRow | None
+
+
+class StepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One step of an optimizer; ``groups`` is an encoded tree."""
+
+    optimizer: Count
+    groups: bytes
+    gradients: list[GradientRow]
+
+
+class BlobRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A blob: a concatenation of chunks, each given by its id and its length."""
+
+    element_width: Count
+    is_float: bool
+    chunks: list[tuple[bytes, Count]]
+
+
+class OptimizerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What makes an optimizer again: its class, its arguments as an encoded tree, and indices of tensors."""
+
+    kind: ShortText
+    defaults: bytes
+    groups: list[list[Count]]
+    state: list[dict[ShortText, Count]]
+
+
+class PointRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of a journal's record; see format/points.py."""
+
+    metrics: dict[ShortText, float]
+    tree: bytes
+    tensors: list[TensorRow]
+    storages: bytes
+    blobs: list[BlobRow]
+    steps: list[StepRow]
+    optimizers: list[OptimizerRow] | None
 
 
 PathKeys = list[str | int | tuple[bytes]]

@@ -4,7 +4,7 @@ Training in bf16 or fp16 makes gradients that are bf16 or fp16 numbers, although
 loss scaling and averaging multiply all of them by one factor: g = fl(b * f), rounded once. Then the numbers b and the
 factor are stored, which take half the bits. A form is only used after it has reproduced every element, bit for bit.
 
-Finding f. It is determined up to a power of two. For one element g and each mantissa that b can have, f lies in an
+Finding f. It is determined up to a power of two. For one element g and each mantissa that b can have, f is in an
 interval of few float32 numbers around g / b. So there are some hundred candidates (bf16), and the other elements of a
 sample rule out all but a few. ``ckstore.clip_grad_norm_`` records the factor, and the one of the last step is tried
 first, so the search is rare.

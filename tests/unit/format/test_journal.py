@@ -22,7 +22,7 @@ from ckstore.format.journal import (
     read_frames,
     read_heads,
 )
-from ckstore.format.records import KeyframePlace, RecordPlace, SegmentRecord, with_changes
+from ckstore.format.records import RecordPlace, SegmentRecord, with_changes
 from ckstore.format.wire import sealed, xxh3_64
 from ckstore.hashing import NO_BASE, chunk_id_of
 from support.format_samples import STORE_ID
@@ -35,7 +35,6 @@ FACTS = SegmentRecord(
     time_ns=5,
     previous=None,
     first=1,
-    keyframe=KeyframePlace(seq=7, step=1200, checkpoint_id=bytes(32), position=0),
     environment={"torch": "2.13.0"},
 )
 SEGMENT = Segment(STORE_ID, TOKEN, FACTS)
@@ -62,6 +61,7 @@ def segment_of(records, segment=SEGMENT):
             body=body,
             frames_nbytes=frames_nbytes([header for header, _ in frames]),
             previous=previous,
+            structure=bytes([number]) * 16,
         )
         starts.append(len(content))
         content += front + b"".join(each for _, each in frames)
@@ -156,7 +156,7 @@ def test_records_of_another_chain_are_not_read():
 
 def test_a_segment_continues_the_record_that_it_names():
     place = RecordPlace(token=bytes(16), number=9, record_id=b"r" * 16)
-    facts = with_changes(FACTS, previous=place, first=10, keyframe=with_changes(FACTS.keyframe, position=9))
+    facts = with_changes(FACTS, previous=place, first=10)
     segment = replace(SEGMENT, facts=facts)
     content, _ = segment_of(RECORDS, segment)
     assert decode_segment(content[:SEGMENT_HEADER_NBYTES]) == segment
@@ -171,8 +171,6 @@ def test_a_segment_continues_the_record_that_it_names():
         {"run": "../other"},
         {"previous": RecordPlace(token=bytes(16), number=4, record_id=bytes(16))},
         {"previous": RecordPlace(token=bytes(15), number=0, record_id=bytes(16))},
-        {"keyframe": KeyframePlace(seq=1, step=1, checkpoint_id=bytes(32), position=1)},
-        {"keyframe": KeyframePlace(seq=1, step=1, checkpoint_id=bytes(31), position=0)},
         {"environment": {"torch": "x" * 1000, "a": "x" * 1000, "b": "x" * 1000, "c": "x" * 1000}},
     ],
 )
