@@ -1,0 +1,266 @@
+"""What optimizers see at their steps: gradients and hyper-parameters, noted by hooks around each step.
+
+A hook copies nothing. It keeps the gradients and their version counters; whoever stores them checks that they have not
+changed since. torch makes new gradients for each backward unless they are zeroed in place, so that is the usual case.
+
+What the recorder cannot explain, it says: then the next commit stores the whole state, and the notes begin again there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from ckstore.errors import UsageError
+from ckstore.format.tree import DictNode, ListNode, Node
+from ckstore.state.values import encode_plain
+
+DENSE, SPARSE = torch.strided, torch.sparse_coo
+
+
+class GradientReference(NamedTuple):
+    """A gradient that an optimizer saw, where it lies.
+
+    Args:
+        parameter: Index of its parameter, counted over all groups.
+        tensor: The gradient, detached; of a sparse one the coalesced tensor.
+        versions: Version counters of its parts at the step.
+    """
+
+    parameter: int
+    tensor: Any
+    versions: tuple[int, ...]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether its bytes are still those of the step, as far as torch counts changes."""
+        return _versions_of(self.tensor) == self.versions
+
+
+class RecordedStep(NamedTuple):
+    """One step.
+
+    Args:
+        optimizer: Index of the optimizer, in the order in which they were attached.
+        groups: Hyper-parameters: a list of one mapping for each group.
+        gradients: The gradients, in the order of the parameters.
+    """
+
+    optimizer: int
+    groups: Node
+    gradients: tuple[GradientReference, ...]
+
+
+class StepRecorder:
+    """The steps of some optimizers since the last call of ``take``. Used on the thread that trains."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._handles: list[Any] = []
+        self._steps: list[RecordedStep] = []
+        self._running: dict[int, RecordedStep] = {}
+        self._owned: dict[int, list[tuple[int, int]]] = {}
+        self._shapes: dict[int, list[tuple[object, ...]]] = {}
+        self._problem: str | None = None
+        self.is_paused = False
+        """Whether steps are replayed, and therefore not noted."""
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers, in the order in which they were attached.
+
+        Raises:
+            UsageError: One of them no longer exists.
+        """
+        found = [reference() for reference in self._optimizers]
+        if any(each is None for each in found):
+            raise UsageError(
+                "an optimizer of the journal no longer exists",
+                todo="call store.journal again with the optimizers that the loop uses now",
+            )
+        return found
+
+    def attach(self, optimizer: Any) -> None:
+        """Note the steps of an optimizer from now on.
+
+        Raises:
+            UsageError: It has no hooks, or is attached already.
+        """
+        if not callable(getattr(optimizer, "register_step_post_hook", None)):
+            raise UsageError(
+                f"a {type(optimizer).__name__} has no hooks around its steps, so its steps cannot be noted",
+                todo="pass an optimizer of torch.optim, or one that derives from torch.optim.Optimizer",
+            )
+        if any(reference() is optimizer for reference in self._optimizers):
+            raise UsageError(f"this {type(optimizer).__name__} is in the journal already")
+        index = len(self._optimizers)
+        self._optimizers.append(weakref.ref(optimizer))
+        before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
+
+        def before_step(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            if (call := before()) is not None:
+                call(index, optimizer, arguments, options)
+
+        def after_step(optimizer: Any, *_: object) -> None:
+            if (call := after()) is not None:
+                call(index, optimizer)
+
+        self._handles.append(optimizer.register_step_pre_hook(before_step))
+        self._handles.append(optimizer.register_step_post_hook(after_step))
+
+    def release(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._optimizers.clear()
+
+    def take(self) -> tuple[tuple[RecordedStep, ...], str | None]:
+        """Return the steps since the last call, and why they do not explain the state; None: they do.
+
+        The state that is committed now is what the next steps begin with.
+        """
+        if self._running:
+            self._note("a step has begun and not ended")
+        for index, optimizer in enumerate(self.optimizers):
+            self._check_untouched(index, optimizer)
+            if any(not each.is_unchanged for step in self._steps for each in step.gradients):
+                self._note("a gradient was changed between the step and the commit")
+            self._owned[index] = _memory_of(optimizer)
+            self._shapes[index] = _shapes_of(optimizer)
+        steps, problem = tuple(self._steps), self._problem
+        self._steps, self._running, self._problem = [], {}, None
+        return steps, problem
+
+    def _note(self, problem: str) -> None:
+        self._problem = self._problem or problem
+
+    def _before(self, index: int, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if self.is_paused or self._problem is not None:
+            return
+        # The first argument may be the optimizer itself.
+        if any(each is not None and each is not optimizer for each in (*arguments, *options.values())):
+            self._note("the optimizer was stepped with a closure, which computes gradients inside the step")
+            return
+        if getattr(optimizer, "grad_scale", None) is not None:
+            self._note("the optimizer unscales gradients inside its step (a fused optimizer with a GradScaler)")
+            return
+        self._check_untouched(index, optimizer)
+        groups, gradients = _groups_of(optimizer), _gradients_of(optimizer)
+        if groups is None:
+            self._note("a hyper-parameter is neither a number nor a text")
+        elif gradients is None:
+            self._note("a gradient is neither dense nor in COO form, or is complex")
+        else:
+            self._running[index] = RecordedStep(index, groups, gradients)
+
+    def _after(self, index: int, optimizer: Any) -> None:
+        step = self._running.pop(index, None)
+        if self.is_paused or step is None:
+            return
+        seen = {each.parameter: each for each in step.gradients}
+        for number, parameter in enumerate(_parameters_of(optimizer)):
+            gradient = parameter.grad
+            before = seen.get(number)
+            is_same = gradient is None if before is None else gradient is not None and _is_same(gradient, before)
+            if not is_same:
+                self._note("a gradient was replaced or changed inside the step")
+                return
+        self._steps.append(step)
+        self._owned[index] = _memory_of(optimizer)
+
+    def _check_untouched(self, index: int, optimizer: Any) -> None:
+        """Note a problem if what an optimizer owns has changed since its last step or the last commit."""
+        if index in self._shapes and self._shapes[index] != _shapes_of(optimizer):
+            self._note("the groups or parameters of an optimizer have changed")
+        elif index in self._owned and self._owned[index] != _memory_of(optimizer):
+            self._note("a parameter, or a tensor of an optimizer's state, was changed outside of a step")
+
+
+def _parameters_of(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _memory_of(optimizer: Any) -> list[tuple[int, int]]:
+    """Return the address and the version counter of each tensor that an optimizer owns."""
+    return [(tensor.data_ptr(), tensor._version) for tensor in owned_tensors(optimizer)]
+
+
+def owned_tensors(optimizer: Any) -> list[Any]:
+    """Return the parameters of an optimizer, and the tensors of its state, in a fixed order."""
+    found: list[Any] = []
+    for parameter in _parameters_of(optimizer):
+        found.append(parameter)
+        found.extend(_tensors_in(optimizer.state.get(parameter, {})))
+    return found
+
+
+def _tensors_in(part: object) -> Iterable[Any]:
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, dict):
+        for value in part.values():
+            yield from _tensors_in(value)
+    elif isinstance(part, (list, tuple)):
+        for value in part:
+            yield from _tensors_in(value)
+
+
+def _shapes_of(optimizer: Any) -> list[tuple[object, ...]]:
+    return [
+        (number, parameter.shape, parameter.dtype, parameter.requires_grad)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    ]
+
+
+def _groups_of(optimizer: Any) -> Node | None:
+    """Return the hyper-parameters of all groups; None: some cannot be stored."""
+    groups: list[Node] = []
+    for group in optimizer.param_groups:
+        names = [name for name in group if name != "params"]
+        values = [_node_of(group[name]) for name in names]
+        if any(value is None for value in values):
+            return None
+        groups.append(DictNode("dict", tuple(names), tuple(value for value in values if value is not None)))
+    return ListNode(tuple(groups))
+
+
+def _node_of(value: object) -> Node | None:
+    if isinstance(value, torch.Tensor):
+        # Optimizers with ``capturable`` take numbers as tensors. A replay writes the number into the live tensor.
+        return encode_plain(value.item()) if value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        nodes = [_node_of(each) for each in value]
+        return None if any(each is None for each in nodes) else ListNode(tuple(each for each in nodes if each))
+    return encode_plain(value)
+
+
+def _gradients_of(optimizer: Any) -> tuple[GradientReference, ...] | None:
+    found = []
+    for number, parameter in enumerate(_parameters_of(optimizer)):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout not in (DENSE, SPARSE) or gradient.is_complex():
+            return None
+        tensor = gradient.detach()
+        found.append(GradientReference(number, tensor, _versions_of(tensor)))
+    return tuple(found)
+
+
+def _versions_of(gradient: Any) -> tuple[int, ...]:
+    if gradient.layout == SPARSE:
+        return gradient._indices()._version, gradient._values()._version
+    return (gradient._version,)
+
+
+def _is_same(gradient: Any, before: GradientReference) -> bool:
+    if gradient.layout != before.tensor.layout or _versions_of(gradient) != before.versions:
+        return False
+    if gradient.layout == SPARSE:
+        return bool(gradient._values().data_ptr() == before.tensor._values().data_ptr())
+    return bool(gradient.data_ptr() == before.tensor.data_ptr())

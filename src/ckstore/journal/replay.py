@@ -1,0 +1,151 @@
+"""Replay of steps: the user's own optimizer is called with stored gradients and hyper-parameters.
+
+So every optimizer works whose step depends on nothing else. Whether it did is not assumed: the caller compares
+checksums of all that the steps have made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckstore.errors import UnsupportedError, UsageError
+from ckstore.format.points import OptimizerFacts
+from ckstore.format.tree import DictNode, ListNode, Node, ValueNode
+from ckstore.journal.gradients import SeenGradient
+from ckstore.state.values import decode_plain
+
+_TORCH_OPTIMIZERS = "torch.optim."
+"""Classes of this package are made again from their arguments. No other code is called because a file names it."""
+
+
+def replay_step(optimizer: Any, groups: Node, gradients: Iterable[SeenGradient]) -> None:
+    """Call an optimizer's step once, as it was called when the step was recorded.
+
+    Args:
+        optimizer: The optimizer. The gradients of its parameters are replaced.
+        groups: Hyper-parameters: a list of one mapping for each group.
+        gradients: What it saw.
+
+    Raises:
+        UsageError: It has other groups or parameters.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _set_groups(optimizer, groups)
+    for parameter in parameters:
+        parameter.grad = None
+    for gradient in gradients:
+        if gradient.parameter >= len(parameters) or tuple(parameters[gradient.parameter].shape) != gradient.shape:
+            raise UsageError(
+                f"the journal has a gradient of shape {gradient.shape} for parameter {gradient.parameter}, and the "
+                f"{type(optimizer).__name__} does not have such a parameter",
+                todo="restore into the optimizer, model and groups of the run, in the order of store.journal",
+            )
+        parameter = parameters[gradient.parameter]
+        parameter.grad = _tensor_of(gradient).to(parameter.device)
+    optimizer.step()
+
+
+@contextmanager
+def kept_gradients(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Give all parameters back the gradients that they have now."""
+    kept = [
+        (parameter, parameter.grad)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+def _set_groups(optimizer: Any, groups: Node) -> None:
+    stored = groups.children if isinstance(groups, ListNode) else ()
+    if len(stored) != len(optimizer.param_groups):
+        raise UsageError(
+            f"the journal has {len(stored)} groups of parameters, and the {type(optimizer).__name__} has "
+            f"{len(optimizer.param_groups)}",
+            todo="restore into an optimizer with the groups of the run",
+        )
+    for group, node in zip(optimizer.param_groups, stored, strict=True):
+        assert isinstance(node, DictNode), "checked when the point was decoded"
+        for name, value in zip(node.keys, node.children, strict=True):
+            found = group.get(name)
+            if isinstance(found, torch.Tensor):
+                found.fill_(_value_of(value, None))
+            else:
+                group[name] = _value_of(value, found)
+
+
+def _value_of(node: Node, live: object) -> Any:
+    if isinstance(node, ListNode):
+        kind = tuple if isinstance(live, tuple) else list
+        # betas are a tuple or a list; some of their items may be tensors.
+        items = live if isinstance(live, (list, tuple)) else [None] * len(node.children)
+        values = [_value_of(child, item) for child, item in zip(node.children, items, strict=False)]
+        for number, item in enumerate(items):
+            if isinstance(item, torch.Tensor):
+                values[number] = item.fill_(values[number])
+        return kind(values)
+    assert isinstance(node, ValueNode), "hyper-parameters are plain values"
+    return decode_plain(node)
+
+
+def _tensor_of(gradient: SeenGradient) -> Any:
+    """Return a gradient as a tensor of the host. It does not alias the arrays."""
+    dtype = getattr(torch, gradient.dtype)
+    values = torch.from_numpy(np.array(gradient.values))
+    if values.dtype != dtype:
+        values = values.view(dtype)
+    if gradient.indices is None:
+        return values
+    indices = torch.from_numpy(np.array(gradient.indices))
+    # Neither sorted nor summed again: the optimizer sees what it saw.
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=True)
+
+
+def made_again(facts: OptimizerFacts, tensors: Callable[[int], Any]) -> Any:
+    """Return an optimizer of torch, made from what the journal says.
+
+    Args:
+        facts: The class, its arguments, its parameters and its state.
+        tensors: Returns the tensor of an index of the point's tensors, in the state that is being restored.
+
+    Raises:
+        UnsupportedError: It is not a class of torch.optim, or takes other arguments now.
+    """
+    module, _, name = facts.kind.rpartition(".")
+    found = None
+    if module.startswith(_TORCH_OPTIMIZERS) or f"{module}." == _TORCH_OPTIMIZERS:
+        found = getattr(sys.modules.get(module) or importlib.import_module("torch.optim"), name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise UnsupportedError(
+            f"this point needs an optimizer of the class {facts.kind}, which is not one of torch.optim",
+            todo="call store.journal(optimizer) and then restore(into=state): then your own optimizer is called",
+        )
+    assert isinstance(facts.defaults, DictNode), "checked when the point was decoded"
+    defaults = {
+        str(key): _value_of(value, ()) for key, value in zip(facts.defaults.keys, facts.defaults.children, strict=True)
+    }
+    groups = [{"params": [tensors(index).requires_grad_() for index in group]} for group in facts.groups]
+    try:
+        optimizer = found(groups, **defaults)
+    except TypeError as error:
+        raise UnsupportedError(
+            f"torch's {name} does not take the arguments of the stored one: {error}",
+            todo="use the version of torch that the journal names, or restore(into=state)",
+        ) from error
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter, names in zip(parameters, facts.state, strict=True):
+        if names:
+            optimizer.state[parameter] = {key: tensors(index) for key, index in names.items()}
+    return optimizer
