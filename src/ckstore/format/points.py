@@ -26,7 +26,7 @@ from ckstore.format.records import (
     encode_inner,
 )
 from ckstore.format.tensors import RANK_MAX, TensorSpec
-from ckstore.format.tree import DictNode, ListNode, Node, TensorNode, check_tree, decode_tree, encode_tree, parts_of
+from ckstore.format.tree import DictNode, ListNode, Node, check_tree, decode_tree, encode_tree, tensors_of
 from ckstore.hashing import DIGEST_NBYTES, NO_BASE, ChunkId
 
 Source = Literal["steps", "blob", "before"]
@@ -96,7 +96,8 @@ class Gradient(NamedTuple):
         factor: A float32, little-endian, by which each number of a narrow kind is multiplied; None: by nothing.
         rows: A bit for each index of the first dimension: whether it is stored; None: all are.
         values: The stored numbers.
-        indices: Indices of the elements of a sparse gradient; None for another one.
+        indices: Indices of the listed parts of a sparse gradient; None for a dense one.
+        sparse_dims: How many dimensions an index has; the others are whole in each part. 0 for a dense gradient.
     """
 
     parameter: int
@@ -107,6 +108,7 @@ class Gradient(NamedTuple):
     rows: Span | None
     values: Span
     indices: Span | None
+    sparse_dims: int = 0
 
 
 class Step(NamedTuple):
@@ -249,7 +251,15 @@ def _step_of(row: StepRow, where: object) -> Step:
         kind: GradientKind = each.kind  # type: ignore[assignment]
         gradients.append(
             Gradient(
-                each.parameter, each.dtype, each.shape, kind, each.factor, places[0], Span(*each.values), places[1]
+                each.parameter,
+                each.dtype,
+                each.shape,
+                kind,
+                each.factor,
+                places[0],
+                Span(*each.values),
+                places[1],
+                each.sparse_dims,
             )
         )
     return Step(row.optimizer, decode_tree(row.groups, tensor_count=0, where=where), tuple(gradients))
@@ -304,7 +314,7 @@ def _check_span(span: Span | None, sizes: Sequence[int], where: object) -> None:
 
 def _check_groups(groups: Node, where: object) -> None:
     is_list = isinstance(groups, ListNode) and all(isinstance(each, DictNode) for each in groups.children)
-    if not is_list or any(isinstance(part, TensorNode) for part in parts_of(groups)):
+    if not is_list or tensors_of(groups):
         raise MalformedError("the hyper-parameters of a step are not one mapping for each group", where=where)
 
 
@@ -320,6 +330,7 @@ def _check_gradient(gradient: Gradient, sizes: Sequence[int], where: object) -> 
         or len(gradient.shape) > RANK_MAX
         or (has_factor and (gradient.kind not in NARROW_KINDS or len(gradient.factor or b"") != _FACTOR_NBYTES))
         or (gradient.indices is not None) != (gradient.kind == "coo")
+        or (gradient.indices is not None) != (1 <= gradient.sparse_dims <= len(gradient.shape))
         or (gradient.rows is not None and (not gradient.shape or gradient.kind == "coo"))
         or (gradient.rows is not None and gradient.rows.nbytes != -(-gradient.shape[0] // 8))
     ):
@@ -329,7 +340,8 @@ def _check_gradient(gradient: Gradient, sizes: Sequence[int], where: object) -> 
     nbytes = gradient.values.nbytes
     if gradient.kind == "coo":
         assert gradient.indices is not None
-        is_right = nbytes % itemsize == 0 and gradient.indices.nbytes % _INDEX_NBYTES == 0
+        listed, rest = divmod(gradient.indices.nbytes, _INDEX_NBYTES * gradient.sparse_dims)
+        is_right = not rest and nbytes == listed * math.prod(gradient.shape[gradient.sparse_dims :]) * itemsize
     elif gradient.rows is not None:
         # How many rows there are is only known from the bits themselves.
         row_nbytes = count // max(1, gradient.shape[0]) * itemsize

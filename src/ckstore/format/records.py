@@ -339,6 +339,7 @@ class GradientRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     rows: SpanRow | None
     values: SpanRow
     indices: SpanRow | None
+    sparse_dims: Count
 
 
 class StepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -28,8 +28,8 @@ class SeenGradient(NamedTuple):
         dtype: torch's name of its element type.
         shape: Its shape.
         values: Its elements: float32, or for other types their bits as unsigned integers. Of a sparse gradient those
-            that it lists.
-        indices: Indices of the listed elements, int64, (dimensions, count); None for a dense gradient.
+            of the parts that it lists, (count, *dense dimensions).
+        indices: Indices of the listed parts, int64, (sparse dimensions, count); None for a dense gradient.
     """
 
     parameter: int
@@ -57,7 +57,8 @@ def store_gradient(seen: SeenGradient, writer: BlobWriter, factors: Iterable[np.
     if seen.indices is not None:
         values = writer.add(seen.values, element_width=width, is_float=is_float)
         indices = writer.add(seen.indices, element_width=8, is_float=False)
-        return Gradient(seen.parameter, seen.dtype, seen.shape, "coo", None, None, values, indices)
+        sparse_dims = len(seen.indices)
+        return Gradient(seen.parameter, seen.dtype, seen.shape, "coo", None, None, values, indices, sparse_dims)
     form = form_of(seen.values.reshape(seen.shape), factors)
     rows = None if form.rows is None else writer.add(form.rows, element_width=1, is_float=False)
     if form.kind in NARROW_KINDS:
@@ -78,9 +79,9 @@ def load_gradient(gradient: Gradient, reader: BlobReader) -> SeenGradient:
     facts = gradient.parameter, gradient.dtype, gradient.shape
     if gradient.indices is not None:
         indices = reader.bytes_of(gradient.indices).view(np.int64)
-        if indices.size % max(1, len(gradient.shape)):
-            raise MalformedError("the indices of a sparse gradient are not whole")
-        return SeenGradient(*facts, stored.view(word), indices.reshape(len(gradient.shape), -1))
+        indices = indices.reshape(gradient.sparse_dims, -1)
+        values = stored.view(word).reshape(indices.shape[1], *gradient.shape[gradient.sparse_dims :])
+        return SeenGradient(*facts, values, indices)
     rows = None if gradient.rows is None else reader.bytes_of(gradient.rows)
     is_narrow = gradient.kind in NARROW_KINDS
     values = stored.view(np.uint16 if is_narrow else word)

@@ -1,0 +1,208 @@
+"""A point on its way from the trainer to its record: a draft and arrays, then body and frames.
+
+The trainer makes the draft and stages the arrays. The process that writes the journal chooses a form for each gradient,
+encodes everything, and has the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ckstore.config import Compression, Limits
+from ckstore.errors import MalformedError
+from ckstore.format.journal import structure_of
+from ckstore.format.logical import tensor_of
+from ckstore.format.points import Gradient, OptimizerFacts, Point, PointStorage, Source, Step, encode_point
+from ckstore.format.records import Count, ShortText, TensorRow, decode_inner, encode_inner
+from ckstore.format.tree import decode_tree
+from ckstore.journal.blobs import BlobWriter, EncodedFrame
+from ckstore.journal.gradients import SeenGradient, store_gradient, word_type_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_FACTORS_MAX = 8
+"""Factors of gradients that are remembered for the next point. Runs have one, or one for each optimizer."""
+
+
+class DraftStorage(NamedTuple):
+    """A storage of the state.
+
+    Args:
+        nbytes: Its length.
+        xxh3: xxh3-64 of its bytes.
+        element_width: Bytes of an element.
+        is_float: Its elements are floating-point numbers.
+        source: Where its bytes are from, as in ``format.points.SOURCES``.
+        array: Index of the array with its bytes; None for another source than ``blob``.
+    """
+
+    nbytes: Count
+    xxh3: int
+    element_width: Count
+    is_float: bool
+    source: Source
+    array: Count | None
+
+
+class DraftGradient(NamedTuple):
+    """A gradient: its parameter, torch's name of its type, its shape, its arrays, and how many dimensions are sparse."""
+
+    parameter: Count
+    dtype: ShortText
+    shape: tuple[Count, ...]
+    values: Count
+    indices: Count | None
+    sparse_dims: Count = 0
+
+
+class DraftStep(NamedTuple):
+    """A step: its optimizer, the encoded tree of its hyper-parameters, and its gradients."""
+
+    optimizer: Count
+    groups: bytes
+    gradients: list[DraftGradient]
+
+
+class DraftOptimizer(NamedTuple):
+    """An optimizer; see ``format.points.OptimizerFacts``. ``defaults`` is an encoded tree."""
+
+    kind: ShortText
+    defaults: bytes
+    groups: list[list[Count]]
+    state: list[dict[ShortText, Count]]
+
+
+class PointDraft(NamedTuple):
+    """A point without the bytes of its arrays.
+
+    Args:
+        metrics: Numbers to find it by.
+        tree: The encoded tree of the state.
+        tensors: Its tensors.
+        storages: Its storages.
+        steps: The steps since the point before.
+        optimizers: The optimizers; None: those of the point before.
+        factors: Factors that gradients may be multiplied by, as float32, little-endian: those that the trainer knows.
+    """
+
+    metrics: dict[str, float]
+    tree: bytes
+    tensors: list[TensorRow]
+    storages: list[DraftStorage]
+    steps: list[DraftStep]
+    optimizers: list[DraftOptimizer] | None
+    factors: list[bytes]
+
+    def encode(self) -> bytes:
+        """Return the draft as bytes."""
+        return encode_inner(self)
+
+    @classmethod
+    def decode(cls, content: bytes) -> PointDraft:
+        """Return the draft of bytes.
+
+        Raises:
+            MalformedError: They are not those of a draft.
+        """
+        return decode_inner(content, cls, where="a point that the trainer has staged")
+
+
+class EncodedPoint(NamedTuple):
+    """A record without its place: its body, its frames, and the structure of its state."""
+
+    body: bytes
+    frames: list[EncodedFrame]
+    structure: bytes
+
+
+class PointEncoder:
+    """Encodes the points of one journal, one after the other. It remembers the factors of gradients.
+
+    Args:
+        limits: Limits of the store.
+        compression: How much time coding may take.
+    """
+
+    def __init__(self, limits: Limits, compression: Compression) -> None:
+        self._limits = limits
+        self._compression = compression
+        self._factors: list[np.float32] = []
+
+    def encode(self, draft: PointDraft, arrays: Sequence[NDArray[np.uint8]], *, thread_count: int) -> EncodedPoint:
+        """Return the record of a point.
+
+        Args:
+            draft: The point.
+            arrays: The bytes of its arrays. They must not change meanwhile.
+            thread_count: Threads that may encode.
+
+        Raises:
+            MalformedError: The draft contradicts itself.
+        """
+        writer = BlobWriter(self._limits)
+        known = [np.frombuffer(factor, np.float32)[0] for factor in draft.factors]
+        steps = [
+            Step(
+                step.optimizer,
+                decode_tree(step.groups, tensor_count=0),
+                tuple(self._stored(gradient, arrays, writer, known) for gradient in step.gradients),
+            )
+            for step in draft.steps
+        ]
+        storages = [_stored_storage(storage, arrays, writer) for storage in draft.storages]
+        blobs, frames = writer.encode(self._compression, thread_count=thread_count)
+        optimizers = None if draft.optimizers is None else tuple(map(_facts_of, draft.optimizers))
+        tensors = tuple(map(tensor_of, draft.tensors))
+        tree = decode_tree(draft.tree, tensor_count=len(tensors))
+        point = Point(draft.metrics, tree, tensors, tuple(storages), blobs, tuple(steps), optimizers)
+        structure = structure_of(draft.tree, encode_inner(draft.tensors))
+        return EncodedPoint(encode_point(point, limits=self._limits), frames, structure)
+
+    def _stored(
+        self,
+        gradient: DraftGradient,
+        arrays: Sequence[NDArray[np.uint8]],
+        writer: BlobWriter,
+        known: Sequence[np.float32],
+    ) -> Gradient:
+        values = _array(arrays, gradient.values).view(word_type_of(gradient.dtype))
+        indices = None
+        if gradient.indices is not None:
+            if not 0 < gradient.sparse_dims <= len(gradient.shape):
+                raise MalformedError("a staged gradient has impossible sparse dimensions")
+            indices = _array(arrays, gradient.indices).view(np.int64).reshape(gradient.sparse_dims, -1)
+        elif values.size != int(np.prod(gradient.shape, dtype=np.int64)):
+            raise MalformedError("a staged gradient has another number of elements than its shape")
+        seen = SeenGradient(gradient.parameter, gradient.dtype, gradient.shape, values, indices)
+        stored = store_gradient(seen, writer, (*known, *self._factors))
+        if stored.factor is not None:
+            found = np.frombuffer(stored.factor, np.float32)[0]
+            # The last one first: all gradients of a step usually have the same.
+            self._factors = [found, *(factor for factor in self._factors if factor != found)][:_FACTORS_MAX]
+        return stored
+
+
+def _array(arrays: Sequence[NDArray[np.uint8]], index: int) -> NDArray[np.uint8]:
+    if index >= len(arrays):
+        raise MalformedError("a point needs an array that was not staged")
+    return arrays[index]
+
+
+def _stored_storage(storage: DraftStorage, arrays: Sequence[NDArray[np.uint8]], writer: BlobWriter) -> PointStorage:
+    width, is_float = storage.element_width, storage.is_float
+    span = None
+    if storage.array is not None:
+        plain = _array(arrays, storage.array)
+        if plain.size != storage.nbytes:
+            raise MalformedError("a staged storage has another length than its row")
+        span = writer.add(plain, element_width=width, is_float=is_float)
+    return PointStorage(storage.nbytes, storage.xxh3, width, is_float, storage.source, span)
+
+
+def _facts_of(draft: DraftOptimizer) -> OptimizerFacts:
+    defaults = decode_tree(draft.defaults, tensor_count=0)
+    return OptimizerFacts(draft.kind, defaults, tuple(map(tuple, draft.groups)), tuple(draft.state))
