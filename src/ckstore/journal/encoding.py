@@ -49,7 +49,7 @@ class DraftStorage(NamedTuple):
 
 
 class DraftGradient(NamedTuple):
-    """A gradient: its parameter, torch's name of its type, its shape, its arrays, and how many dimensions are sparse."""
+    """A gradient: its parameter, torch's name of its type, its shape, its arrays, its number of sparse dimensions."""
 
     parameter: Count
     dtype: ShortText
