@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckstore.errors import UsageError
-from ckstore.format.tree import DictNode, ListNode, Node
+from ckstore.format.tree import DictNode, ListNode, Node, TupleNode
 from ckstore.state.values import encode_plain
 
 DENSE, SPARSE = torch.strided, torch.sparse_coo
@@ -162,7 +162,7 @@ class StepRecorder:
         if self.is_paused or step is None:
             return
         seen = {each.parameter: each for each in step.gradients}
-        for number, parameter in enumerate(_parameters_of(optimizer)):
+        for number, parameter in enumerate(parameters_of(optimizer)):
             gradient = parameter.grad
             before = seen.get(number)
             is_same = gradient is None if before is None else gradient is not None and _is_same(gradient, before)
@@ -180,7 +180,8 @@ class StepRecorder:
             self._note("a parameter, or a tensor of an optimizer's state, was changed outside of a step")
 
 
-def _parameters_of(optimizer: Any) -> list[Any]:
+def parameters_of(optimizer: Any) -> list[Any]:
+    """Return the parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -192,7 +193,7 @@ def _memory_of(optimizer: Any) -> list[tuple[int, int]]:
 def owned_tensors(optimizer: Any) -> list[Any]:
     """Return the parameters of an optimizer, and the tensors of its state, in a fixed order."""
     found: list[Any] = []
-    for parameter in _parameters_of(optimizer):
+    for parameter in parameters_of(optimizer):
         found.append(parameter)
         found.extend(_tensors_in(optimizer.state.get(parameter, {})))
     return found
@@ -222,26 +223,28 @@ def _groups_of(optimizer: Any) -> Node | None:
     groups: list[Node] = []
     for group in optimizer.param_groups:
         names = [name for name in group if name != "params"]
-        values = [_node_of(group[name]) for name in names]
+        values = [node_of(group[name]) for name in names]
         if any(value is None for value in values):
             return None
         groups.append(DictNode("dict", tuple(names), tuple(value for value in values if value is not None)))
     return ListNode(tuple(groups))
 
 
-def _node_of(value: object) -> Node | None:
+def node_of(value: object) -> Node | None:
+    """Return the node of a hyper-parameter; None: it can be neither stored nor set again."""
     if isinstance(value, torch.Tensor):
         # Optimizers with ``capturable`` take numbers as tensors. A replay writes the number into the live tensor.
         return encode_plain(value.item()) if value.numel() == 1 else None
     if isinstance(value, (list, tuple)):
-        nodes = [_node_of(each) for each in value]
-        return None if any(each is None for each in nodes) else ListNode(tuple(each for each in nodes if each))
+        nodes = [node_of(each) for each in value]
+        kind = TupleNode if isinstance(value, tuple) else ListNode
+        return None if None in nodes else kind(tuple(each for each in nodes if each is not None))
     return encode_plain(value)
 
 
 def _gradients_of(optimizer: Any) -> tuple[GradientReference, ...] | None:
     found = []
-    for number, parameter in enumerate(_parameters_of(optimizer)):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         gradient = parameter.grad
         if gradient is None:
             continue

@@ -7,6 +7,7 @@ checksums of all that the steps have made.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch
 
 from ckstore.errors import UnsupportedError, UsageError
 from ckstore.format.points import OptimizerFacts
-from ckstore.format.tree import DictNode, ListNode, Node, ValueNode
+from ckstore.format.tree import DictNode, ListNode, Node, TupleNode, ValueNode
 from ckstore.journal.gradients import SeenGradient
 from ckstore.state.values import decode_plain
 
@@ -79,25 +80,19 @@ def _set_groups(optimizer: Any, groups: Node) -> None:
     for group, node in zip(optimizer.param_groups, stored, strict=True):
         assert isinstance(node, DictNode), "checked when the point was decoded"
         for name, value in zip(node.keys, node.children, strict=True):
-            found = group.get(name)
-            if isinstance(found, torch.Tensor):
-                found.fill_(_value_of(value, None))
-            else:
-                group[name] = _value_of(value, found)
+            group[name] = _value_of(value, group.get(name))
 
 
 def _value_of(node: Node, live: object) -> Any:
-    if isinstance(node, ListNode):
-        kind = tuple if isinstance(live, tuple) else list
-        # betas are a tuple or a list; some of their items may be tensors.
-        items = live if isinstance(live, (list, tuple)) else [None] * len(node.children)
-        values = [_value_of(child, item) for child, item in zip(node.children, items, strict=False)]
-        for number, item in enumerate(items):
-            if isinstance(item, torch.Tensor):
-                values[number] = item.fill_(values[number])
-        return kind(values)
+    """Return a hyper-parameter. Where the live one is a tensor, that tensor gets the number and is returned."""
+    if isinstance(node, (ListNode, TupleNode)):
+        is_like = isinstance(live, (list, tuple)) and len(live) == len(node.children)
+        items: Sequence[object] = live if is_like else [None] * len(node.children)  # type: ignore[assignment]
+        values = [_value_of(child, item) for child, item in zip(node.children, items, strict=True)]
+        return values if isinstance(node, ListNode) else tuple(values)
     assert isinstance(node, ValueNode), "hyper-parameters are plain values"
-    return decode_plain(node)
+    value: Any = decode_plain(node)
+    return live.fill_(value) if isinstance(live, torch.Tensor) else value
 
 
 def _tensor_of(gradient: SeenGradient) -> Any:
@@ -134,11 +129,15 @@ def made_again(facts: OptimizerFacts, tensors: Callable[[int], Any]) -> Any:
         )
     assert isinstance(facts.defaults, DictNode), "checked when the point was decoded"
     defaults = {
-        str(key): _value_of(value, ()) for key, value in zip(facts.defaults.keys, facts.defaults.children, strict=True)
+        str(key): _value_of(value, None)
+        for key, value in zip(facts.defaults.keys, facts.defaults.children, strict=True)
     }
+    # Some defaults are no arguments: AdamW has one that its base class takes.
+    accepted = inspect.signature(found).parameters
+    arguments = {name: value for name, value in defaults.items() if name in accepted}
     groups = [{"params": [tensors(index).requires_grad_() for index in group]} for group in facts.groups]
     try:
-        optimizer = found(groups, **defaults)
+        optimizer = found(groups, **arguments)
     except TypeError as error:
         raise UnsupportedError(
             f"torch's {name} does not take the arguments of the stored one: {error}",

@@ -1,0 +1,185 @@
+"""Make the draft of a point from a captured state and noted steps; in the trainer.
+
+A storage of the state is *owned* if an optimizer's step makes all of its bytes. Such bytes are not stored, but their
+checksum is. Every other storage is stored, unless it has the bytes that it had at the point before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckstore.concurrency import map_in_threads
+from ckstore.config import MIB
+from ckstore.errors import UsageError
+from ckstore.format.logical import row_of
+from ckstore.format.tensors import TensorSpec
+from ckstore.format.tree import DictNode, encode_tree, place_of
+from ckstore.format.wire import xxh3_64
+from ckstore.journal.encoding import DraftGradient, DraftOptimizer, DraftStep, DraftStorage, PointDraft
+from ckstore.journal.recorder import RecordedStep, node_of, owned_tensors, parameters_of
+from ckstore.state.capture import Captured
+
+_BATCH_NBYTES = 4 * MIB
+"""Bytes of the storages that are hashed in one call on a thread."""
+
+
+class Drafted(NamedTuple):
+    """A draft, and the tensors and arrays whose bytes it needs, in the order of its indices.
+
+    Args:
+        draft: The draft.
+        sources: torch tensors and numpy arrays.
+        checksums: xxh3-64 of every storage that the steps do not make, by its path: what the next draft compares with.
+    """
+
+    draft: PointDraft
+    sources: list[Any]
+    checksums: dict[str, int]
+
+
+def draft_point(
+    captured: Captured,
+    steps: Sequence[RecordedStep],
+    optimizers: Sequence[Any],
+    *,
+    before: Mapping[str, int],
+    metrics: Mapping[str, float],
+    has_facts: bool,
+    factors: Iterable[np.float32],
+    thread_count: int,
+) -> Drafted:
+    """Return the draft of a point.
+
+    Args:
+        captured: The state.
+        steps: The steps since the point before.
+        optimizers: The optimizers of the journal.
+        before: Checksums of the point before, from its ``Drafted``; empty: store all that is not owned.
+        metrics: Numbers to find the point by.
+        has_facts: Whether to say how the optimizers are made again.
+        factors: Factors that gradients may have been multiplied by.
+        thread_count: Threads that compute checksums.
+    """
+    owned = owned_storages(captured, optimizers)
+    checksums = checksums_of(captured, thread_count=thread_count)
+    sources: list[Any] = []
+    storages: list[DraftStorage] = []
+    rest: dict[str, int] = {}
+    paths = storage_paths(captured)
+    for index, (storage, xxh3) in enumerate(zip(captured.storages, checksums, strict=True)):
+        facts = storage.nbytes, xxh3, storage.element_width, storage.is_float
+        if index in owned:
+            storages.append(DraftStorage(*facts, "steps", None))
+            continue
+        rest[paths[index]] = xxh3
+        if before.get(paths[index]) == xxh3:
+            storages.append(DraftStorage(*facts, "before", None))
+        else:
+            storages.append(DraftStorage(*facts, "blob", len(sources)))
+            sources.append(np.frombuffer(storage.read(0, storage.nbytes), np.uint8))
+    draft = PointDraft(
+        metrics=dict(metrics),
+        tree=encode_tree(captured.tree),
+        tensors=[row_of(tensor) for tensor in captured.tensors],
+        storages=storages,
+        steps=[_drafted_step(step, sources) for step in steps],
+        optimizers=[facts_of(each, captured) for each in optimizers] if has_facts else None,
+        factors=[np.float32(factor).tobytes() for factor in factors],
+    )
+    return Drafted(draft, sources, rest)
+
+
+def storage_paths(captured: Captured) -> list[str]:
+    """Return the path of the first tensor of each storage."""
+    paths = [""] * len(captured.storages)
+    for path, tensor in zip(captured.paths, captured.tensors, strict=True):
+        if not paths[tensor.storage]:
+            paths[tensor.storage] = place_of(path)
+    return paths
+
+
+def checksums_of(captured: Captured, *, thread_count: int) -> list[int]:
+    """Return the xxh3-64 of each storage. Hashing releases the GIL."""
+    sizes = [storage.nbytes for storage in captured.storages]
+    batches: list[list[int]] = [[]]
+    filled = 0
+    for index, nbytes in enumerate(sizes):
+        if filled and filled + nbytes > _BATCH_NBYTES:
+            batches.append([])
+            filled = 0
+        batches[-1].append(index)
+        filled += nbytes
+
+    def hashed(batch: list[int]) -> list[int]:
+        return [xxh3_64(captured.storages[index].read(0, sizes[index])) for index in batch]
+
+    if len(batches) == 1 or thread_count == 1:
+        return list(itertools.chain.from_iterable(map(hashed, batches)))
+    results = map_in_threads(hashed, batches, count_max=thread_count, name="ckstore-journal")
+    return list(itertools.chain.from_iterable(results))
+
+
+def owned_storages(captured: Captured, optimizers: Sequence[Any]) -> set[int]:
+    """Return the indices of the storages all of whose tensors are parameters or state of the optimizers.
+
+    Raises:
+        UsageError: A tensor of an optimizer is not in the state.
+    """
+    tensors = [tensor for optimizer in optimizers for tensor in owned_tensors(optimizer)]
+    missing = {tensor.data_ptr(): tuple(tensor.shape) for tensor in tensors if tensor.numel()}
+    addresses = frozenset(missing)
+    owned: set[int] = set()
+    others: set[int] = set()
+    for tensor in captured.tensors:
+        address = _address_of(captured, tensor)
+        missing.pop(address, None)
+        (owned if address in addresses else others).add(tensor.storage)
+    if missing:
+        raise UsageError(
+            f"the state lacks a tensor of shape {next(iter(missing.values()))} that an optimizer of the journal owns, "
+            "so its steps could not be replayed",
+            todo="commit the model and the optimizer together, or open the store without a journal",
+        )
+    return owned - others
+
+
+def _address_of(captured: Captured, tensor: TensorSpec) -> int:
+    return int(getattr(captured.storages[tensor.storage], "start", 0)) + tensor.offset
+
+
+def facts_of(optimizer: Any, captured: Captured) -> DraftOptimizer:
+    """Return what makes an optimizer again."""
+    numbered = reversed(list(enumerate(captured.tensors)))
+    index_of = {_address_of(captured, tensor): index for index, tensor in numbered}
+    kind = type(optimizer)
+    defaults = {name: node_of(value) for name, value in optimizer.defaults.items()}
+    plain = {name: node for name, node in defaults.items() if node is not None}
+    groups = [[index_of.get(each.data_ptr(), 0) for each in group["params"]] for group in optimizer.param_groups]
+    state = []
+    for parameter in parameters_of(optimizer):
+        found = optimizer.state.get(parameter, {})
+        tensors = {name: value for name, value in found.items() if hasattr(value, "data_ptr")}
+        state.append({name: index_of[value.data_ptr()] for name, value in tensors.items()})
+    tree = encode_tree(DictNode("dict", tuple(plain), tuple(plain.values())))
+    return DraftOptimizer(f"{kind.__module__}.{kind.__qualname__}", tree, groups, state)
+
+
+def _drafted_step(step: RecordedStep, sources: list[Any]) -> DraftStep:
+    gradients = []
+    for reference in step.gradients:
+        tensor = reference.tensor
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        indices = None
+        if tensor.is_sparse:
+            sources += [tensor._values().contiguous(), tensor._indices().contiguous()]
+            values, indices = len(sources) - 2, len(sources) - 1
+        else:
+            sources.append(tensor.contiguous())
+            values = len(sources) - 1
+        sparse_dims = tensor.sparse_dim() if tensor.is_sparse else 0
+        gradients.append(DraftGradient(reference.parameter, dtype, shape, values, indices, sparse_dims))
+    return DraftStep(step.optimizer, encode_tree(step.groups), gradients)
