@@ -1,20 +1,21 @@
 """A segment of a run's journal: a header, and records that one process appends.
 
-A segment is ``header 4 KiB | record | record | ...``. A record is ``head 128 | body | zeros | frames``; it starts at a
-multiple of 64, and so do its frames, which are those of packs. Each record names the one before it, also across
-segments. Reading ends at the first record that is not whole: the process that wrote it was killed, and has never
-acknowledged it.
+A segment is ``header 4 KiB | record | record | ...``. A record is ``head 128 | body | zeros | frames | zeros``. Its
+frames are those of packs, and start at multiples of 64. A record fills whole blocks of 4 KiB, so that appending to a
+segment rewrites no block with acknowledged bytes. Each record names the one before it, also across segments. Reading
+ends at the first record that is not whole: the process that wrote it was killed, and has never acknowledged it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckstore.config import Limits, is_name
-from ckstore.errors import ChecksumError, CorruptError, MalformedError
+from ckstore.errors import ChecksumError, CorruptError, MalformedError, UnsupportedError
 from ckstore.format.frame import (
     FRAME_ALIGN,
     FRAME_HEADER_NBYTES,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 SEGMENT_HEADER_NBYTES = BLOCK_NBYTES
 RECORD_HEAD_NBYTES = 128
-RECORD_ALIGN = FRAME_ALIGN
+RECORD_ALIGN = BLOCK_NBYTES
 RECORD_ID_NBYTES = 16
 TOKEN_NBYTES = 16
 SEGMENT_MAGIC = b"CKJRNL\x00\x01"
@@ -54,6 +55,7 @@ _SEGMENT = struct.Struct("<8sHHIQQ16s16sQ")
 _HEAD = struct.Struct("<8sHHI6Q16s16s16s")
 _PLACE = struct.Struct("<16s3Q")
 _DEFAULT_LIMITS = Limits()
+_WINDOW_NBYTES = 1 << 20
 
 Read = Callable[[int, int], "Buffer"]
 """Reads bytes of a segment, by offset and number; fewer at its end."""
@@ -102,12 +104,17 @@ class RecordHead(NamedTuple):
     @property
     def frames_begin(self) -> int:
         """Where the frames begin, in bytes after the begin of the record."""
-        return align_up(RECORD_HEAD_NBYTES + self.body_stored, RECORD_ALIGN)
+        return align_up(RECORD_HEAD_NBYTES + self.body_stored, FRAME_ALIGN)
+
+    @property
+    def frames_end(self) -> int:
+        """Where the frames end, in bytes after the begin of the record. Zeros follow."""
+        return self.frames_begin + self.frames_nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole record."""
-        return self.frames_begin + self.frames_nbytes
+        return align_up(self.frames_end, RECORD_ALIGN)
 
 
 class PlacedHead(NamedTuple):
@@ -187,6 +194,8 @@ def encode_record_head(
 ) -> tuple[RecordHead, bytes]:
     """Return the head of a record, and the bytes in front of its frames: head, body and padding.
 
+    Behind the frames, the writer adds zeros up to ``RecordHead.nbytes``.
+
     Args:
         number: Number of the record in its chain, from 1.
         step: The trainer's step.
@@ -235,6 +244,8 @@ def read_heads(
 ) -> Iterator[PlacedHead]:
     """Yield the heads of a segment's whole records. The last one is read whole, because it may be torn.
 
+    A record is begun when the one before it is durable. So a head shows that the record before it was acknowledged.
+
     Args:
         read: Reads bytes of the file.
         nbytes: Length of the file.
@@ -247,20 +258,53 @@ def read_heads(
     """
     before = segment.facts.previous
     previous, number = (NO_RECORD, 0) if before is None else (before.record_id, before.number)
+    last: PlacedHead | None = None
     offset = SEGMENT_HEADER_NBYTES
     while offset + RECORD_HEAD_NBYTES <= nbytes:
         try:
             head = decode_record_head(read(offset, RECORD_HEAD_NBYTES), limits=limits, where=where)
         except CorruptError:
-            return
-        end = offset + head.nbytes
-        if end > nbytes or (head.previous, head.number) != (previous, number + 1):
-            return
-        placed = PlacedHead(head, offset)
-        if end + RECORD_HEAD_NBYTES > nbytes and not _is_whole(read, placed, limits, where):
-            return
-        yield placed
-        previous, number, offset = head.record_id, head.number, end
+            break
+        except UnsupportedError:
+            if last is not None:
+                yield last
+            raise
+        if offset + head.nbytes > nbytes or (head.previous, head.number) != (previous, number + 1):
+            break
+        if last is not None:
+            yield last
+        last = PlacedHead(head, offset)
+        previous, number, offset = head.record_id, head.number, offset + head.nbytes
+    if last is not None and _is_whole(read, last, limits, where):
+        yield last
+
+
+def find_head_behind(
+    read: Read, begin: int, end: int, number: int, *, limits: Limits = _DEFAULT_LIMITS
+) -> RecordHead | None:
+    """Return a head behind the last whole record that cannot be part of a torn one; None if there is none.
+
+    A record is begun when the one before it is durable. So only the next record can be torn, and the head of a later
+    one shows that acknowledged bytes are damaged.
+
+    Args:
+        read: Reads bytes of the file.
+        begin: Where the last whole record ends.
+        end: Length of the file.
+        number: Number of the last whole record.
+        limits: Limits of the store.
+    """
+    for offset in range(begin, end, _WINDOW_NBYTES):
+        content = bytes(read(offset, _WINDOW_NBYTES + RECORD_HEAD_NBYTES))
+        at = content.find(RECORD_MAGIC)
+        while 0 <= at < _WINDOW_NBYTES:
+            if at % RECORD_ALIGN == 0:
+                with contextlib.suppress(CorruptError, UnsupportedError):
+                    head = decode_record_head(content[at : at + RECORD_HEAD_NBYTES], limits=limits)
+                    if head.number > number + 1:
+                        return head
+            at = content.find(RECORD_MAGIC, at + 1)
+    return None
 
 
 def _is_whole(read: Read, placed: PlacedHead, limits: Limits, where: object) -> bool:
@@ -284,6 +328,9 @@ def check_record(read: Read, placed: PlacedHead, *, limits: Limits = _DEFAULT_LI
         payload = memoryview(rest).cast("B")[: header.stored_nbytes]
         check_payload(header, payload, where=where)
         check_zero(memoryview(rest).cast("B")[header.stored_nbytes :], "a record of a journal", where)
+    head = placed.head
+    padding = read(placed.offset + head.frames_end, head.nbytes - head.frames_end)
+    check_zero(exactly(padding, head.nbytes - head.frames_end, "a record of a journal", where), "its padding", where)
 
 
 def read_body(read: Read, placed: PlacedHead, *, where: object = None) -> bytes:
@@ -313,7 +360,7 @@ def read_frames(
         UnsupportedError: A newer version has written a frame.
     """
     offset = placed.offset + placed.head.frames_begin
-    end = placed.offset + placed.head.nbytes
+    end = placed.offset + placed.head.frames_end
     while offset < end:
         header = decode_frame_header(read(offset, FRAME_HEADER_NBYTES), limits=limits, where=where)
         yield header, offset

@@ -17,6 +17,7 @@ from ckstore.format.journal import (
     decode_segment,
     encode_record_head,
     encode_segment,
+    find_head_behind,
     frames_nbytes,
     read_body,
     read_frames,
@@ -64,7 +65,7 @@ def segment_of(records, segment=SEGMENT):
             structure=bytes([number]) * 16,
         )
         starts.append(len(content))
-        content += front + b"".join(each for _, each in frames)
+        content += (front + b"".join(each for _, each in frames)).ljust(head.nbytes, b"\0")
         previous = head.record_id
     return content, starts
 
@@ -106,8 +107,12 @@ def test_a_cut_segment_has_exactly_its_whole_records():
     ends = [*starts[1:], len(content)]
     for nbytes in range(SEGMENT_HEADER_NBYTES, len(content)):
         whole = sum(end <= nbytes for end in ends)
-        # The payload of the last frame ends before its padding.
         assert len(heads_of(content[:nbytes])) == whole, nbytes
+
+
+def test_records_fill_whole_blocks():
+    content, starts = segment_of(RECORDS)
+    assert [start % 4096 for start in [*starts, len(content)]] == [0] * 4
 
 
 def test_no_damaged_byte_of_the_last_record_goes_unnoticed():
@@ -144,6 +149,26 @@ def test_damaged_bodies_and_headers_of_frames_raise_when_they_are_read():
     damaged[starts[0] + first.head.frames_begin + 20] ^= 1
     with pytest.raises(ChecksumError):
         list(read_frames(reader_of(bytes(damaged)), first))
+
+
+def test_the_last_whole_record_is_checked_whatever_follows_it():
+    content, starts = segment_of(RECORDS[:2])
+    damaged = bytearray(content)
+    damaged[starts[1] + RECORD_HEAD_NBYTES] ^= 1
+    for behind in (b"", bytes(10_000), b"garbage" * 100, content[starts[0] :]):
+        assert [each.head.number for each in heads_of(content + behind)] == [1, 2]
+        assert [each.head.number for each in heads_of(bytes(damaged) + behind)] == [1]
+
+
+def test_only_a_head_that_no_torn_record_has_shows_damage():
+    content, starts = segment_of([*RECORDS, (b"fourth", [os.urandom(9000)])])
+    read = reader_of(content)
+    behind = find_head_behind(read, starts[1], len(content), 1)
+    assert behind is not None
+    assert behind.number == 3, "record 2 may be torn, record 3 cannot exist then"
+    assert find_head_behind(read, starts[3], len(content), 3) is None
+    far = content[: starts[1]] + bytes(3 << 20) + content[starts[3] :]
+    assert find_head_behind(reader_of(far), starts[1], len(far), 1).number == 4
 
 
 def test_records_of_another_chain_are_not_read():
