@@ -32,6 +32,8 @@ CACHE_FOLDER = "cache"
 """Created when first needed; may be removed at any time."""
 RESERVE_FOLDER = "reserve"
 """Files whose removal gives a full disk space for gc; see ``store.reserve``."""
+JOURNALS_FOLDER = "journals"
+"""Created with the first journal of a run; see ``store.journals``."""
 
 TOP_FOLDERS = (
     PACKS_FOLDER,
@@ -46,12 +48,14 @@ TOP_FOLDERS = (
 
 SEQ_MAX = 10**18 - 1
 GENERATION_MAX = 10**9 - 1
+ORDER_MAX = 10**18 - 1
 ClaimKind = Literal["claim", "dropped", "intent", "published"]
 _PACK = re.compile(r"([0-9a-f]{32})\.pack", re.ASCII)
 _MANIFEST = re.compile(r"([0-9]{8,18})-([0-9]{12,18})\.([0-9]{1,9})\.ckm", re.ASCII)
 _CLAIM = re.compile(r"([0-9]{8,18})(?:\.(dropped|published)|\.intent-([0-9a-f]{32}))?", re.ASCII)
 _DRAFT = re.compile(r"([0-9a-f]{32})\.[a-z0-9]{1,16}", re.ASCII)
 _TOKEN = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_SEGMENT = re.compile(r"([0-9]{8,18})\.([0-9a-f]{32})\.ckj", re.ASCII)
 
 
 def pack_folder(pack_id: PackId) -> str:
@@ -112,6 +116,39 @@ def parse_manifest_file(run: str, file: str) -> ManifestName | None:
     if found is None:
         return None
     name = ManifestName(run, int(found[1]), int(found[2]), int(found[3]))
+    return name if name.file == file else None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SegmentName:
+    """The parts of the name of a journal's segment; ordered by run, order, token."""
+
+    run: str
+    order: int
+    token: bytes
+
+    @property
+    def file(self) -> str:
+        """The file name, without its folder."""
+        return f"{self.order:08d}.{self.token.hex()}.ckj"
+
+    @property
+    def path(self) -> str:
+        """The name, including its folder."""
+        return f"{journal_folder(self.run)}/{self.file}"
+
+
+def journal_folder(run: str) -> str:
+    """Return the folder of the segments of a run's journal."""
+    return f"{JOURNALS_FOLDER}/{check_name(run, 'run')}"
+
+
+def parse_segment_file(run: str, file: str) -> SegmentName | None:
+    """Return the parts of a segment's file name."""
+    found = _SEGMENT.fullmatch(file)
+    if found is None:
+        return None
+    name = SegmentName(run, int(found[1]), bytes.fromhex(found[2]))
     return name if name.file == file else None
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ckstore.config import STEP_MAX, check_name
 from ckstore.errors import UsageError
 from ckstore.format import paths
-from ckstore.format.paths import ClaimName, ManifestName
+from ckstore.format.paths import ClaimName, ManifestName, SegmentName
 from ckstore.hashing import PackId
 
 TOKEN = "0123456789abcdef" * 2
@@ -21,6 +21,26 @@ def test_manifest_names_come_back(seq, step, generation):
     name = ManifestName("main", seq, step, generation)
     assert paths.parse_manifest_file("main", name.file) == name
     assert name.path == f"manifests/main/{name.file}"
+
+
+@given(order=st.integers(0, paths.ORDER_MAX), token=st.binary(min_size=16, max_size=16))
+def test_segment_names_come_back(order, token):
+    name = SegmentName("main", order, token)
+    assert paths.parse_segment_file("main", name.file) == name
+    assert name.path == f"journals/main/{name.file}"
+
+
+def test_segments_with_another_form_are_foreign():
+    for file in (
+        f"1.{TOKEN}.ckj",
+        f"000000001.{TOKEN}.ckj",
+        f"00000001.{TOKEN[:-2]}.ckj",
+        f"00000001.{TOKEN.upper()}.ckj",
+        f"00000001.{TOKEN}.ckm",
+        f"00000001.{TOKEN}.ckj\n",
+        f"00000001-{TOKEN}.ckj",
+    ):
+        assert paths.parse_segment_file("main", file) is None
 
 
 @given(seq=seqs)
@@ -46,6 +66,7 @@ def test_any_text_is_parsed_or_foreign(text):
         assert name is None or isinstance(name, (ManifestName, ClaimName))
     assert paths.parse_pack_file(text) is None
     assert paths.parse_draft_file(text) is None
+    assert paths.parse_segment_file("main", text) is None
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,8 @@ def _leftovers(backend: Backend) -> Iterator[Finding]:
         yield Finding("quarantine", "contains damaged files", "warning")
     if _collection_runs(backend):
         yield Finding("gc.lock", "held: a collection is running")
-    ours = (*paths.TOP_FOLDERS, *paths.TOP_FILES, paths.CACHE_FOLDER, paths.RESERVE_FOLDER)
+    made_later = (paths.CACHE_FOLDER, paths.RESERVE_FOLDER, paths.JOURNALS_FOLDER)
+    ours = (*paths.TOP_FOLDERS, *paths.TOP_FILES, *made_later)
     foreign = [name for name in backend.list_names("") if name not in ours]
     if foreign:
         yield Finding("foreign files", ", ".join(foreign[:5]), "note")
