@@ -298,7 +298,8 @@ def _survivor(durable: bytes, steps: list[Op], outcome: ByteOutcome, rng: random
     count = -(-len(after) // SECTOR_NBYTES)
     cut = rng.randrange(count) * SECTOR_NBYTES
     if outcome == "torn":
-        rest = before[cut:] if rng.random() < 0.5 else b""
+        # Bytes that were durable stay, even where the file ends early.
+        rest = before[cut:] if rng.random() < 0.5 else before[cut : len(durable)]
         return after[:cut] + rest
     if outcome == "garbage":
         touched = after[cut : cut + SECTOR_NBYTES]

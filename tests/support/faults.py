@@ -13,12 +13,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from ckstore.io.backend import Backend, FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
+from ckstore.errors import CkstoreError
+from ckstore.io.backend import AppendFile, Backend, FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import AlignedBuffer, BufferPool
 from ckstore.io.syscalls import medium_error
 
@@ -169,6 +170,16 @@ class FaultyBackend:
         with self._site("create_pack", name):
             return FaultySink(self, self.inner.create_pack(name, nbytes_expected=nbytes_expected))
 
+    def create_append_file(self, name: str, content: bytes) -> FaultyAppendFile:
+        """Make a file that grows, or fail."""
+        with self._site("create_append_file", name):
+            return FaultyAppendFile(self, self.inner.create_append_file(name, content), name)
+
+    def is_locked(self, name: str) -> bool:
+        """Say whether a file that grows is open, or fail."""
+        with self._site("is_locked", name):
+            return self.inner.is_locked(name)
+
     def open_read(self, name: str) -> ReadFile:
         """Open a file, or fail."""
         with self._site("open_read", name):
@@ -270,6 +281,49 @@ class FaultySink:
         self._inner.close()
 
 
+class FaultyAppendFile:
+    """A file that grows, in which a write, a sync or the cut may fail. A write that fails has written a part."""
+
+    def __init__(self, backend: FaultyBackend, inner: AppendFile, name: str) -> None:
+        self._backend = backend
+        self._inner = inner
+        self._name = name
+
+    def write(self, offset: int, parts: Sequence[bytes]) -> None:
+        """Write, or fail in the middle."""
+        content = b"".join(map(bytes, parts))
+        try:
+            with self._backend._site("append.write", self._name):
+                self._inner.write(offset, parts)
+        except CkstoreError:
+            self._inner.write(offset, [content[: len(content) // 2]])
+            raise
+
+    def sync(self) -> None:
+        """Make durable, or fail and lose the bytes."""
+        try:
+            with self._backend._site("append.sync", self._name):
+                self._inner.sync()
+        except CkstoreError:
+            if isinstance(self._inner, _Losing):
+                self._inner.lose()
+            raise
+
+    def truncate(self, nbytes: int) -> None:
+        """Cut, or fail."""
+        with self._backend._site("append.truncate", self._name):
+            self._inner.truncate(nbytes)
+
+    def close(self) -> None:
+        """Close; never fails."""
+        self._inner.close()
+
+
+@runtime_checkable
+class _Losing(Protocol):
+    def lose(self) -> None: ...
+
+
 @runtime_checkable
 class _Forgetting(Protocol):
     def lose_data(self, name: str) -> None: ...
@@ -293,8 +347,9 @@ class SyncSkippingBackend(FaultyBackend):
 
     Args:
         inner: The backend that does the work.
-        skips: ``"pack data"``, ``"draft data"``, or ``"folder "`` and the first part of a folder's name:
-            ``"folder packs"``, ``"folder manifests"``, ``"folder claims"``, ``"folder "`` for the root.
+        skips: ``"pack data"``, ``"draft data"``, ``"append data"``, ``"file data"`` (of ``sync_file``), or
+            ``"folder "`` and the first part of a folder's name: ``"folder packs"``, ``"folder manifests"``,
+            ``"folder claims"``, ``"folder "`` for the root.
         after_link: From the first link of a manifest on, no sync at all.
     """
 
@@ -322,8 +377,26 @@ class SyncSkippingBackend(FaultyBackend):
         """Make a pack whose bytes may never be synced."""
         return _SyncSkippingSink(self, self.inner.create_pack(name, nbytes_expected=nbytes_expected))
 
+    def create_append_file(self, name: str, content: bytes) -> FaultyAppendFile:
+        """Make a file that grows, whose bytes may never be synced."""
+        return _SyncSkippingAppendFile(self, self.inner.create_append_file(name, content), name)
+
+    def sync_file(self, name: str) -> None:
+        """Sync a file, or say that it was done."""
+        if not self._skips("file data"):
+            super().sync_file(name)
+
     def _skips(self, what: str) -> bool:
         return what in self.skips or (self.after_link and self._has_linked)
+
+
+class _SyncSkippingAppendFile(FaultyAppendFile):
+    def sync(self) -> None:
+        """Sync, or say that it was done."""
+        backend = self._backend
+        assert isinstance(backend, SyncSkippingBackend)
+        if not backend._skips("append data"):
+            self._inner.sync()
 
 
 class _SyncSkippingSink(FaultySink):

@@ -13,7 +13,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -83,6 +83,7 @@ class SimFS:
         self._contents: dict[int, bytes | bytearray] = dict(self.base.contents)
         self._times = dict(self.base.times)
         self._next_node = max(self._contents, default=0) + 1
+        self._locked: set[int] = set()
 
     @property
     def root(self) -> str:
@@ -228,6 +229,17 @@ class SimFS:
         """Make a new pack."""
         with self._lock:
             return SimSink(self, name, self._create(name, call="create_pack"))
+
+    def create_append_file(self, name: str, content: bytes) -> SimAppendFile:
+        """Make a new file that is locked and grows; its first bytes are durable on return, its name is not."""
+        with self._lock:
+            self.create(name, content, sync=True)
+            return SimAppendFile(self, name, self._node(name))
+
+    def is_locked(self, name: str) -> bool:
+        """Say whether such a file is still open."""
+        with self._lock:
+            return self._node(name) in self._locked
 
     def open_read(self, name: str) -> SimFile:
         """Open a file for ranged reads."""
@@ -385,6 +397,40 @@ class SimSink:
             self._is_finished = True
             with self._disk._lock, contextlib.suppress(FileNotFoundError):
                 self._disk.unlink(self._name)
+
+
+class SimAppendFile:
+    """A file that grows; what is written is durable only after ``sync``."""
+
+    def __init__(self, disk: SimFS, name: str, node: int) -> None:
+        self._disk = disk
+        self._name = name
+        self._node = node
+        disk._locked.add(node)
+
+    def write(self, offset: int, parts: Sequence[bytes]) -> None:
+        """Write parts one behind the other, each as a write of its own."""
+        with self._disk._lock:
+            for part in map(bytes, parts):
+                self._disk._write(self._node, offset, part, call="append.write")
+                offset += len(part)
+
+    def sync(self) -> None:
+        """Make the bytes durable."""
+        self._disk._record(Op("sync data", "append.sync", *_split(self._name), node=self._node))
+
+    def lose(self) -> None:
+        """Do as the kernel after a failed fdatasync."""
+        self._disk._record(Op("lose data", "append.sync", *_split(self._name), node=self._node))
+
+    def truncate(self, nbytes: int) -> None:
+        """Cut the file, without a sync."""
+        with self._disk._lock:
+            self._disk._cut(self._node, nbytes, call="append.truncate")
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._disk._locked.discard(self._node)
 
 
 def _clean(name: str) -> str:

@@ -14,13 +14,16 @@ Promises of every backend:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from ckstore.concurrency import map_in_threads
 from ckstore.errors import UsageError
 from ckstore.io.buffers import AlignedBuffer, BufferPool
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -245,6 +248,51 @@ class Locking(Protocol):
 
         Raises:
             UnsupportedError: The file system has no locks.
+        """
+        ...
+
+
+class AppendFile(Protocol):
+    """A file that its creator extends, and locks until it closes it or its process ends. Used by one thread."""
+
+    def write(self, offset: int, parts: Sequence[Buffer]) -> None:
+        """Write all of these parts, one behind the other. After an error, some bytes may have been written.
+
+        Raises:
+            CapacityError: The disk or the quota is full.
+            BackendError: The write failed.
+        """
+        ...
+
+    def sync(self) -> None:
+        """Make all that was written durable. After an error, the caller must not sync this file again."""
+        ...
+
+    def truncate(self, nbytes: int) -> None:
+        """Shorten the file, without a sync."""
+        ...
+
+    def close(self) -> None:
+        """Close the file and release its lock. Repeated calls do nothing."""
+        ...
+
+
+@runtime_checkable
+class Appending(Protocol):
+    """A backend with files that grow."""
+
+    def create_append_file(self, name: str, content: bytes) -> AppendFile:
+        """Create a new file (O_EXCL) and lock it. ``content`` is durable on return, but not the name.
+
+        Where the file system has no locks, the file is not locked.
+        """
+        ...
+
+    def is_locked(self, name: str) -> bool:
+        """Return whether the creator of such a file has it open; False where the file system has no locks.
+
+        Raises:
+            FileNotFoundError: It does not exist.
         """
         ...
 

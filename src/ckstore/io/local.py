@@ -23,10 +23,11 @@ from typing import Literal
 
 from ckstore.config import EngineName
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
-from ckstore.io.backend import FileInfo, FileLock, PackSink, ReadFile, ReadRequest, ReadResult, checked_name
+from ckstore.io.backend import AppendFile, FileInfo, FileLock, PackSink, ReadFile, ReadRequest, ReadResult, checked_name
 from ckstore.io.buffers import BufferPool
 from ckstore.io.direct_io import Engine, IoQueue
 from ckstore.io.engine_choice import choose_engine, supports_direct_io
+from ckstore.io.local_append import LocalAppendFile
 from ckstore.io.local_packs import LocalPackSink, LocalReadFile, RangeReader
 from ckstore.io.ownership import Ownership, Sharing, ownership_of
 from ckstore.io.syscalls import medium_error, medium_errors, rename_noreplace
@@ -294,6 +295,49 @@ class LocalBackend:
                     ) from error
                 raise
         return os.fdopen(fd, "rb", buffering=0)
+
+    def create_append_file(self, name: str, content: bytes) -> AppendFile:
+        """Create a new file (O_EXCL) and lock it by flock. ``content`` is durable on return, but not the name.
+
+        Where the file system has no locks, the file is not locked. After an error the name is removed.
+        """
+        path = self._path(name)
+        with medium_errors(path, "creating a file"), self.folder_of(name) as (folder, last):
+            fd = os.open(last, _CREATE_FLAGS, 0o600, dir_fd=folder)
+        file = LocalAppendFile(fd, path)
+        try:
+            with medium_errors(path, "writing a file"):
+                self._ownership.give_file(fd, path)
+                try:
+                    # Nobody else has this file open, so the lock is free.
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    if error.errno not in _NO_LOCKS:
+                        raise
+                file.write(0, [content])
+                os.fsync(fd)
+        except BaseException:
+            file.close()
+            with contextlib.suppress(FileNotFoundError):
+                self.unlink(name)
+            raise
+        return file
+
+    def is_locked(self, name: str) -> bool:
+        """Return whether a process holds the lock of a file; False where the file system has no locks."""
+        path = self._path(name)
+        with medium_errors(path, "locking"):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            finally:
+                os.close(fd)
+        return False
 
     def close(self) -> None:
         """Wait for transfers in flight and release rings and threads. Later calls create new ones."""
