@@ -52,6 +52,15 @@ def append(writer, step, *, payloads=(b"x" * 100,), structure=STRUCTURE, body=No
     return writer.append(step=step, time_ns=step, body=body, structure=structure, frames=frames)
 
 
+def write(journals, steps, *, previous=None):
+    """Write a segment with a record for each step; return its name and its last record."""
+    writer = journals.open_writer(previous=previous)
+    for step in steps:
+        append(writer, step)
+    writer.close()
+    return writer.name, writer.last
+
+
 def halves(content):
     middle = len(content) // 3
     return content[:middle], content[middle:]

@@ -145,7 +145,7 @@ class Journals:
             UnsupportedError: The store is not in a folder.
             CapacityError: The disk is full.
         """
-        backend, manifests = self._backend, self._manifests
+        backend = self._backend
         if not isinstance(backend, Appending):
             raise UnsupportedError(
                 "a journal needs a store in a folder",
@@ -156,20 +156,8 @@ class Journals:
         self._make_folder()
         if previous is not None and not is_durable:
             self._secure(previous)
-        listing = manifests.listing()
-        seqs = [name.seq for name in (*listing.names, *listing.lower)]
-        token = bytes.fromhex(new_token())
-        facts = SegmentRecord(
-            run=self._run,
-            order=max((name.order for name in self.names()), default=0) + 1,
-            after_seq=max(seqs, default=None),
-            time_ns=self._clock.now_ns(),
-            previous=previous,
-            first=1 if previous is None else previous.number + 1,
-            environment=dict(environment or {}),
-        )
-        segment = Segment(manifests.store_id, token, facts)
-        name = SegmentName(self._run, facts.order, token)
+        segment = self._next_segment(previous, environment or {})
+        name = SegmentName(self._run, segment.facts.order, segment.token)
         draft = paths.draft_name(new_token(), "ckj")
         file = backend.create_append_file(draft, encode_segment(segment))
         try:
@@ -183,7 +171,22 @@ class Journals:
                 backend.unlink(draft)
             raise
         where = backend.location_of(name.path)
-        return SegmentWriter(file, name, segment, limits=manifests.limits, where=where)
+        return SegmentWriter(file, name, segment, limits=self._manifests.limits, where=where)
+
+    def _next_segment(self, previous: RecordPlace | None, environment: Mapping[str, str]) -> Segment:
+        """Return the header of a segment that comes after all that are there now."""
+        listing = self._manifests.listing()
+        seqs = [name.seq for name in (*listing.names, *listing.lower)]
+        facts = SegmentRecord(
+            run=self._run,
+            order=max((name.order for name in self.names()), default=0) + 1,
+            after_seq=max(seqs, default=None),
+            time_ns=self._clock.now_ns(),
+            previous=previous,
+            first=1 if previous is None else previous.number + 1,
+            environment=dict(environment),
+        )
+        return Segment(self._manifests.store_id, bytes.fromhex(new_token()), facts)
 
     def _require_same_store(self) -> None:
         if not isinstance(self._backend, Distant):

@@ -2,7 +2,7 @@
 
 Invariants:
 - ``append`` returns when the record is durable. The next record is begun after that.
-- The first failure is final: the file is cut to its last durable record, is not synced again, and takes no more
+- The first failure is final: the file is cut to its last durable record, is not synced again, and refuses further
   records.
 - One process appends to a segment, the one that created it. It holds the lock of the file until it closes it.
 """
@@ -89,7 +89,7 @@ class SegmentWriter:
             frames: The bytes of its frames, in any number of parts, each frame with its padding.
 
         Raises:
-            CapacityError: The disk is full. Earlier records stay, and this segment takes no more.
+            CapacityError: The disk is full. Earlier records stay, and this segment refuses further ones.
             BackendError: The write or the sync failed. The same holds.
             BrokenSegmentError: An earlier append has failed.
             MalformedError: Readers would refuse the record. Nothing was written.
@@ -136,7 +136,7 @@ class SegmentWriter:
             ) from self._failure
 
     def _break(self, error: BaseException, nbytes: int) -> None:
-        """Refuse further appends, and remove what the failed one has written: its caller was told that it failed."""
+        """Refuse further appends, and remove what the failed one has written: it was not acknowledged."""
         self._failure = error
         try:
             self._file.truncate(nbytes)

@@ -97,7 +97,7 @@ def draft_and_arrays():
 
 
 def segment_with(encoded):
-    front = encode_record_head(
+    head, front = encode_record_head(
         number=1,
         step=8,
         time_ns=2,
@@ -105,8 +105,9 @@ def segment_with(encoded):
         frames_nbytes=frames_nbytes([frame.header for frame in encoded.frames]),
         previous=NO_RECORD,
         structure=encoded.structure,
-    )[1]
-    return encode_segment(SEGMENT) + front + b"".join(part for frame in encoded.frames for part in frame.parts)
+    )
+    record = front + b"".join(part for frame in encoded.frames for part in frame.parts)
+    return encode_segment(SEGMENT) + record.ljust(head.nbytes, b"\0")
 
 
 def reader_of(content):
@@ -168,10 +169,11 @@ def test_a_damaged_frame_raises_when_its_blob_is_read():
     encoded = encoded_point()
     content = bytearray(segment_with(encoded))
     point, _ = point_of(bytes(content))
-    content[-frame_extent(encoded.frames[-1].header.stored_nbytes) + FRAME_HEADER_NBYTES] ^= 1
-    read = reader_of(bytes(content))
     # The last record of a segment is checked whole, so a reader of a record that is not the last one is made by hand.
     (placed,) = read_heads(reader_of(segment_with(encoded)), len(content), SEGMENT, limits=LIMITS)
+    frame_begin = placed.offset + placed.head.frames_end - frame_extent(encoded.frames[-1].header.stored_nbytes)
+    content[frame_begin + FRAME_HEADER_NBYTES] ^= 1
+    read = reader_of(bytes(content))
     blobs = BlobReader(read, placed, point.blobs, LIMITS)
     last = Span(len(point.blobs) - 1, 0, point.blobs[-1].nbytes)
     with pytest.raises(ChecksumError):

@@ -111,7 +111,8 @@ class Journal:
             previous=self.previous,
             structure=encoded.structure,
         )
-        self.content += front + b"".join(part for frame in encoded.frames for part in frame.parts)
+        record = front + b"".join(part for frame in encoded.frames for part in frame.parts)
+        self.content += record.ljust(head.nbytes, b"\0")
         self.previous, self.before = head.record_id, drafted.checksums
         self.expected[self.number] = bits(training.state)
 
