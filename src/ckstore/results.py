@@ -192,8 +192,8 @@ class Receipt:
 
     Attributes:
         step: The trainer's step.
-        seq: Commit number within the run.
-        checkpoint_id: BLAKE3-256 of the logical manifest, 64 hex digits.
+        seq: Commit number within the run; 0 for a point of a journal.
+        checkpoint_id: BLAKE3-256 of the logical manifest, 64 hex digits; empty for a point of a journal.
         bytes_state: Uncompressed bytes of all tensors; shared storage counts once.
         bytes_written: Bytes of the new packs, including headers and padding.
         chunks_new: Chunks written by this commit.
@@ -211,6 +211,7 @@ class Receipt:
             ``memory_nbytes_max``.
         bytes_bases_peak: Largest value of ``bytes_bases`` during the commit.
         bytes_bases_staged: Bytes in the arena that hold delta bases for the next commit.
+        point: Number of the record, if this is a point of a journal, else 0.
         seconds: Wall seconds per stage (stage, plan, write, flush, publish, verify), and ``total``.
         engine: Engine that wrote the packs: ``"uring"`` or ``"pwrite"``.
         warnings: Sentences for the user; empty if there is nothing to report.
@@ -237,9 +238,10 @@ class Receipt:
     bytes_bases: int = 0
     bytes_bases_peak: int = 0
     bytes_bases_staged: int = 0
+    point: int = 0
 
     def __repr__(self) -> str:
-        facts = [f"step {self.step}", f"seq {self.seq}"]
+        facts = [f"step {self.step}", f"point {self.point}" if self.point else f"seq {self.seq}"]
         written = f"{size(self.bytes_state)} stored as {size(self.bytes_written)}"
         facts += [f"{written} ({self.ratio:.3g}x)" if self.bytes_written else written]
         facts += [duration(self.seconds["total"])] if "total" in self.seconds else []

@@ -108,6 +108,7 @@ class Saver:
         job: bytes = b"",
         listener: int | None = None,
         stopped_seconds_max: float | None = None,
+        role: str = "commits",
     ) -> Saver:
         """Start a saver process. Return without waiting for it; tickets may be sent immediately.
 
@@ -123,12 +124,13 @@ class Saver:
             job: The job of many ranks; empty: there is none.
             listener: Rank 0 of such a job: the socket on which the saver accepts the others.
             stopped_seconds_max: Kill the saver when it has been stopped by a signal for so long; None: wait for it.
+            role: What it does: ``commits`` or ``journal``.
 
         Raises:
             SaverError: The process or its listening thread cannot be started.
         """
         try:
-            hello = protocol.hello_to(address, run, engine, nice, retention, store_id, job)
+            hello = protocol.hello_to(address, run, engine, nice, retention, store_id, job, role)
             process, channel, bell = launch(hello, arena.fd, listener)
         except OSError as error:
             raise SaverError(f"cannot start a saver process ({error})", todo="use commit instead") from error

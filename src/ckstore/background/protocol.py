@@ -46,7 +46,8 @@ class Hello(NamedTuple):
     ``address`` is bytes because a path need not be UTF-8. ``store_id`` (hexadecimal) is the store that the trainer has
     opened, in case another store has replaced it. ``trainer_started`` is the result of ``processes.process_started``.
     ``retention`` holds as JSON the rules by which checkpoints may be deleted when the disk is full. ``job`` is the job
-    of many ranks (``ranks/savers.py``); empty: there is none.
+    of many ranks (``ranks/savers.py``); empty: there is none. ``role`` is what the saver does: ``commits`` or
+    ``journal``.
     """
 
     address: bytes
@@ -59,6 +60,7 @@ class Hello(NamedTuple):
     retention: str = "{}"
     store_id: ShortText = ""
     job: bytes = b""
+    role: ShortText = "commits"
 
 
 class Begin(NamedTuple):
@@ -383,6 +385,7 @@ def hello_to(
     retention: Mapping[str, Any],
     store_id: str = "",
     job: bytes = b"",
+    role: str = "commits",
 ) -> Hello:
     """Return the first message of this process to a new saver."""
     return Hello(
@@ -396,6 +399,7 @@ def hello_to(
         retention=json.dumps(dict(retention)),
         store_id=store_id,
         job=job,
+        role=role,
     )
 
 

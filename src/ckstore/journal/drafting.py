@@ -89,6 +89,7 @@ def draft_point(
         steps=[_drafted_step(step, sources) for step in steps],
         optimizers=[facts_of(each, captured) for each in optimizers] if has_facts else None,
         factors=[np.float32(factor).tobytes() for factor in factors],
+        environment={},
     )
     return Drafted(draft, sources, rest)
 

@@ -16,7 +16,7 @@ from ckstore.errors import MalformedError
 from ckstore.format.journal import structure_of
 from ckstore.format.logical import tensor_of
 from ckstore.format.points import Gradient, OptimizerFacts, Point, PointStorage, Source, Step, encode_point
-from ckstore.format.records import Count, ShortText, TensorRow, decode_inner, encode_inner
+from ckstore.format.records import Count, RecordPlace, ShortText, TensorRow, decode_inner, encode_inner
 from ckstore.format.tree import decode_tree
 from ckstore.journal.blobs import BlobWriter, EncodedFrame
 from ckstore.journal.gradients import SeenGradient, store_gradient, word_type_of
@@ -87,6 +87,10 @@ class PointDraft(NamedTuple):
         steps: The steps since the point before.
         optimizers: The optimizers; None: those of the point before.
         factors: Factors that gradients may be multiplied by, as float32, little-endian: those that the trainer knows.
+        environment: Texts for people, for the header of a new segment.
+        begins_chain: Nothing before it belongs to it: the state of a keyframe, or of a process that has none.
+        begins_segment: It goes to a new segment of its chain.
+        continues: The record of another process that it continues.
     """
 
     metrics: dict[str, float]
@@ -96,6 +100,10 @@ class PointDraft(NamedTuple):
     steps: list[DraftStep]
     optimizers: list[DraftOptimizer] | None
     factors: list[bytes]
+    environment: dict[ShortText, ShortText]
+    begins_chain: bool = False
+    begins_segment: bool = False
+    continues: RecordPlace | None = None
 
     def encode(self) -> bytes:
         """Return the draft as bytes."""

@@ -92,6 +92,7 @@ def draft_and_arrays():
             DraftOptimizer("torch.optim.adamw.AdamW", encode_tree(GROUPS.children[0]), [[0]], [{"exp_avg": 0}])
         ],
         factors=[],
+        environment={},
     )
     return draft, arrays
 

@@ -24,6 +24,7 @@ import socket
 import threading
 from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckstore.background import protocol
 from ckstore.background.arena import Arena
@@ -38,6 +39,9 @@ from ckstore.processes import JOB_SIGNALS, proc_is_ours
 from ckstore.ranks import LINK_THREAD_NAME
 from ckstore.store.lease import HEARTBEAT_THREAD_NAME
 from ckstore.store.memory_budget import WRITE_BLOCKS, WRITE_BLOCKS_MIN
+
+if TYPE_CHECKING:
+    from ckstore.background.saver.journal import JournalCommitter
 
 _log = logging.getLogger("ckstore")
 
@@ -100,10 +104,16 @@ class Server:
         """Tickets that all ranks of a job have staged, and that the trainer does not know about."""
         self._ended: set[int] = set()
         """Tickets that have ended and whose slots are not free. Owned by the committing thread."""
-        self._committer = Committer(
-            hello, self.channel.send, self._on_lease, priority.thread_limit, listener, before_result=self.send_promises
-        )
+        self._committer = self._committer_for(hello, listener)
         self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
+
+    def _committer_for(self, hello: protocol.Hello, listener: socket.socket | None) -> Committer | JournalCommitter:
+        send, limit = self.channel.send, self._priority.thread_limit
+        if hello.role == "journal":
+            from ckstore.background.saver.journal import JournalCommitter
+
+            return JournalCommitter(hello, send, limit)
+        return Committer(hello, send, self._on_lease, limit, listener, before_result=self.send_promises)
 
     def run(self) -> int:
         """Serve until the end, in a process of its own with signal handling. Return the exit code."""
