@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -302,9 +302,12 @@ class InFlight:
 class BackgroundCommits:
     """The background commits of one store handle. One method at a time, except ``guard``, which any thread may call."""
 
-    def __init__(self, repository: Repository, door: SaverDoor | None = None) -> None:
+    def __init__(
+        self, repository: Repository, door: SaverDoor | None = None, *, role: Literal["commits", "journal"] = "commits"
+    ) -> None:
         self._repository = repository
         self._door = door
+        self._role: Literal["commits", "journal"] = role
         self._owner = os.getpid()
         self._area = StagingArea(repository.limits)
         self._heads = HeadWriter()
@@ -560,7 +563,7 @@ class BackgroundCommits:
         # The newest commit in flight is the parent; its seq is not known yet.
         writing = (each.ticket for each in self._in_flight.writing[::-1] if each.pending.error_or_none() is None)
         try:
-            if self._door is None or self._door.is_first:
+            if self._role == "commits" and (self._door is None or self._door.is_first):
                 commit.transfer_lease(self._repository.lease)
             commit.saver.begin(
                 commit.ticket,
@@ -671,7 +674,7 @@ class BackgroundCommits:
         engine: EngineName = "pwrite" if self._repository.engine_name == "pwrite" else "auto"
         place, run, arena, clock = backend.root, self._repository.run, self._area.arena, self._repository.clock
         self._nice = policy.saver_nice
-        if self._door is None:
+        if self._door is None and self._role == "commits":
             # In a job, rank 0's saver waits for it, so that the other ranks know why they wait. A store that does not
             # respond is reported by the commit.
             with contextlib.suppress(BackendError, CapacityError):
@@ -693,6 +696,7 @@ class BackgroundCommits:
                 job=b"" if self._door is None else self._door.job.encode(),
                 listener=None if self._door is None else self._door.listener,
                 stopped_seconds_max=None if self._door is None else self._door.stopped_seconds_max,
+                role=self._role,
             )
             # After it was assigned: a loss that is noted now is reported by one of both threads, or by both.
             for lost in list(self._lost.values()):

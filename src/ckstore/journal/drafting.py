@@ -90,6 +90,7 @@ def draft_point(
         optimizers=[facts_of(each, captured) for each in optimizers] if has_facts else None,
         factors=[np.float32(factor).tobytes() for factor in factors],
         environment={},
+        arrays=[],
     )
     return Drafted(draft, sources, rest)
 

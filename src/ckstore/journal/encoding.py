@@ -28,6 +28,14 @@ _FACTORS_MAX = 8
 """Factors of gradients that are remembered for the next point. Runs have one, or one for each optimizer."""
 
 
+class ArrayPlace(NamedTuple):
+    """Where the bytes of an array are: a staged storage, an offset and a length."""
+
+    storage: Count
+    offset: Count
+    nbytes: Count
+
+
 class DraftStorage(NamedTuple):
     """A storage of the state.
 
@@ -88,6 +96,7 @@ class PointDraft(NamedTuple):
         optimizers: The optimizers; None: those of the point before.
         factors: Factors that gradients may be multiplied by, as float32, little-endian: those that the trainer knows.
         environment: Texts for people, for the header of a new segment.
+        arrays: Where the bytes of each array are staged.
         begins_chain: Nothing before it belongs to it: the state of a keyframe, or of a process that has none.
         begins_segment: It goes to a new segment of its chain.
         continues: The record of another process that it continues.
@@ -101,6 +110,7 @@ class PointDraft(NamedTuple):
     optimizers: list[DraftOptimizer] | None
     factors: list[bytes]
     environment: dict[ShortText, ShortText]
+    arrays: list[ArrayPlace]
     begins_chain: bool = False
     begins_segment: bool = False
     continues: RecordPlace | None = None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import UsageError
 from ckstore.format.tree import DictNode, ListNode, Node, TupleNode
 from ckstore.state.values import encode_plain
@@ -35,6 +36,12 @@ class GradientReference(NamedTuple):
     versions: tuple[int, ...]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        tensor = self.tensor._values() if self.tensor.is_sparse else self.tensor
+        return int(tensor.nbytes)
+
+    @property
     def is_unchanged(self) -> bool:
         """Whether its bytes are still those of the step, as far as torch counts changes."""
         return _versions_of(self.tensor) == self.versions
@@ -47,11 +54,13 @@ class RecordedStep(NamedTuple):
         optimizer: Index of the optimizer, in the order in which they were attached.
         groups: Hyper-parameters: a list of one mapping for each group.
         gradients: The gradients, in the order of the parameters.
+        seconds: Wall seconds that the step took.
     """
 
     optimizer: int
     groups: Node
     gradients: tuple[GradientReference, ...]
+    seconds: float = 0.0
 
 
 class StepRecorder:
@@ -155,7 +164,7 @@ class StepRecorder:
         elif gradients is None:
             self._note("a gradient is neither dense nor in COO form, or is complex")
         else:
-            self._running[index] = RecordedStep(index, groups, gradients)
+            self._running[index] = RecordedStep(index, groups, gradients, SYSTEM_CLOCK.monotonic())
 
     def _after(self, index: int, optimizer: Any) -> None:
         step = self._running.pop(index, None)
@@ -169,7 +178,7 @@ class StepRecorder:
             if not is_same:
                 self._note("a gradient was replaced or changed inside the step")
                 return
-        self._steps.append(step)
+        self._steps.append(step._replace(seconds=SYSTEM_CLOCK.monotonic() - step.seconds))
         self._owned[index] = _memory_of(optimizer)
 
     def _check_untouched(self, index: int, optimizer: Any) -> None:

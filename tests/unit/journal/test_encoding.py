@@ -93,6 +93,7 @@ def draft_and_arrays():
         ],
         factors=[],
         environment={},
+        arrays=[],
     )
     return draft, arrays
 

@@ -20,6 +20,7 @@ from ckstore.concurrency import ThreadLimit
 from ckstore.config import EngineName
 from ckstore.errors import CkstoreError, SaverError
 from ckstore.io.url import backend_for
+from ckstore.format.records import RecordPlace
 from ckstore.journal.encoding import PointDraft, PointEncoder
 from ckstore.results import Receipt, Stopwatch
 from ckstore.store.journals import Journals
@@ -55,6 +56,8 @@ class JournalCommitter:
         self._repository: Repository | None = None
         self._journals: Journals | None = None
         self._writer: SegmentWriter | None = None
+        self._last: RecordPlace | None = None
+        """The last record that this process has appended."""
         self._encoder: PointEncoder | None = None
         self.exit_code = 0
         """Exit code for the last error, for a saver whose trainer is dead."""
@@ -76,8 +79,7 @@ class JournalCommitter:
 
     def close(self) -> None:
         """Release the segment and close the store."""
-        if self._writer is not None:
-            self._writer.close()
+        self._close_writer()
         if self._repository is not None:
             self._repository.close()
 
@@ -100,6 +102,10 @@ class JournalCommitter:
             self._report(ticket, error)
 
     def _end_chain(self) -> None:
+        self._close_writer()
+        self._last = None
+
+    def _close_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -123,7 +129,10 @@ class JournalCommitter:
             ticket.wait_whole()
         head, limits = ticket.head, self._repository.limits
         draft = PointDraft.decode(head.share)
-        arrays = [np.frombuffer(storage.read(0, storage.nbytes), np.uint8) for storage in ticket.storages]
+        arrays = [
+            np.frombuffer(ticket.storages[place.storage].read(place.offset, place.offset + place.nbytes), np.uint8)
+            for place in draft.arrays
+        ]
         if self._encoder is None or draft.begins_chain:
             self._encoder = PointEncoder(limits, head.policy.compression)
         with watch("write"):
@@ -138,6 +147,7 @@ class JournalCommitter:
                 structure=encoded.structure,
                 frames=[part for frame in encoded.frames for part in frame.parts],
             )
+        self._last = writer.last
         return Receipt(
             step=head.step,
             seq=0,
@@ -160,21 +170,19 @@ class JournalCommitter:
             SaverError: An earlier point of its chain was not stored.
         """
         assert self._journals is not None, "it is open"
-        writer = self._writer
-        if writer is None and not (draft.begins_chain or draft.continues is not None):
-            raise SaverError(
-                "an earlier point of the journal was not stored, so this one could not be restored",
-                todo="commit again: the next commit stores the whole state",
-            )
-        if draft.begins_chain or draft.continues is not None or draft.begins_segment:
-            previous, is_durable = draft.continues, False
-            if writer is not None and not (draft.begins_chain or draft.continues):
-                previous, is_durable = writer.last, True
-            self._end_chain()
-            writer = self._journals.open_writer(previous=previous, is_durable=is_durable, environment=draft.environment)
-            self._writer = writer
-        assert writer is not None, "the first point of a journal begins a chain or continues one"
-        return writer
+        if not draft.begins_chain and draft.continues is None:
+            if self._last is None:
+                raise SaverError(
+                    "an earlier point of the journal was not stored, so this one could not be restored",
+                    todo="commit again: the next commit stores the whole state",
+                )
+            if self._writer is not None and not draft.begins_segment:
+                return self._writer
+        is_own = not draft.begins_chain and draft.continues is None
+        previous = self._last if is_own else draft.continues
+        self._close_writer()
+        self._writer = self._journals.open_writer(previous=previous, is_durable=is_own, environment=draft.environment)
+        return self._writer
 
     # What a journal does not need of a committer
 
@@ -189,8 +197,8 @@ class JournalCommitter:
         """There is no lease."""
 
     def release(self) -> None:
-        """There is no lease. The segment ends: another process may continue it from now on."""
-        self._end_chain()
+        """There is no lease. The segment ends, so that another process may continue it."""
+        self._close_writer()
 
     def release_retained(self) -> None:
         """Nothing is retained."""

@@ -1,0 +1,221 @@
+"""The trainer's side of a journal: one object per ``Store`` that has one.
+
+Each commit becomes a *point* if the noted steps explain what has changed since the commit before, else a *keyframe*: an
+ordinary commit, which has a record in the journal, too. A point's gradients and rest are staged like the state of a
+commit, for a saver process of the journal's own: a point need not wait while a keyframe is being written.
+
+Invariants:
+- Every commit since the first is a record, in the order of the calls. After a record that was not stored, the next one
+  begins a chain, with a keyframe.
+- All methods are called under the lock of the ``Store``; callbacks of pending points only set flags.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckstore.background.commits import AsyncRequest, BackgroundCommits
+from ckstore.background.pending import Pending
+from ckstore.config import MIB, Policy
+from ckstore.format.records import RecordPlace
+from ckstore.format.tree import ListNode, TensorNode
+from ckstore.journal.drafting import Drafted, draft_point
+from ckstore.journal.encoding import ArrayPlace
+from ckstore.journal.recorder import RecordedStep, StepRecorder
+from ckstore.state.capture import Captured, loaded_adapters
+from ckstore.state.capture_cache import CaptureCache
+from ckstore.store.repository import Repository
+
+_DECODE_NBYTES_PER_SECOND = 1e9
+"""Reading and decoding gradients: a low estimate, so that replay stays within its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalOptions:
+    """What ``Store.journal`` was called with; see there."""
+
+    keyframe_every: int | None
+    replay_seconds: float
+    rest_nbytes_max: int = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRecord:
+    """A record that is about to be stored.
+
+    Args:
+        drafted: Its draft, and what the draft needs.
+        reason: Why this commit must store the whole state; None: it is a point.
+    """
+
+    drafted: Drafted
+    reason: str | None
+
+
+class JournalSide:
+    """The journal of one handle.
+
+    Args:
+        owner: The ``Store``. When it is garbage collected, staged points are left to the saver.
+        repository: The store and its run.
+        options: When to store keyframes.
+    """
+
+    def __init__(self, owner: object, repository: Repository, options: JournalOptions) -> None:
+        self._owner = weakref.ref(owner)
+        self._repository = repository
+        self._options = options
+        self._commits: BackgroundCommits | None = None
+        self._cache, self._sources = CaptureCache(), CaptureCache()
+        self._before: dict[str, int] = {}
+        self._points = 0
+        self._replay_seconds = 0.0
+        self._due: str | None = "it is the first one"
+        self._continues: RecordPlace | None = None
+        self._begins_segment = False
+        self.recorder = StepRecorder()
+
+    def plan(self, state: Any, *, metrics: Mapping[str, float], tags: bool, thread_count: int) -> PlannedRecord:
+        """Take the noted steps, and decide what this commit becomes. The state must not change until ``submit``.
+
+        Args:
+            state: The state that is committed.
+            metrics: Numbers to find the point by.
+            tags: Whether the commit has tags. It is then a keyframe, which later versions of the state do not need.
+            thread_count: Threads that compute checksums.
+
+        Raises:
+            UsageError: The state lacks tensors of an optimizer, or an optimizer is gone.
+        """
+        captured = self._cache.capture(state, loaded_adapters())
+        steps, problem = self.recorder.take()
+        begins_chain = self._continues is None and (problem is not None or self._due is not None)
+        reason = problem or self._due or ("it has tags" if tags else None) or self._due_reason()
+        drafted = draft_point(
+            captured,
+            () if begins_chain else steps,
+            self.recorder.optimizers,
+            before={} if begins_chain or self._continues is not None else self._before,
+            metrics=metrics,
+            has_facts=reason is not None or self._points == 0,
+            factors=[],
+            thread_count=thread_count,
+        )
+        rest_nbytes = sum(row.nbytes for row in drafted.draft.storages if row.source == "blob")
+        if reason is None and rest_nbytes > self._options.rest_nbytes_max:
+            reason = f"{rest_nbytes} bytes outside of the optimizers have changed"
+        self._note_cost(steps)
+        draft = drafted.draft._replace(
+            begins_chain=begins_chain, continues=self._continues, begins_segment=self._begins_segment
+        )
+        return PlannedRecord(drafted._replace(draft=draft), reason)
+
+    def _due_reason(self) -> str | None:
+        every = self._options.keyframe_every
+        if every is not None and self._points + 1 >= every:
+            return f"{every} commits were points"
+        if self._replay_seconds > self._options.replay_seconds:
+            return f"replay would take longer than {self._options.replay_seconds:g} s"
+        return None
+
+    def _note_cost(self, steps: tuple[RecordedStep, ...]) -> None:
+        for step in steps:
+            nbytes = sum(each.nbytes for each in step.gradients)
+            self._replay_seconds += step.seconds + nbytes / _DECODE_NBYTES_PER_SECOND
+
+    def submit(self, record: PlannedRecord, step: int, policy: Policy) -> Pending:
+        """Stage a record, and have the journal's saver append it.
+
+        Raises:
+            CapacityError: There is no memory to stage it.
+            SaverError: No saver can be started.
+        """
+        sources = self._sources.capture(list(record.drafted.sources), loaded_adapters())
+        draft = record.drafted.draft._replace(arrays=_places_of(record.drafted.sources, sources))
+        request = AsyncRequest(
+            captured=sources,
+            step=step,
+            metrics={},
+            tags=(),
+            policy=replace(policy, on_busy="wait", base_cache="none"),
+            guarded=(),
+            share=draft.encode(),
+        )
+        try:
+            pending = self._started().submit(request)
+        except BaseException:
+            self.begin_again("the commit before was not stored")
+            raise
+        self._before = record.drafted.checksums
+        self._continues, self._begins_segment, self._due = None, False, None
+        if record.reason is None:
+            self._points += 1
+        else:
+            self._points, self._replay_seconds = 0, 0.0
+        itself = weakref.ref(self)
+        pending.when_done(lambda done: _note_failure(itself, done))
+        return pending
+
+    def begin_again(self, reason: str) -> None:
+        """Have the next commit begin a chain, with a keyframe."""
+        self._due, self._continues = reason, None
+
+    def note_keyframe(self, pending: Pending) -> None:
+        """Go on in a new segment when a keyframe is durable, and repeat one that failed."""
+        itself = weakref.ref(self)
+
+        def note(done: Pending) -> None:
+            side = itself()
+            if side is not None and done.error_or_none() is None:
+                side._begins_segment = True
+            elif side is not None:
+                side._replay_seconds = float("inf")
+
+        pending.when_done(note)
+
+    def continue_from(self, place: RecordPlace | None) -> None:
+        """Continue a record that this process has restored; None: the next commit is a keyframe."""
+        self.recorder.take()
+        self._continues = place
+        self._due = None if place is not None else "another checkpoint was restored"
+
+    def wait(self) -> None:
+        """Wait until every record has been stored or has failed."""
+        if self._commits is not None:
+            self._commits.wait_all()
+
+    def release(self) -> None:
+        """Wait for all records, and have the saver leave its segment."""
+        if self._commits is not None:
+            self._commits.release()
+            self._begins_segment = True
+
+    def close(self) -> None:
+        """Wait for all records, end the saver, and remove all hooks."""
+        if self._commits is not None:
+            self._commits.close()
+        self.recorder.release()
+
+    def _started(self) -> BackgroundCommits:
+        if self._commits is None:
+            self._commits = BackgroundCommits(self._repository, role="journal")
+            owner = self._owner()
+            assert owner is not None, "a method of the owner is running"
+            weakref.finalize(owner, self._commits.abandon).atexit = False
+        return self._commits
+
+
+def _note_failure(itself: weakref.ref[JournalSide], done: Pending) -> None:
+    side = itself()
+    if side is not None and done.error_or_none() is not None:
+        side.begin_again("the commit before was not stored")
+
+
+def _places_of(sources: list[Any], captured: Captured) -> list[ArrayPlace]:
+    """Return where the bytes of each source are in the storages of the captured list. Gradients may share memory."""
+    assert isinstance(captured.tree, ListNode), "a list was captured"
+    specs = [captured.tensors[node.tensor] for node in captured.tree.children if isinstance(node, TensorNode)]
+    return [ArrayPlace(spec.storage, spec.offset, source.nbytes) for spec, source in zip(specs, sources, strict=True)]
