@@ -19,8 +19,8 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.concurrency import ThreadLimit
 from ckstore.config import EngineName
 from ckstore.errors import CkstoreError, SaverError
-from ckstore.io.url import backend_for
 from ckstore.format.records import RecordPlace
+from ckstore.io.url import backend_for
 from ckstore.journal.encoding import PointDraft, PointEncoder
 from ckstore.results import Receipt, Stopwatch
 from ckstore.store.journals import Journals
