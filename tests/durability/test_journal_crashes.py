@@ -63,7 +63,7 @@ class Run:
         for name in journal.segments:
             found = [record.head.step for record in journal.records(name).records]
             assert found == self.appended.get(name, [])[: len(found)], f"{name.file}: {found}"
-            file = journal._open_segment(name)
+            file = journal.open_segment(name)
             for record in journal.records(name).records:
                 check_record(file.read_at, record.placed)
         for place in acknowledged:

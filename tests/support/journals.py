@@ -68,7 +68,7 @@ def halves(content):
 
 def steps_of(journal, name):
     """Return the steps of a segment's whole records, each checked byte by byte."""
-    file = journal._open_segment(name)
+    file = journal.open_segment(name)
     found = []
     for record in journal.records(name).records:
         check_record(file.read_at, record.placed)

@@ -120,7 +120,7 @@ class Journal:
     Args:
         segments: Their headers, by name.
         problems: Segments that cannot be used, and why. Damage that is found later is added.
-        open_segment: Opens a segment for reading; FileNotFoundError if it was removed meanwhile.
+        open_segment: Opens a segment for reading, also for callers; FileNotFoundError if it was removed meanwhile.
         limits: Limits of the store.
     """
 
@@ -134,7 +134,7 @@ class Journal:
     ) -> None:
         self.segments = dict(sorted(segments.items()))
         self.problems = dict(problems)
-        self._open_segment = open_segment
+        self.open_segment = open_segment
         self._limits = limits
         self._by_token = {name.token: name for name in self.segments}
         self._records: dict[SegmentName, SegmentRecords] = {}
@@ -147,7 +147,7 @@ class Journal:
         """
         if name not in self._records:
             try:
-                file = self._open_segment(name)
+                file = self.open_segment(name)
             except FileNotFoundError:
                 self._records[name] = SegmentRecords((), 0, 0)
                 return self._records[name]
@@ -258,7 +258,7 @@ class Journal:
         """
         if entry.is_rewound:
             return None
-        by_step = _by_step(each for each in entries if each.seq < entry.seq and not each.is_rewound)
+        by_step = _by_step(each for each in entries if each.seq < entry.seq)
         own, others = None, set[int]()
         for record in self.backwards(tip):
             older = by_step.get(record.head.step, ())

@@ -23,12 +23,14 @@ from ckstore.errors import (
     UnsupportedError,
 )
 from ckstore.format import paths
-from ckstore.format.journal import SEGMENT_HEADER_NBYTES, Segment, decode_segment, encode_segment
+from ckstore.format.journal import SEGMENT_HEADER_NBYTES, Segment, decode_segment, encode_segment, structure_of
+from ckstore.format.logical import encoded_tensors
 from ckstore.format.paths import SegmentName
 from ckstore.format.records import RecordPlace, SegmentRecord
+from ckstore.format.tree import encode_tree
 from ckstore.hashing import new_token
 from ckstore.io.backend import Appending, Distant, map_concurrent
-from ckstore.store.journal_chain import Journal
+from ckstore.store.journal_chain import Entry, Journal, StructureOf
 from ckstore.store.manifests import Manifests
 from ckstore.store.segment_writer import SegmentWriter
 from ckstore.store.small_files import make_durable_folder
@@ -37,6 +39,33 @@ from ckstore.store.store_config import require_same_store
 _log = logging.getLogger("ckstore")
 
 _POLL_SECONDS = 0.05
+_LISTINGS_MAX = 5
+
+
+def structures_of(manifests: Manifests) -> StructureOf:
+    """Return a function that reads the structure of a checkpoint of this run from its manifest.
+
+    It returns None for a checkpoint that was dropped, or whose manifest is damaged. It raises BackendError if the
+    manifest cannot be read.
+    """
+
+    def read(entry: Entry) -> bytes | None:
+        # A replacement may move the listed generation away before it is read.
+        for _ in range(_LISTINGS_MAX):
+            name = next((name for name in manifests.listing().names if name.seq == entry.seq), None)
+            if name is None:
+                return None
+            try:
+                manifest = manifests.load(name)
+                return structure_of(encode_tree(manifest.tree), encoded_tensors(manifest.tensors))
+            except FileNotFoundError:
+                continue
+            except (CorruptError, UnsupportedError) as error:
+                _log.warning("seq %d (step %d) is no keyframe: %s", entry.seq, entry.step, error)
+                return None
+        return None
+
+    return read
 
 
 class Journals:
@@ -167,8 +196,10 @@ class Journals:
             self._require_same_store()
         except BaseException:
             file.close()
-            with contextlib.suppress(CkstoreError, OSError):
-                backend.unlink(draft)
+            # Nobody else has these names, because tokens are random.
+            for leftover in (draft, name.path):
+                with contextlib.suppress(CkstoreError, OSError):
+                    backend.unlink(leftover)
             raise
         where = backend.location_of(name.path)
         return SegmentWriter(file, name, segment, limits=self._manifests.limits, where=where)

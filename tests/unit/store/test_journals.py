@@ -8,7 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import (
     BackendError,
     ChecksumError,
@@ -16,11 +19,17 @@ from ckstore.errors import (
     MalformedError,
     UnsupportedError,
 )
-from ckstore.format.journal import SEGMENT_HEADER_NBYTES, Segment, encode_segment
+from ckstore.format.journal import SEGMENT_HEADER_NBYTES, Segment, encode_segment, structure_of
+from ckstore.format.logical import row_of
 from ckstore.format.paths import SegmentName
-from ckstore.format.records import RecordPlace, SegmentRecord, with_changes
+from ckstore.format.records import RecordPlace, SegmentRecord, encode_inner, with_changes
+from ckstore.format.tree import encode_tree
 from ckstore.format.wire import sealed
 from ckstore.io.local import LocalBackend
+from ckstore.state.capture import capture, loaded_adapters
+from ckstore.store.journal_chain import entry_of
+from ckstore.store.journals import structures_of
+from ckstore.store.refs import headers_newest_first
 from support.faults import Fault, FaultyBackend
 from support.journals import FOLDER, append, chain_of, journals_on, make_store, steps_of, write
 from support.simfs import SimFS
@@ -287,6 +296,44 @@ def test_impossible_chain_of_segments_ends(journals, backend, manifests):
         put_segment(backend, SegmentName("main", 5, token), encode_segment(Segment(manifests.store_id, token, facts)))
     journal = journals.read()
     assert [journal.tip(name) for name in journal.segments] == [None, None]
+
+
+# Checkpoints
+
+
+@pytest.fixture
+def committed(backend):
+    """A run in which a state was committed by the trainer and by its saver; its manifests, and the captured state."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    model(torch.randn(8, 6)).square().mean().backward()
+    optimizer.step()
+    tied = [model[0].weight, model[0].weight[1:]]
+    state = {"model": model, "optimizer": optimizer, "random": torch.get_rng_state(), "tied": tied, "step": 7}
+    with ckstore.open(backend) as store:
+        store.commit(state, 7)
+        store.commit_async(state, 8)
+        store.wait()
+        yield repository_of(store).manifests, capture(state, loaded_adapters())
+
+
+def test_checkpoint_has_the_structure_of_its_state(committed):
+    manifests, captured = committed
+    rows = [row_of(tensor) for tensor in captured.tensors]
+    wanted = structure_of(encode_tree(captured.tree), encode_inner(rows))
+    headers = headers_newest_first(manifests)
+    assert [header.step for header in headers] == [8, 7]
+    assert [structures_of(manifests)(entry_of(header)) for header in headers] == [wanted, wanted]
+
+
+def test_damaged_or_dropped_checkpoint_has_no_structure(committed, backend, caplog):
+    manifests, _ = committed
+    newest, older = (entry_of(header) for header in headers_newest_first(manifests))
+    damage(backend, manifests.listing().names[-1], 600)
+    backend.unlink(manifests.listing().names[0].path)
+    assert structures_of(manifests)(newest) is None
+    assert "is no keyframe" in caplog.text
+    assert structures_of(manifests)(older) is None
 
 
 # Waiting

@@ -20,6 +20,7 @@ from ckstore.format import paths
 from ckstore.io import local_append
 from ckstore.io.local import LocalBackend
 from ckstore.io.memory import MemoryBackend
+from ckstore.ops.inspect.doctor import diagnose_store
 from ckstore.store.segment_writer import BrokenSegmentError
 from support.faults import Fault, FaultyBackend
 from support.journals import FOLDER, append, journals_on, make_store, put_entry, steps_of, write
@@ -118,7 +119,7 @@ def test_closed_writer_refuses_records(journals):
 
 
 def test_body_that_readers_would_refuse_is_not_written(journals, manifests):
-    journals._manifests.limits = replace(manifests.limits, manifest_nbytes_max=100)
+    manifests.limits = replace(manifests.limits, manifest_nbytes_max=100)
     writer = journals.open_writer(previous=None)
     with pytest.raises(MalformedError, match="out of range"):
         append(writer, 1, body=os.urandom(101))
@@ -167,6 +168,13 @@ def test_forked_child_neither_writes_nor_keeps_the_lock(journals, backend):
         os.close(fd)
     # The child's failed append cuts nothing off: it has no descriptor.
     assert steps_of(journals.read(), writer.name) == [1, 3]
+
+
+def test_folder_of_journals_is_part_of_a_store(journals, backend):
+    write(journals, [1])
+    backend.make_folder("elsewhere")
+    findings = {each.topic: each.found for each in diagnose_store(backend.root)}
+    assert findings["foreign files"] == "elsewhere"
 
 
 def test_descriptor_is_not_passed_to_programs(journals, monkeypatch):
@@ -274,13 +282,15 @@ def test_interrupted_append_breaks_the_writer(journals, monkeypatch):
     assert steps_of(journals.read(), writer.name) == [1]
 
 
-@pytest.mark.parametrize("site", ["create_append_file", "rename_new", "sync_folder"])
-def test_segment_that_cannot_be_made_leaves_the_journal_as_it_was(manifests, backend, site):
+@pytest.mark.parametrize(
+    ("site", "at"), [("create_append_file", 1), ("rename_new", 1), ("sync_folder", 1), ("sync_folder", 3)]
+)
+def test_segment_that_cannot_be_made_leaves_the_journal_as_it_was(manifests, backend, site, at):
     name, _ = write(journals_on(manifests), [1])
-    faulty = FaultyBackend(backend, Fault(1, errno.ENOSPC, sites=frozenset({site}), for_ever=True))
+    faulty = FaultyBackend(backend, Fault(at, errno.ENOSPC, sites=frozenset({site}), for_ever=True))
     with pytest.raises(CapacityError):
         journals_on(manifests, faulty).open_writer(previous=None)
     assert backend.list_names("tmp") == []
     journals = journals_on(manifests)
+    assert journals.names() == [name]
     assert steps_of(journals.read(), name) == [1]
-    assert not any(backend.is_locked(each.path) for each in journals.names())
