@@ -59,6 +59,7 @@ from ckstore.store.reserve import with_reserve
 from ckstore.store.store_config import create_store, read_store_record
 
 if TYPE_CHECKING:
+    from ckstore.background.journal import JournalSide
     from ckstore.background.pending import Pending
     from ckstore.background.trainer import TrainerSide
     from ckstore.commit.commit import Committed, Fingerprint
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
     from ckstore.format.manifest import Manifest
     from ckstore.format.records import StoreRecord
     from ckstore.interval import Advice
+    from ckstore.journal.history import RestoredPoint
+    from ckstore.journal.restoring import ReplayCheck
     from ckstore.ops.demote import DemoteReport
     from ckstore.ops.gc.run import GcReport
     from ckstore.ops.inspect.contents import Contents
@@ -218,6 +221,7 @@ class Store:
         # Background commits; made by the first of them.
         self._background: TrainerSide | None = None
         self._published: int | None = None
+        self._journal: JournalSide | None = None
         # What reacts to commits.
         self._costs = Costs(repository.clock)
         self._after_commit: list[AfterCommits] = []
@@ -276,8 +280,11 @@ class Store:
         with self._lock:
             self._check_open()
             self._reclaim_lease()
+            record = self._journal and self._journal.plan_keyframe(state, metrics=checked_metrics)
             with self._costs.trying():
                 committed = self._committed(state, number, checked_metrics, policy or self._policy)
+            if self._journal is not None and record:
+                self._journal.submit(record, number, policy or self._policy)
             receipt = committed.receipt
             self._continue_from(receipt.seq, committed.fingerprint)
             if self._is_first_rank:
@@ -326,6 +333,11 @@ class Store:
             started = self._repository.clock.monotonic()
             background = self._trainer_side()
             pending = None
+            if self._journal is not None:
+                record = self._journal.plan(state, metrics=checked_metrics, has_tags=bool(checked_tags))
+                point = self._journal.submit(record, number, policy or self._policy)
+                if record.reason is None:
+                    return point
             request = background.prepare(
                 state, number, metrics=checked_metrics, tags=checked_tags, policy=policy or self._policy
             )
@@ -333,6 +345,8 @@ class Store:
                 with self._costs.trying():
                     pending = background.submit(request, started)
                 self._costs.watch(pending)
+                if self._journal is not None:
+                    self._journal.note_keyframe(pending)
                 self._note_durable(background)
                 return pending
             except BaseException as error:
@@ -358,6 +372,35 @@ class Store:
         with self._lock:
             self._check_open()
             self._trainer_side().prewarm(state, policy or self._policy)
+
+    def journal(self, *optimizers: Any, keyframe_every: int | None = None, replay_seconds: float = 30.0) -> None:
+        """Store each commit in the background as what its optimizer steps have seen, where that explains the change.
+
+        From then on a trainer may call ``commit_async`` after every step. A commit becomes a *point*: gradients,
+        hyper-parameters, and the rest of the state. It is restored by replaying steps after the newest whole checkpoint
+        before it (its *keyframe*), and compared with checksums. A commit stores the whole state if it is the first one,
+        if it has tags, if replay would take too long, or if something else has changed what the optimizers own.
+
+        Call it before ``restore``: then these optimizers are called to replay. Calls add optimizers, in the same order
+        in each process of the run.
+
+        Args:
+            optimizers: Optimizers of torch, whose parameters and state are in each committed state.
+            keyframe_every: Store the whole state after this many commits at the latest. None: as ``replay_seconds`` says.
+            replay_seconds: Store the whole state before a replay would take longer than this, as far as one can tell.
+
+        Raises:
+            UsageError: An optimizer has no hooks, or is in the journal already.
+        """
+        from ckstore.background.journal import JournalOptions, JournalSide
+
+        with self._lock:
+            self._check_open()
+            if self._journal is None:
+                options = JournalOptions(keyframe_every, replay_seconds)
+                self._journal = JournalSide(self, self._repository, options)
+            for optimizer in optimizers:
+                self._journal.recorder.attach(optimizer)
 
     def attach(self, optimizer: Any) -> None:
         """Copy what an optimizer owns while training continues; the optimizer's next step waits for the copy.
@@ -526,6 +569,7 @@ class Store:
     def restore(
         self, ref: Reference | None = None, *, into: Any = None, only: str | Sequence[str] | None = None,
         device: Any = None, exact: bool = False, fallback: bool = False, on_progress: Progress | None = None,
+        replay_check: Literal["each", "last"] = "each", after_step: Callable[[int], object] | None = None,
     ) -> Any:  # fmt: skip
         """Return a state as it was committed, or raise. Bit for bit, unless the checkpoint was stored with a loss.
 
@@ -542,9 +586,12 @@ class Store:
             fallback: If the newest checkpoint is damaged, restore the newest readable one, with a warning. Not with
                 ``ref``, except ``"latest"``. ``restored`` shows which it was.
             on_progress: Called with bytes restored and bytes in total, from any thread.
+            replay_check: For a point of a journal: compare checksums after each replayed step, or after the last.
+            after_step: For a point of a journal: called with each step that was replayed, for what the loop updates.
 
         Raises:
             NotFoundError: There is no such checkpoint, or nothing matches ``only``.
+            ReplayError: The point at this step was replayed, and got other bytes than the run had.
             CorruptError: Stored bytes are damaged. Names pack, offset, tensor, and the newest other checkpoint that can
                 be read (``whole_step``, ``whole_seq``). ``into`` may be partly overwritten.
             UsageError: ``into`` does not fit; nothing was written. Or ``load_state_dict`` of the object at ``path``
@@ -561,7 +608,12 @@ class Store:
             self._wait_for_background()
             place = None if self._job is None else self._job.place
             request = RestoreRequest(into, only, device, exact, on_progress, place)
+            point = self._restored_point(ref, request, replay_check, after_step)
+            if point is not None:
+                return point.state
             restored = self._restore(ref, request, fallback=fallback)
+            if self._journal is not None:
+                self._journal.continue_from(None)
             self._restored = self._info(header := restored.manifest.header, warnings=restored.warnings)
             if only is None:
                 self._use_as_base(restored.manifest)
@@ -1472,9 +1524,11 @@ class Store:
         """
         with self._lock:
             background, self._background = self._background, None
+            journal, self._journal = self._journal, None
             try:
-                if background is not None:
-                    background.close()
+                for part in (journal, background):
+                    if part is not None:
+                        part.close()
             finally:
                 self._note_durable(background)
                 # It may be as large as the state, and on a device.
@@ -1588,6 +1642,33 @@ class Store:
         # So neither wait before staging nor skip. Ranks wait, because each could replace another commit.
         return dataclasses.replace(policy or self._policy, on_busy="replace" if self._job is None else "wait")
 
+    def _restored_point(
+        self,
+        ref: Reference | None,
+        request: RestoreRequest,
+        check: ReplayCheck,
+        after_step: Callable[[int], object] | None,
+    ) -> RestoredPoint | None:
+        """Restore a point of the journal; None: the reference names a checkpoint."""
+        from ckstore.journal.history import ReplayRequest, restore_newest_or_step
+
+        if self._job is not None or request.only is not None:
+            return None
+        journal = self._journal
+        if journal is not None:
+            journal.release()
+        optimizers = None if journal is None else journal.recorder.optimizers
+        replay = ReplayRequest(optimizers, check, after_step)
+        with contextlib.nullcontext() if journal is None else journal.recorder.paused():
+            point = restore_newest_or_step(self._repository, self._policy, ref, request, replay)
+        if point is not None:
+            self._restored = self._info(point.keyframe.header, warnings=point.warnings)
+            self._use_as_base(point.keyframe)
+            self._continue_from(point.keyframe.header.seq, None)
+            if journal is not None:
+                journal.continue_from(point.place)
+        return point
+
     def _restore(self, ref: Reference | None, request: RestoreRequest, *, fallback: bool) -> Restored:
         """Restore a checkpoint; if it is damaged, raise an error that names another one, or restore that one."""
         from ckstore.restore.restore import restore_reference
@@ -1639,6 +1720,8 @@ class Store:
 
     def _wait_for_background(self) -> None:
         """Wait for background commits, for methods that depend on which checkpoint is newest."""
+        if self._journal is not None:
+            self._journal.wait()
         if self._background is not None:
             self._background.wait()
             self._apply_results(self._background)

@@ -245,6 +245,18 @@ class RankError(CkstoreError):
     exit_code = 18
 
 
+class ReplayError(CkstoreError):
+    """Replayed steps have given other bytes than the run had. Restore on a machine like that of the run.
+
+    Attributes:
+        number: Number of the record whose state differs.
+        path: Path of the first tensor that differs.
+    """
+
+    code = "replay"
+    exit_code = 19
+
+
 class UsageError(CkstoreError, ValueError):
     """The call was wrong. Fix the call."""
 

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -78,14 +79,17 @@ class JournalSide:
         self._begins_segment = False
         self.recorder = StepRecorder()
 
-    def plan(self, state: Any, *, metrics: Mapping[str, float], tags: bool, thread_count: int) -> PlannedRecord:
+    def plan_keyframe(self, state: Any, *, metrics: Mapping[str, float]) -> PlannedRecord:
+        """Plan the record of a commit that stores the whole state in any case."""
+        return self.plan(state, metrics=metrics, has_tags=True)
+
+    def plan(self, state: Any, *, metrics: Mapping[str, float], has_tags: bool) -> PlannedRecord:
         """Take the noted steps, and decide what this commit becomes. The state must not change until ``submit``.
 
         Args:
             state: The state that is committed.
             metrics: Numbers to find the point by.
-            tags: Whether the commit has tags. It is then a keyframe, which later versions of the state do not need.
-            thread_count: Threads that compute checksums.
+            has_tags: Whether the commit has tags. It then stores the whole state, which needs no replay.
 
         Raises:
             UsageError: The state lacks tensors of an optimizer, or an optimizer is gone.
@@ -93,7 +97,7 @@ class JournalSide:
         captured = self._cache.capture(state, loaded_adapters())
         steps, problem = self.recorder.take()
         begins_chain = self._continues is None and (problem is not None or self._due is not None)
-        reason = problem or self._due or ("it has tags" if tags else None) or self._due_reason()
+        reason = problem or self._due or ("it has tags" if has_tags else None) or self._due_reason()
         drafted = draft_point(
             captured,
             () if begins_chain else steps,
@@ -102,7 +106,7 @@ class JournalSide:
             metrics=metrics,
             has_facts=reason is not None or self._points == 0,
             factors=[],
-            thread_count=thread_count,
+            thread_count=len(os.sched_getaffinity(0)),
         )
         rest_nbytes = sum(row.nbytes for row in drafted.draft.storages if row.source == "blob")
         if reason is None and rest_nbytes > self._options.rest_nbytes_max:

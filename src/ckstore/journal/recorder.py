@@ -9,7 +9,8 @@ What the recorder cannot explain, it says: then the next commit stores the whole
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -119,6 +120,15 @@ class StepRecorder:
 
         self._handles.append(optimizer.register_step_pre_hook(before_step))
         self._handles.append(optimizer.register_step_post_hook(after_step))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not note the steps that are replayed."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
     def release(self) -> None:
         """Remove all hooks."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from ckstore.errors import CkstoreError, CorruptError, NotFoundError
+from ckstore.errors import CkstoreError, NotFoundError, ReplayError
 from ckstore.format.points import Point
 from ckstore.format.tensors import StorageSpec
 from ckstore.format.tree import TensorNode, leaves_of, place_of
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 ReplayCheck = Literal["each", "last"]
 """After which steps the checksums are compared: each, or the last."""
-
-
-class ReplayError(CorruptError):
-    """A replay has not given the state of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +168,9 @@ class _Live:
         )
         for path, storage in zip(paths_of(stored.point), stored.point.storages, strict=True):
             if storage.source == "steps" and found.get(path) != storage.xxh3:
-                raise self._differs(path, when, is_missing=path not in found)
+                raise self._differs(path, when, stored, is_missing=path not in found)
 
-    def _differs(self, path: str, when: str, *, is_missing: bool) -> ReplayError:
+    def _differs(self, path: str, when: str, stored: StoredPoint, *, is_missing: bool) -> ReplayError:
         here, there = environment(), self._replay.stored_environment
         facts = [f"{name} {there.get(name, 'unknown')} then, {value} now" for name, value in here.items()]
         what = "is not in the state" if is_missing else "has other bytes than the run had"
@@ -182,6 +178,8 @@ class _Live:
             f"{path} {what} {when} ({'; '.join(facts)})",
             todo="restore on a machine like that of the run, or restore the keyframe",
             path=path,
+            number=stored.number,
+            step=stored.step,
         )
 
     def optimizers_of(self, keyframe: StoredPoint) -> list[Any]:
@@ -214,10 +212,10 @@ class _Live:
                 plain: Any = rest[path]() if path in rest else None
                 if storage.source == "steps" or plain is None:
                     if path not in live:
-                        raise self._differs(path, f"at step {last.step}", is_missing=True)
+                        raise self._differs(path, f"at step {last.step}", last, is_missing=True)
                     plain = live[path].read(0, storage.nbytes)
                 if xxh3_64(plain) != storage.xxh3:
-                    raise self._differs(path, f"at step {last.step}", is_missing=False)
+                    raise self._differs(path, f"at step {last.step}", last, is_missing=False)
                 np.frombuffer(targets.destination(index), np.uint8)[:] = np.frombuffer(plain, np.uint8)
             targets.complete(index)
         return targets.finish()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ckstore.config import Limits
-from ckstore.errors import NotFoundError, UnsupportedError, UsageError
+from ckstore.errors import NotFoundError, ReplayError, UnsupportedError, UsageError
 from ckstore.format.journal import (
     NO_RECORD,
     Segment,
@@ -23,7 +23,7 @@ from ckstore.journal.blobs import BlobReader
 from ckstore.journal.drafting import draft_point
 from ckstore.journal.encoding import PointDraft, PointEncoder
 from ckstore.journal.recorder import StepRecorder
-from ckstore.journal.restoring import Replay, ReplayError, StoredPoint, environment, restore_point
+from ckstore.journal.restoring import Replay, StoredPoint, environment, restore_point
 from ckstore.state.capture import capture, loaded_adapters
 from support.format_samples import STORE_ID
 
