@@ -44,6 +44,7 @@ from ckstore.results import Info, Log
 from ckstore.store import history
 from ckstore.store.listing import table_of_newest
 from ckstore.store.manifests import EmptyRunError, missing_sentence
+from ckstore.store.points import info_of_point, info_of_restored, points_by_keyframe
 from ckstore.store.refs import (
     Reference,
     header_or_none,
@@ -697,7 +698,7 @@ class Store:
         return self._repository.store_id.hex()
 
     def latest(self) -> Info | None:
-        """Return the newest intact checkpoint, or None in an empty run.
+        """Return the newest intact checkpoint or point of the journal, or None in an empty run.
 
         Waits if the saver of a previous, dead trainer is still publishing.
 
@@ -715,16 +716,20 @@ class Store:
                 manifest, skipped = newest_whole(self._repository)
             except EmptyRunError:
                 return None
-            return self._info(manifest.header, warnings=skipped)
+            return info_of_point(self._repository, "latest", self._info) or self._info(
+                manifest.header, warnings=skipped
+            )
 
     def info(self, ref: Reference) -> Info:
-        """Return the facts about a checkpoint; reads only its header.
+        """Return the facts about a checkpoint, or a point of the journal; reads only its header.
 
         Raises:
             NotFoundError: There is no such checkpoint.
         """
         with self._lock:
             self._check_open()
+            if self._job is None and (point := info_of_point(self._repository, ref, self._info)) is not None:
+                return point
             name = resolve(self._repository, ref)
             header = header_or_none(self._repository.manifests, name)
             if header is None:
@@ -762,7 +767,9 @@ class Store:
             self._check_open()
             self._repository.require_same_store()
             self._repository.wait_for_orphan()
-            return sorted({name.step for name in self._repository.manifests.listing().names})
+            points = points_by_keyframe(self._repository).values()
+            steps = {name.step for name in self._repository.manifests.listing().names}
+            return sorted(steps.union(*({point.step for point in each} for each in points)))
 
     def tags(self) -> dict[str, int]:
         """Return each tag with the seq that it points to."""
@@ -777,12 +784,13 @@ class Store:
             return self._repository.runs()
 
     def contents(self, ref: Reference) -> Contents:
-        """Return what a checkpoint holds, tensor by tensor; reads only its manifest."""
+        """Return what a checkpoint holds, tensor by tensor; reads only its manifest. For a point: its keyframe."""
         from ckstore.ops.inspect.contents import contents_of
 
         with self._lock:
-            manifest = self._manifest(ref)
-            return contents_of(manifest, self._info(manifest.header))
+            point = info_of_point(self._repository, ref, self._info)
+            manifest = self._manifest(ref if point is None else f"seq:{point.seq}")
+            return contents_of(manifest, point or self._info(manifest.header))
 
     def coding(self, ref: Reference) -> Coding:
         """Return how each tensor of a checkpoint is coded, and why; reads its manifest and frame headers."""
@@ -1662,7 +1670,8 @@ class Store:
         with contextlib.nullcontext() if journal is None else journal.recorder.paused():
             point = restore_newest_or_step(self._repository, self._policy, ref, request, replay)
         if point is not None:
-            self._restored = self._info(point.keyframe.header, warnings=point.warnings)
+            keyframe = self._info(point.keyframe.header, warnings=point.warnings)
+            self._restored = info_of_restored(keyframe, point.step)
             self._use_as_base(point.keyframe)
             self._continue_from(point.keyframe.header.seq, None)
             if journal is not None:

@@ -46,6 +46,9 @@ class Info:
         depth_max: Largest chain depth of its frames; 0 for a keyframe.
         warnings: Warnings of the restore that returned it; otherwise empty.
         tiers: Tiers that hold its packs; ``"local"`` is the store itself.
+        form: ``"whole"`` for a checkpoint. For a point of a journal, which steps of training lead to it:
+            ``"journal, 17 steps after 1200"``. Then step, time, metrics and bytes are the point's, and everything else
+            is that of its keyframe, the checkpoint of step 1200.
     """
 
     step: int
@@ -70,10 +73,12 @@ class Info:
     depth_max: int
     warnings: tuple[str, ...] = ()
     tiers: tuple[str, ...] = ("local",)
+    form: str = "whole"
 
     def __repr__(self) -> str:
         facts = [f"step {self.step}", f"seq {self.seq}", f"run {self.run}", utc_text(self.time_ns)]
         facts += [size(self.bytes_state), *([] if self.fidelity == "exact" else [self.fidelity])]
+        facts += [] if self.form == "whole" else [self.form]
         facts += [metrics_text(self.metrics)] if self.metrics else []
         facts += [f"tags {' '.join(self.tags)}"] if self.tags else []
         return f"<ckstore.Info: {one_line(', '.join(facts))}>"

@@ -85,6 +85,10 @@ Tagged = Annotated[
     list[str] | None,
     _option("A rule for tags ('release-*'). Tagged checkpoints are always kept.", "NAME", complete=completion.tags),
 ]
+Points = Annotated[
+    int | None,
+    _option("Keep the points of the journal after its newest N keyframes only.", "N", "--keep-journal", least=1),
+]
 Zone = Annotated[str | None, _option("Time zone in which days begin: UTC, or an offset such as +02:00.", "ZONE")]
 DryRun = Annotated[bool, _option("Only print what would be done.", None, "--dry-run")]
 Now = Annotated[bool, _option("Empty the trash immediately, including what is moved there now.", None, "--now")]
@@ -142,6 +146,7 @@ def gc(
     keep_yearly: Yearly = None,
     keep_best: Best = None,
     keep_tag: Tagged = None,
+    keep_journal: Points = None,
     time_zone: Zone = None,
     dry_run: DryRun = False,
     now: Now = False,
@@ -276,6 +281,9 @@ def _lines_of(report: GcReport) -> list[str]:
         if plan.moves:
             where = "be removed" if plan.is_final else "move to the trash"
             lines.append(f"{count(len(plan.moves), 'pack')} would {where}: {size(plan.moved_nbytes)}.")
+        if plan.segments:
+            segments = count(len(plan.segments), "segment")
+            lines.append(f"{segments} of journals would move to the trash: {size(plan.segments_nbytes)}.")
         if plan.rewrites:
             lines.append(
                 f"{count(len(plan.rewrites), 'pack')} would be rewritten: {size(plan.rewritten_nbytes)} become "
@@ -288,6 +296,9 @@ def _lines_of(report: GcReport) -> list[str]:
             lines.append(f"{count(len(done.dropped), 'checkpoint')} deleted.")
         if not plan.is_final:
             lines.append(f"{count(done.moved_packs, 'pack')} moved to the trash: {size(done.moved_nbytes)}.")
+        if done.moved_segments:
+            segments = count(done.moved_segments, "segment")
+            lines.append(f"{segments} of journals moved to the trash: {size(done.moved_segments_nbytes)}.")
         if done.repacked.pack_ids:
             rewritten = count(len(done.repacked.pack_ids), "pack")
             lines.append(f"{rewritten} rewritten into {size(done.repacked.nbytes_written)}.")
@@ -342,6 +353,7 @@ def _json_of(report: GcReport) -> dict[str, Any]:
             ],
             "purges": [{"trash_id": folder.gc_id, "nbytes": folder.nbytes} for folder in plan.purges],
             **json_of(plan, "waiting_nbytes", "young_nbytes"),
+            "segments": [{"path": move.name.path, "nbytes": move.nbytes} for move in plan.segments],
             "drafts": [draft.path for draft in plan.drafts],
             "unproven": plan.unproven,
         },
@@ -361,6 +373,7 @@ def _json_of_done(done: GcDone) -> dict[str, Any]:
         "dropped": done.dropped,
         "spared": [{**json_of(name), "why": why} for name, why in sorted(done.spared.items())],
         **json_of(done, "rescued", "superseded", "moved_packs", "moved_nbytes", "freed_files", "freed_nbytes"),
+        **json_of(done, "moved_segments", "moved_segments_nbytes"),
         **_json_of_repacked(done.repacked),
         "troubles": done.repacked.troubles,
         **json_of(done, "drafts", "intents", "waits_for"),

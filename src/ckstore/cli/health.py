@@ -211,7 +211,7 @@ def _json_of_verified(path: str, report: Report, seconds: float) -> dict[str, An
         "path": path,
         **json_of(report, "level", "is_clean", *counts, "copied_ns"),
         "seconds": seconds,
-        **json_of(report, "damage", "refused", "unreachable"),
+        **json_of(report, "damage", "refused", "unreachable", "segment_count", "point_count", "notes"),
     }
 
 
@@ -219,11 +219,16 @@ def _print_verified(report: Report, seconds: float) -> None:
     checked = f"{count(report.checkpoint_count, 'checkpoint')}, {count(report.pack_count, 'pack')}"
     if report.level != "quick":
         checked += f", {count(report.frame_count, 'frame')}"
+    if report.segment_count:
+        segments = count(report.segment_count, "segment")
+        checked += f", {count(report.point_count, 'record')} in {segments} of journals"
     if report.packs_elsewhere:
         checked += f" ({count(report.packs_elsewhere, 'pack')} in other tiers not checked; --remote does that)"
     spent = f"{render.size(report.bytes_read)} in {render.duration(seconds)}"
     if report.level != "quick":
         spent += f" ({render.rate(report.bytes_read, seconds)})"
+    for note in report.notes:
+        render.say(f"Note: {note}.")
     if report.is_clean:
         render.say(f"No damage. Level {report.level}: {checked}; read {spent}.")
         return

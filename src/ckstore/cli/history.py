@@ -169,7 +169,9 @@ def _manifests_by_kind(entry: TrashEntry) -> str | None:
     groups: dict[str, list[str]] = {}
     for (run, seq, step, _), kind in zip(entry.manifests, entry.kinds, strict=True):
         groups.setdefault(_KINDS[kind], []).append(f"{run} step {step} (seq:{seq})")
-    return "; ".join(f"{words}: {_listed(names)}" for words, names in groups.items()) or None
+    words = [f"{words}: {_listed(names)}" for words, names in groups.items()]
+    words += [f"{count(entry.segment_count, 'segment')} of a journal"] if entry.segment_count else []
+    return "; ".join(words) or None
 
 
 def _listed(names: list[str]) -> str:
@@ -237,6 +239,7 @@ def _json_of_folder(entry: TrashEntry) -> dict[str, object]:
         "time": None if entry.time_ns is None else render.iso_time(entry.time_ns),
         "packs": entry.pack_count,
         "nbytes": entry.nbytes,
+        "segments": entry.segment_count,
         "manifests": [
             {**dict(zip(names, manifest, strict=True)), "kind": kind}
             for manifest, kind in zip(entry.manifests, entry.kinds, strict=True)
@@ -251,17 +254,21 @@ def _restore_folders(store: Store, path: str, trash_ids: list[str], *, as_json: 
     exact_again = [info for each in restored for info in each.exact_again]
     packs = sum(each.packs for each in restored)
     superseded = sum(each.superseded for each in restored)
+    segments = sum(each.segments for each in restored)
     if as_json:
         facts = {
             "undeleted": [json_of_info(info) for info in undeleted],
             "troubles": troubles,
             "superseded": superseded,
+            "segments": segments,
         }
         render.print_json({"packs": packs, **facts, "exact_again": [json_of_info(info) for info in exact_again]})
     else:
         if packs:
             unneeded = "" if undeleted or exact_again else "; the next gc moves unreferenced ones back to the trash"
             render.say(f"{count(packs, 'pack')} restored{unneeded}.")
+        if segments:
+            render.say(f"{count(segments, 'segment')} of journals restored.")
         for info in (*undeleted, *exact_again):
             render.say(_restored_sentence(info))
         if superseded:

@@ -151,6 +151,7 @@ def _facts(info: Info, base_nbytes: int) -> list[tuple[str, str]]:
         ("step", str(info.step)),
         ("seq", str(info.seq)),
         ("id", info.checkpoint_id),
+        *([("form", info.form)] if info.form != "whole" else []),
         ("time", f"{render.zoned_time(info.time_ns)} ({render.age(info.time_ns)} ago)"),
         ("parent", NOTHING if info.parent is None else f"seq {info.parent}"),
         ("tags", ", ".join(info.tags) or NOTHING),

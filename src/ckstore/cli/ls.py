@@ -42,9 +42,13 @@ def _time_or_problem(entry: Entry | PlainEntry) -> str:
     return local_time(entry.info.time_ns)
 
 
+def _step_and_points(entry: Entry | PlainEntry) -> str:
+    return f"{entry.step} +{len(entry.points)}" if entry.points else str(entry.step)
+
+
 _COLUMNS = (
     SEQ,
-    STEP,
+    Column("step", _step_and_points, is_number=True),
     Column("time (local)", _time_or_problem, worth=8),
     Column("age", "info.time_ns", age, is_number=True, worth=3),
     Column("state", "info.bytes_state", size, is_number=True),
@@ -58,6 +62,11 @@ _COLUMNS = (
     Column("lies in", "info.tiers", worth=5),
 )
 _LOCAL = ("local",)
+_POINTS = Table(
+    STEP,
+    Column("time (local)", "time_ns", local_time),
+    Column("written", "nbytes", size, is_number=True),
+)
 
 
 def quick(arguments: Sequence[str]) -> bool:
@@ -88,9 +97,10 @@ def print_log(
     run: str | None = None,
     limit: int | None = None,
     as_json: bool = False,
+    points: bool = False,
     allow_shared_folder: bool = False,
 ) -> None:
-    """Print the newest ``limit`` entries of one run or of all.
+    """Print the newest ``limit`` entries of one run or of all, and with ``points`` the points after each.
 
     Without a limit, a terminal shows ROWS_ON_TERMINAL entries of each run, and a pipe all.
 
@@ -111,6 +121,8 @@ def print_log(
             if number:
                 render.say("")
             _print(log)
+            if points:
+                _print_points(log)
     _raise_for_unread(path, logs)
 
 
@@ -158,7 +170,15 @@ def _json_of(log: RunLog | PlainLog) -> dict[str, Any]:
 
 def _json_of_entry(entry: Entry | PlainEntry) -> dict[str, Any]:
     facts = json_of(entry, "seq", "step") if entry.info is None else json_of_info(entry.info)
-    return {**facts, "damage": entry.damage or None, "refused": entry.refused or None}
+    points = [json_of(point) for point in entry.points]
+    return {**facts, "damage": entry.damage or None, "refused": entry.refused or None, "points": points}
+
+
+def _print_points(log: RunLog | PlainLog) -> None:
+    for entry in log.entries:
+        if entry.points:
+            render.say("")
+            _POINTS.print(entry.points, title=f"points after step {entry.step} (seq {entry.seq})")
 
 
 def _print_total(log: RunLog | PlainLog) -> None:

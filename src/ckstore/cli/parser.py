@@ -228,10 +228,13 @@ def ls(
             help="Show the newest N of each run; 0: all. [default: 30 on a terminal, all otherwise]",
         ),
     ] = None,
+    points: Annotated[
+        bool, typer.Option("--points", help="Also list the points of the journal after each checkpoint.")
+    ] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """List checkpoints, newest first.
+    """List checkpoints, newest first. `1200 +49`: the journal has 49 points after step 1200.
 
     \b
     state       bytes of all tensors
@@ -240,4 +243,4 @@ def ls(
     new/reused  chunks written / chunks that were already stored
     parent      seq of the checkpoint that training continued from
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    print_log(path, run=run, limit=limit, as_json=as_json, allow_shared_folder=allow_shared_folder)
+    print_log(path, run=run, limit=limit, as_json=as_json, points=points, allow_shared_folder=allow_shared_folder)

@@ -248,6 +248,11 @@ def trash_manifests_folder(gc_id: str, run: str) -> str:
     return f"{trash_folder(gc_id)}/manifests/{check_name(run, 'run')}"
 
 
+def trash_journal_folder(gc_id: str, run: str) -> str:
+    """Return the trash folder of the segments of a run's journal of one collection."""
+    return f"{trash_folder(gc_id)}/journals/{check_name(run, 'run')}"
+
+
 def quarantine_packs_folder() -> str:
     """Return the folder of damaged packs."""
     return f"{QUARANTINE_FOLDER}/packs"

@@ -9,6 +9,7 @@ records the id of the exact checkpoint.
 Invariants:
 - Between any two steps every checkpoint can be restored, in its old or its new form.
 - No rule demotes the newest checkpoint of a run. A tagged checkpoint is never demoted, not even by name.
+- The keyframe of the newest point of a journal is never demoted. Points of a demoted keyframe are gone with it.
 - A checkpoint that cannot be stored with a loss, or would not become smaller, stays exact.
 - A demotion next to a running trainer needs no lease: it claims no seq and does not replace the newest checkpoint. A
   checkpoint counts as newer only if it is durable and complete, so that neither a power cut nor its writer takes it
@@ -57,6 +58,7 @@ from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import LOST_TIER, ChunkIndex, locate
 from ckstore.store.manifests import DroppedError, EmptyRunError
 from ckstore.store.memory_budget import QUANTIZE
+from ckstore.store.journal_needs import needed_keyframes
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
 from ckstore.store.repository import Repository, finish_interrupted_replacements, finish_replacement
 
@@ -229,7 +231,7 @@ def plan_demotion(
 
     Raises:
         NotFoundError: One of ``refs`` does not exist.
-        ConflictError: One of ``refs`` is tagged.
+        ConflictError: One of ``refs`` is tagged, or is the keyframe of the newest point of the journal.
     """
     named = {resolve(repository, ref).seq for ref in refs}
     tags: dict[int, list[str]] = {}
@@ -241,9 +243,18 @@ def plan_demotion(
         if (header := header_or_none(repository.manifests, name))
     ]
     newest = [header.seq for header in reversed(headers) if not header.is_archival]
+    needed = needed_keyframes(repository)
     entries = []
     for header in reversed(headers):
         reason = _reason_to_keep(header, demote_policy, newest, tags.get(header.seq, []), named)
+        if not reason and header.seq in needed:
+            reason = needed[header.seq]
+        if header.seq in named & needed.keys():
+            raise ConflictError(
+                f"seq {header.seq} (step {header.step}) stays exact: {needed[header.seq]}",
+                where=repository.backend.root,
+                todo="commit a newer checkpoint with `commit` first",
+            )
         if not reason and header.seq in passed_over:
             reason = "it could not be demoted before"
         if header.seq in named and header.seq in tags:
@@ -429,8 +440,8 @@ class _Demoter:
             tags = repository.tags.names_of(entry.seq, is_strict=True)
             if tags:
                 return replace(entry, action="keep", reason=f"it has the tag {tags[0]!r}")
-            if self._is_newest(entry):
-                return replace(entry, action="keep", reason=_NEWEST)
+            if reason := self._reason_to_stay(entry):
+                return replace(entry, action="keep", reason=reason)
             return self._code_and_replace(entry, previous, intent)
         except NotFoundError:
             # It was deleted meanwhile, and stays deleted.
@@ -459,6 +470,13 @@ class _Demoter:
                 if found == last:
                     raise
                 last = found
+
+    def _reason_to_stay(self, entry: DemoteEntry) -> str:
+        """Return why a checkpoint must stay exact now, whatever it was when it was chosen; empty if it need not.
+
+        Call this while the intent exists.
+        """
+        return needed_keyframes(self._repository).get(entry.seq, "") or (_NEWEST if self._is_newest(entry) else "")
 
     def _is_newest(self, entry: DemoteEntry) -> bool:
         """Return whether a checkpoint chosen by rule is the newest one that stays; those with an intent do not count.
@@ -501,10 +519,10 @@ class _Demoter:
         if reason := self._reason_to_discard(entry, stored):
             remove_packs(self._repository, stored.pack_names)
             return replace(entry, action="keep", reason=reason, is_final=True)
-        if self._is_newest(entry):
+        if reason := self._reason_to_stay(entry):
             # The newer checkpoints may have been deleted while this one was coded.
             remove_packs(self._repository, stored.pack_names)
-            return replace(entry, action="keep", reason=_NEWEST)
+            return replace(entry, action="keep", reason=reason)
         replacement = self._publish(manifest, new_form, intent)
         self.written_nbytes += stored.nbytes_written
         return replace(

@@ -35,6 +35,7 @@ class TrashEntry:
         kinds: Why each manifest is there. ``"dropped"``: the checkpoint was deleted. Otherwise the checkpoint still
             exists in another form: it was ``"demoted"`` (this is the exact form), ``"made exact"``, ``"pushed"``,
             ``"pulled"``, ``"rewritten"`` or ``"replaced"``.
+        segment_count: Segments of journals in it.
     """
 
     trash_id: str
@@ -43,6 +44,7 @@ class TrashEntry:
     nbytes: int
     manifests: tuple[tuple[str, int, int, int], ...]
     kinds: tuple[str, ...] = ()
+    segment_count: int = 0
 
     @classmethod
     def of(cls, folder: TrashFolder, kind_of: Callable[[TrashedManifest], str]) -> TrashEntry:
@@ -51,7 +53,8 @@ class TrashEntry:
         names = [trashed.name for trashed in found]
         manifests = tuple((name.run, name.seq, name.step, name.generation) for name in names)
         kinds = tuple(kind_of(trashed) for trashed in found)
-        return cls(folder.gc_id, folder.made_ns, len(folder.packs), folder.nbytes, manifests, kinds)
+        packs, segments = len(folder.packs), len(folder.segments)
+        return cls(folder.gc_id, folder.made_ns, packs, folder.nbytes, manifests, kinds, segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class TrashRestored:
         superseded: Manifests left in the trash because a newer form of their checkpoint exists.
         troubles: What could not be brought back, and why.
         exact_again: Checkpoints that had been demoted and have their exact form again.
+        segments: Segments of journals that were moved back.
     """
 
     packs: int
@@ -71,11 +75,12 @@ class TrashRestored:
     superseded: int
     troubles: tuple[str, ...]
     exact_again: tuple[Info, ...] = ()
+    segments: int = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was brought back."""
-        return not (self.packs or self.undeleted or self.exact_again)
+        return not (self.packs or self.undeleted or self.exact_again or self.segments)
 
 
 def list_trash(repository: Repository) -> list[TrashEntry]:
@@ -85,7 +90,7 @@ def list_trash(repository: Repository) -> list[TrashEntry]:
         return kind_in_trash(repository.for_run(trashed.name.run), trashed)
 
     folders = repository.trash.contents()
-    return [TrashEntry.of(folder, kind_of) for folder in folders if folder.packs or folder.manifests]
+    return [TrashEntry.of(folder, kind_of) for folder in folders if not folder.is_empty]
 
 
 def restore_from_trash(repository: Repository, trash_id: str) -> TrashRestored:
@@ -97,6 +102,7 @@ def restore_from_trash(repository: Repository, trash_id: str) -> TrashRestored:
     """
     folder = _find_folder(repository, trash_id)
     packs = sum(repository.trash.rescue_pack(pack.pack_id) for pack in folder.packs)
+    segments = sum(repository.trash.put_back(each.path, each.name.path) for each in folder.segments)
     undeleted: list[Info] = []
     exact_again: list[Info] = []
     superseded, troubles = 0, []
@@ -114,7 +120,7 @@ def restore_from_trash(repository: Repository, trash_id: str) -> TrashRestored:
             troubles.append(f"seq {trashed.name.seq} of run {trashed.name.run}: {error}")
             continue
         (undeleted if kind == "dropped" else exact_again).append(info)
-    return TrashRestored(packs, tuple(undeleted), superseded, tuple(troubles), tuple(exact_again))
+    return TrashRestored(packs, tuple(undeleted), superseded, tuple(troubles), tuple(exact_again), segments)
 
 
 def purge_trash(repository: Repository, trash_id: str | None) -> int:

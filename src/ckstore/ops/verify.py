@@ -9,6 +9,8 @@ Levels; each includes the ones before:
 
 Packs in other tiers are read only on request. A pack that is both here and in a tier is read here.
 
+A verify of the whole store also reads all journals (``verify_journals``).
+
 Files that can be lost without harm are not read: ``leases``, ``tmp``, ``trash``, ``reserve``, ``gc.lock``, the contents
 of drop marks, and packs that no manifest names.
 """
@@ -25,6 +27,7 @@ from ckstore.format.paths import ManifestName
 from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, FileRecord, HomeRecord, OwnerRecord, decode_record
 from ckstore.io.backend import Ageing
 from ckstore.io.remote import is_bucket_address
+from ckstore.ops.verify_journals import journal_audits
 from ckstore.ops.verify_packs import Audit, ChainAudit, PackAudit
 from ckstore.store.damage import Damage, Report, Uses, label_of
 from ckstore.store.manifests import Manifests, missing_sentence
@@ -80,6 +83,8 @@ def verify(
     chains = ChainAudit(uses) if level == "decode" else None
     total = sum(next(iter(pack.refs.values())).nbytes for pack in uses.packs.values())
     total += chains.nbytes if chains is not None else 0
+    journals = [] if is_partial else list(journal_audits(repository, report))
+    total += sum(journal.nbytes for journal in journals)
 
     def tell() -> None:
         if on_progress is not None:
@@ -93,6 +98,8 @@ def verify(
             if audit.stop.error is not None:
                 return
             tell()
+        for journal in journals:
+            journal.run(tell)
         if chains is not None:
             chains.run(audit)
 

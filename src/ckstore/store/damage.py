@@ -78,6 +78,12 @@ class Report:
     """When the store was copied here, if packs are torn and file times show that it is a copy."""
     unreachable: list[Damage] = field(default_factory=list)
     """Tiers that checkpoints need and that cannot be reached. Their content is unknown."""
+    segment_count: int = 0
+    """Segments of journals."""
+    point_count: int = 0
+    """Whole records in them."""
+    notes: list[str] = field(default_factory=list)
+    """What was found that is no damage: torn ends of journals."""
 
     __repr__ = repr_of_summary
 

@@ -13,6 +13,7 @@ Invariants:
 - Of one step, an older entry is durably marked before a newer one. So a step never changes its meaning to something
   older.
 - The checkpoint that becomes the newest through a drop is not being demoted: a demotion checks after its intent, too.
+- The keyframe of the newest point of a journal is not dropped. A writer that continues a point checks intents, too.
 - A drop mark is permanent. A marked checkpoint that a crash left in place is moved by the next collection.
 - An undeleted checkpoint is published like a commit: claim, link, then check its packs, also in the trash.
 - Undelete needs no lease. A claim makes a seq exclusive, a generation's name makes a replacement exclusive, and a
@@ -44,6 +45,7 @@ from ckstore.format.manifest import Manifest, decode_manifest, republished
 from ckstore.format.paths import ManifestName
 from ckstore.io.backend import for_each_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
+from ckstore.store.journal_needs import needed_keyframes, put_back_segments
 from ckstore.store.reachability import UNREADABLE
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
 from ckstore.store.repository import Repository, finish_replacement
@@ -162,7 +164,10 @@ def _drop_batch(
         tags = {record.seq: tag for tag, record in repository.tags.all(is_strict=True).items()}
         to_drop = []
         demoted = newest_in_demotion(repository, batch)
+        needed = needed_keyframes(repository)
         for name in batch:
+            if name.seq in needed:
+                spared_steps[name.step] = needed[name.seq]
             if demoted is not None and name.seq > demoted:
                 spared_steps[name.step] = f"seq {demoted}, which would become the newest, is being demoted"
             if name.seq in tags:
@@ -249,7 +254,7 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        ConflictError: It has a tag; untag it first.
+        ConflictError: It has a tag; untag it first. Or it is the keyframe of the newest point of the journal.
     """
     target = resolve(repository, reference)
     is_step = isinstance(reference, int) or reference.isdigit()
@@ -281,6 +286,14 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
                 where=repository.backend.root,
                 todo="try again when that has ended",
             )
+        needed = needed_keyframes(repository)
+        for name in names:
+            if name.seq in needed:
+                raise ConflictError(
+                    f"seq {name.seq} (step {name.step}) is a keyframe: {needed[name.seq]}",
+                    where=repository.backend.root,
+                    todo="commit a newer checkpoint with `commit`, or rewind to an older one, then delete it",
+                )
         for name, intent in zip(names, intents, strict=True):
             repository.manifests.mark_dropped({name.seq: intent})
         repository.manifests.move_to_trash(frozenset(name.seq for name in names))
@@ -397,6 +410,7 @@ def make_exact(repository: Repository, trashed: TrashedManifest, in_place: Manif
     entry = _entry_of(repository, trashed)
     again = replace(entry, header=replace(entry.header, generation=in_place.generation + 1))
     finish_replacement(repository, again, repository.manifests.publish(again))
+    put_back_segments(repository, repository.trash.contents(), again.header.seq)
     return again
 
 
@@ -440,6 +454,7 @@ def undelete(repository: Repository, trashed: TrashedManifest) -> Manifest:
             pack_id=min(gone).hex(),
         )
     manifests.note_published(seq)
+    put_back_segments(repository, repository.trash.contents(), seq)
     return again
 
 

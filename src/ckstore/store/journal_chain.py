@@ -114,6 +114,41 @@ class Keyframe(NamedTuple):
     replayed: tuple[ChainRecord, ...]
 
 
+class Nearest(NamedTuple):
+    """The nearest keyframe of a record.
+
+    Args:
+        entry: The checkpoint.
+        record: The record of the same state.
+    """
+
+    entry: Entry
+    record: ChainRecord
+
+
+class SegmentKeyframes(NamedTuple):
+    """The nearest keyframes of the records of a segment; None: a record has none.
+
+    Args:
+        before: That of the record that the segment continues.
+        of_records: Those of its own records, in their order.
+    """
+
+    before: Nearest | None
+    of_records: tuple[Nearest | None, ...]
+
+    @property
+    def tip(self) -> Nearest | None:
+        """That of the last record of the chain that ends in the segment."""
+        return self.of_records[-1] if self.of_records else self.before
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The keyframes from which its points are restored, each once, in the order of the records."""
+        found = dict.fromkeys(each for each in (self.of_records or (self.before,)) if each is not None)
+        return list(dict.fromkeys(each.entry for each in found))
+
+
 class Journal:
     """The segments of a run's journal at one moment.
 
@@ -220,12 +255,54 @@ class Journal:
         by_step = _by_step(entry for entry in entries if entry.is_exact)
         replayed: list[ChainRecord] = []
         for record in self.backwards(point):
-            after_seq = self._after_seq(record)
-            # Those that did not exist when the segment was created come first: one of them is the writer's own.
-            for entry in sorted(by_step.get(record.head.step, ()), key=lambda each: (each.seq <= after_seq, each.seq)):
-                if structure_of(entry) == record.head.structure:
-                    yield Keyframe(entry, record, tuple(reversed(replayed)))
+            for entry in self._entries_of(record, by_step, structure_of):
+                yield Keyframe(entry, record, tuple(reversed(replayed)))
             replayed.append(record)
+
+    def _entries_of(
+        self, record: ChainRecord, by_step: Mapping[int, Sequence[Entry]], structure_of: StructureOf
+    ) -> Iterator[Entry]:
+        """Yield the exact checkpoints that may be the state of a record, in the order in which to try them."""
+        # Those that did not exist when the segment was created come first: one of them is the writer's own.
+        for entry in sorted(
+            by_step.get(record.head.step, ()), key=lambda each: (not self.is_own(each, record), each.seq)
+        ):
+            if structure_of(entry) == record.head.structure:
+                yield entry
+
+    def is_own(self, entry: Entry, record: ChainRecord) -> bool:
+        """Whether a checkpoint was published after the segment of a record was created, perhaps by its writer."""
+        return entry.seq > self._after_seq(record)
+
+    def nearest_keyframes(
+        self, entries: Sequence[Entry], structure_of: StructureOf
+    ) -> dict[SegmentName, SegmentKeyframes]:
+        """Return the nearest keyframe of every record, in one pass over all heads.
+
+        Args:
+            entries: All checkpoints of the run.
+            structure_of: Reads the structure of one; called only for those of a record's step.
+        """
+        structure_of = functools.cache(structure_of)
+        by_step = _by_step(entry for entry in entries if entry.is_exact)
+        found: dict[SegmentName, SegmentKeyframes] = {}
+        for name, segment in self.segments.items():
+            # The order of a segment is above that of the one that it continues.
+            nearest = before = self._nearest_at(segment.facts.previous, found)
+            of_records = []
+            for record in self.records(name).records:
+                entry = next(self._entries_of(record, by_step, structure_of), None)
+                nearest = nearest if entry is None else Nearest(entry, record)
+                of_records.append(nearest)
+            found[name] = SegmentKeyframes(before, tuple(of_records))
+        return found
+
+    def _nearest_at(self, place: RecordPlace | None, found: Mapping[SegmentName, SegmentKeyframes]) -> Nearest | None:
+        record = None if place is None else self.find(place)
+        if record is None or record.segment not in found:
+            return None
+        first = self.records(record.segment).records[0].head.number
+        return found[record.segment].of_records[record.head.number - first]
 
     def newest(self, entries: Sequence[Entry], structure_of: StructureOf) -> ChainRecord | Entry | None:
         """Return the newest state of the run, a point or a checkpoint (docs/FORMAT.md, section 14).
@@ -276,7 +353,7 @@ class Journal:
         """Whether the writer of a record may have committed this checkpoint as the same state."""
         return (
             entry.step == record.head.step
-            and entry.seq > self._after_seq(record)
+            and self.is_own(entry, record)
             and structure_of(entry) == record.head.structure
         )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.errors import (
@@ -42,11 +43,15 @@ _POLL_SECONDS = 0.05
 _LISTINGS_MAX = 5
 
 
-def structures_of(manifests: Manifests) -> StructureOf:
+def structures_of(manifests: Manifests, *, is_strict: bool = False) -> StructureOf:
     """Return a function that reads the structure of a checkpoint of this run from its manifest.
 
     It returns None for a checkpoint that was dropped, or whose manifest is damaged. It raises BackendError if the
     manifest cannot be read.
+
+    Args:
+        manifests: The manifests of the run.
+        is_strict: Raise for a damaged manifest, too.
     """
 
     def read(entry: Entry) -> bytes | None:
@@ -61,6 +66,8 @@ def structures_of(manifests: Manifests) -> StructureOf:
             except FileNotFoundError:
                 continue
             except (CorruptError, UnsupportedError) as error:
+                if is_strict:
+                    raise
                 _log.warning("seq %d (step %d) is no keyframe: %s", entry.seq, entry.step, error)
                 return None
         return None
@@ -88,30 +95,36 @@ class Journals:
         parsed = (paths.parse_segment_file(self._run, file) for file in files)
         return sorted(name for name in parsed if name is not None)
 
-    def read(self) -> Journal:
+    def read(self, elsewhere: Mapping[SegmentName, str] = MappingProxyType({})) -> Journal:
         """Read the headers of all segments. Damaged ones, and those of a newer ckstore, are reported as problems.
+
+        Args:
+            elsewhere: Paths of other segments of the run, in the trash. One that is in place is read there.
 
         Raises:
             BackendError: A header cannot be read.
         """
-        names = self.names()
+        in_place = self.names()
+        files = {**elsewhere, **{name: name.path for name in in_place}}
+        names = sorted(files)
         segments: dict[SegmentName, Segment] = {}
         problems: dict[SegmentName, CkstoreError] = {}
-        for name, found in zip(names, map_concurrent(self._backend, self._header, names), strict=True):
+        headers = map_concurrent(self._backend, lambda name: self._header(name, files[name]), names)
+        for name, found in zip(names, headers, strict=True):
             if isinstance(found, Segment):
                 segments[name] = found
             elif found is not None:
                 problems[name] = found
                 _log.warning("skipping a segment of the journal of run %r: %s", self._run, found)
         return Journal(
-            segments, problems, lambda name: self._backend.open_read(name.path), limits=self._manifests.limits
+            segments, problems, lambda name: self._backend.open_read(files[name]), limits=self._manifests.limits
         )
 
-    def _header(self, name: SegmentName) -> Segment | CkstoreError | None:
+    def _header(self, name: SegmentName, path: str) -> Segment | CkstoreError | None:
         """Return the header of a segment, why it cannot be used, or None if it was removed since it was listed."""
-        where = self._backend.location_of(name.path)
+        where = self._backend.location_of(path)
         try:
-            content = self._backend.read_head(name.path, SEGMENT_HEADER_NBYTES)
+            content = self._backend.read_head(path, SEGMENT_HEADER_NBYTES)
             segment = decode_segment(content, store_id=self._manifests.store_id, where=where)
             facts = segment.facts
             if (facts.run, facts.order, segment.token) != (name.run, name.order, name.token):

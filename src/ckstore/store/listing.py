@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckstore.config import check_name, is_name
 from ckstore.display import html_table
@@ -23,6 +23,7 @@ from ckstore.io.backend import Backend, Distant, FileInfo, map_concurrent
 from ckstore.io.url import backend_for
 from ckstore.results import HEADINGS, Info, cells_of
 from ckstore.store.manifests import missing_sentence
+from ckstore.store.points import Point, points_by_keyframe
 from ckstore.store.refs import header_or_none, tiers_of
 from ckstore.store.repository import Repository
 from ckstore.store.store_config import read_store_record
@@ -101,6 +102,7 @@ class Entry:
         info: The content of its header; None if unreadable.
         damage: Why the header is unreadable; empty otherwise.
         refused: Why this user may not read it. It may be undamaged.
+        points: The points of the journal of which it is the nearest keyframe.
     """
 
     seq: int
@@ -108,6 +110,7 @@ class Entry:
     info: Info | None
     damage: str = ""
     refused: str = ""
+    points: tuple[Point, ...] = ()
 
     @property
     def is_archival(self) -> bool:
@@ -184,11 +187,12 @@ def log_of_run(repository: Repository, *, limit: int | None = None, skips_archiv
     listing = repository.manifests.listing()
     names = listing.names
     missing = missing_sentence(repository.run, listing.missing) if listing.missing else ""
+    points = points_by_keyframe(repository)
     entries: list[Entry] = []
     # In a bucket, many entries are read concurrently, and a few more than the limit.
     for entry in map_concurrent(repository.backend, lambda name: _entry(repository, name, tags), names[::-1]):
         if entry is not None and not (skips_archival and entry.is_archival):
-            entries.append(entry)
+            entries.append(replace(entry, points=points.get(entry.seq, ())))
         if limit is not None and len(entries) >= limit:
             break
     all_tags = tuple(sorted(name for of_seq in tags.values() for name in of_seq))

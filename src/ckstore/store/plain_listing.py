@@ -1,8 +1,9 @@
 """List a plain store quickly, without the modules that read every kind of store.
 
 Importing those modules takes ten times as long as starting Python and reading a small store. ``plain_logs`` serves the
-common case: a private folder, every file as this version writes it, and no checkpoint that was replaced or pushed. For
-anything else it returns None, and ``listing.log_of_store`` serves. Tests compare the two on every kind of store.
+common case: a private folder, every file as this version writes it, no journal, and no checkpoint that was replaced or
+pushed. For anything else it returns None, and ``listing.log_of_store`` serves. Tests compare the two on every kind of
+store.
 
 Invariants:
 - What it returns has the values that ``log_of_store`` returns.
@@ -59,11 +60,11 @@ _COUNTS = frozenset(HEADER_FIELDS) - {
 PlainInfo = namedtuple("PlainInfo", [
     "step", "seq", "checkpoint_id", "run", "time_ns", "parent", "origin_id", "generation", "is_archival", "fidelity",
     "metrics", "tags", "bytes_state", "bytes_stored", "bytes_written", "tensor_count", "chunk_count", "chunks_new",
-    "chunks_reused", "depth_max", "warnings", "tiers",
+    "chunks_reused", "depth_max", "warnings", "tiers", "form",
 ])  # fmt: skip
 """As ``results.Info``, with the same fields in the same order."""
-PlainEntry = namedtuple("PlainEntry", ["seq", "step", "info", "damage", "refused"])
-"""As ``listing.Entry``, without damage."""
+PlainEntry = namedtuple("PlainEntry", ["seq", "step", "info", "damage", "refused", "points"])
+"""As ``listing.Entry``, without damage and points."""
 PlainLog = namedtuple("PlainLog", [
     "run", "count", "entries", "damaged_tags", "refused_tags", "missing", "tags", "is_damaged", "is_refused",
 ])  # fmt: skip
@@ -88,6 +89,7 @@ def plain_logs(path: str, *, run: str | None = None, limit: int | None = None) -
         mode = os.stat(path).st_mode
         _require(stat.S_ISDIR(mode) and not mode & (stat.S_IWGRP | stat.S_IWOTH))
         store_id = _store_id(f"{path}/store.json")
+        _require(not os.path.exists(f"{path}/journals"))
         runs = sorted({*_names(f"{path}/manifests"), *_names(f"{path}/claims")})
         _require(run is None or run in runs)
         return [_log(path, store_id, name, limit) for name in (runs if run is None else [run])]
@@ -193,8 +195,8 @@ def _log(path: str, store_id: bytes, run: str, limit: int | None) -> PlainLog:
         header = _header(f"{path}/manifests/{run}/{file}", store_id)
         _require((header["run"], header["seq"], header["step"]) == (run, seq, step))
         header["checkpoint_id"] = header["checkpoint_id"].hex()
-        facts = {"tags": tuple(sorted(tags.get(seq, ()))), "warnings": (), "tiers": ("local",)}
-        entries.append(PlainEntry(seq, step, PlainInfo(**header, **facts), "", ""))
+        facts = {"tags": tuple(sorted(tags.get(seq, ()))), "warnings": (), "tiers": ("local",), "form": "whole"}
+        entries.append(PlainEntry(seq, step, PlainInfo(**header, **facts), "", "", ()))
     all_tags = tuple(sorted(tag for of_seq in tags.values() for tag in of_seq))
     return PlainLog(run, len(names), tuple(entries), (), (), "", all_tags, False, False)
 

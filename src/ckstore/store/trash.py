@@ -1,4 +1,4 @@
-"""The trash: packs and manifests that gc or a drop has removed, and that can still be brought back.
+"""The trash: packs, manifests and segments of journals that were removed, and that can still be brought back.
 
 Invariants:
 - A trash folder's name was never used before. So a collector that deletes a file in it deletes the file that it has
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckstore.config import is_name
 from ckstore.errors import BackendError, is_refused
 from ckstore.format import paths
-from ckstore.format.paths import ManifestName
+from ckstore.format.paths import ManifestName, SegmentName
 from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Backend, Distant, FileInfo
 from ckstore.store.small_files import make_durable_folder
@@ -47,6 +47,15 @@ class TrashedManifest:
 
 
 @dataclass(frozen=True, slots=True)
+class TrashedSegment:
+    """A segment of a journal in the trash."""
+
+    name: SegmentName
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrashFolder:
     """One folder of the trash, made by one collection or drop.
 
@@ -55,17 +64,24 @@ class TrashFolder:
         made_ns: When it was made; None if the backend does not tell.
         packs: Its packs.
         manifests: Its manifests.
+        segments: Its segments of journals.
     """
 
     gc_id: str
     made_ns: int | None
     packs: tuple[TrashedPack, ...]
     manifests: tuple[TrashedManifest, ...]
+    segments: tuple[TrashedSegment, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its files."""
-        return sum(pack.nbytes for pack in self.packs) + sum(manifest.nbytes for manifest in self.manifests)
+        return sum(file.nbytes for file in (*self.packs, *self.manifests, *self.segments))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no files."""
+        return not (self.packs or self.manifests or self.segments)
 
     def age_ns(self, now_ns: int) -> int | None:
         """Return its age; None if unknown, negative if it was made in the future."""
@@ -96,7 +112,8 @@ class Trash:
             return next(iter(self._bucket_contents(paths.trash_folder(gc_id))), TrashFolder(gc_id, None, (), ()))
         info = self._backend.stat(paths.trash_folder(gc_id))
         made_ns = info.modified_ns or None if info is not None else None
-        return TrashFolder(gc_id, made_ns, tuple(self._packs_in(gc_id)), tuple(self._manifests_in(gc_id)))
+        packs, manifests, segments = self._packs_in(gc_id), self._manifests_in(gc_id), self._segments_in(gc_id)
+        return TrashFolder(gc_id, made_ns, tuple(packs), tuple(manifests), tuple(segments))
 
     def _bucket_contents(self, folder: str) -> list[TrashFolder]:
         """Return the trash folders below a folder of a bucket. A folder is as old as its youngest file."""
@@ -136,6 +153,15 @@ class Trash:
                 if name is not None and info is not None:
                     yield TrashedManifest(name, f"{above}/{run}/{file}", info.nbytes)
 
+    def _segments_in(self, gc_id: str) -> Iterator[TrashedSegment]:
+        above = f"{paths.trash_folder(gc_id)}/{paths.JOURNALS_FOLDER}"
+        for run in filter(is_name, self._backend.list_names(above)):
+            for file in self._backend.list_names(f"{above}/{run}"):
+                path = f"{above}/{run}/{file}"
+                name, info = paths.parse_segment_file(run, file), self._backend.stat(path)
+                if name is not None and info is not None:
+                    yield TrashedSegment(name, path, info.nbytes)
+
     # Moving to the trash and back
 
     def new_packs_folder(self) -> str:
@@ -155,6 +181,18 @@ class Trash:
             self._backend.sync_folder(folder)
             for source in sorted({paths.pack_folder(pack_id) for pack_id in moved}):
                 self._backend.sync_folder(source)
+        return moved
+
+    def move_segments(self, names: Sequence[SegmentName]) -> list[SegmentName]:
+        """Move segments of one run's journal to a new trash folder, durably; return those that were still in place."""
+        folder, moved = paths.trash_journal_folder(new_token(), names[0].run), []
+        make_durable_folder(self._backend, folder)
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._backend.rename(name.path, f"{folder}/{name.file}")
+                moved.append(name)
+        self._backend.sync_folder(folder)
+        self._backend.sync_folder(paths.journal_folder(names[0].run))
         return moved
 
     def find_pack(self, pack_id: PackId) -> Iterator[str]:
@@ -236,9 +274,9 @@ class Trash:
     def remove_if_empty(self, gc_id: str) -> bool:
         """Remove a folder without files; return whether it is gone."""
         top = paths.trash_folder(gc_id)
-        manifests = f"{top}/manifests"
-        runs = [f"{manifests}/{run}" for run in self._backend.list_names(manifests)]
-        for folder in (*runs, manifests, paths.trash_packs_folder(gc_id), top):
+        above = [f"{top}/{kind}" for kind in ("manifests", paths.JOURNALS_FOLDER)]
+        runs = [f"{folder}/{run}" for folder in above for run in self._backend.list_names(folder)]
+        for folder in (*runs, *above, paths.trash_packs_folder(gc_id), top):
             if self._backend.list_names(folder):
                 return False
             # Another collector may have removed it, or it may contain a foreign file.

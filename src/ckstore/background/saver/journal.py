@@ -23,6 +23,7 @@ from ckstore.format.records import RecordPlace
 from ckstore.io.url import backend_for
 from ckstore.journal.encoding import PointDraft, PointEncoder
 from ckstore.results import Receipt, Stopwatch
+from ckstore.store.journal_needs import require_keyframe
 from ckstore.store.journals import Journals
 from ckstore.store.repository import Repository
 from ckstore.store.store_config import read_store_record, require_same_store
@@ -168,6 +169,7 @@ class JournalCommitter:
 
         Raises:
             SaverError: An earlier point of its chain was not stored.
+            ConflictError: The point that it continues is being deleted.
         """
         assert self._journals is not None, "it is open"
         if not draft.begins_chain and draft.continues is None:
@@ -182,6 +184,9 @@ class JournalCommitter:
         previous = self._last if is_own else draft.continues
         self._close_writer()
         self._writer = self._journals.open_writer(previous=previous, is_durable=is_own, environment=draft.environment)
+        if previous is not None and not is_own:
+            assert self._repository is not None, "it is open"
+            require_keyframe(self._repository, previous)
         return self._writer
 
     # What a journal does not need of a committer

@@ -40,10 +40,12 @@ from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
 from ckstore.io.backend import Distant, map_concurrent
+from ckstore.ops.gc.journals import trash_segments
 from ckstore.ops.gc.plan import GcLimits, GcPlan, is_expired
 from ckstore.ops.gc.rewrite_packs import Repacked, rewrite_packs
 from ckstore.ops.gc.survey import missing_in, named_in_trash, strays_among
 from ckstore.store.history import drop
+from ckstore.store.journal_needs import put_back_segments
 from ckstore.store.pending_deletes import remove_dead_lists, remove_packs
 from ckstore.store.reachability import Marker, MarkResult
 from ckstore.store.repository import Repository, finish_interrupted_replacements
@@ -76,6 +78,8 @@ class GcDone:
         unproven: Packs that stay because their tier could not be seen to contain them.
         waits: Tiers that do not answer, each with its error. What depends on them was left unchanged.
         stop: Why packs were left in place; empty if they were not.
+        moved_segments: Number of segments of journals moved to the trash.
+        moved_segments_nbytes: Bytes of these segments.
     """
 
     dropped: list[ManifestName] = field(default_factory=list)
@@ -93,6 +97,8 @@ class GcDone:
     unproven: dict[PackId, Unproven] = field(default_factory=dict)
     waits: dict[str, str] = field(default_factory=dict)
     stop: str = ""
+    moved_segments: int = 0
+    moved_segments_nbytes: int = 0
 
     __repr__ = repr_of_summary
 
@@ -168,6 +174,7 @@ class Collector:
         self._drop(purpose)
         self._finish_interrupted_deletions()
         plan = self._plan
+        self._trash_segments()
         self._free({move.pack_id: move.nbytes for move in plan.moves})
         if plan.rewrites and not self.done.stop:
             # Rewrite last: on a full disk, the steps above have made room.
@@ -239,6 +246,13 @@ class Collector:
         for run in sorted({name.run for name in self._plan.superseded}):
             self.done.superseded += finish_interrupted_replacements(self._repository.for_run(run), self.done.waits)
 
+    def _trash_segments(self) -> None:
+        """Move segments of journals whose keyframes are gone (section 14, Collect)."""
+        moved, put_back = trash_segments(self._repository, self._plan.segments, self._limits.min_age_seconds)
+        self.done.moved_segments += len(moved)
+        self.done.moved_segments_nbytes += sum(move.nbytes for move in moved)
+        self.done.rescued += put_back
+
     def _record_unproven(self, unproven: Unproven) -> None:
         """Record a pack that stays because it could not be seen in its tier."""
         self.done.unproven[unproven.pack_id] = unproven
@@ -289,7 +303,7 @@ class Collector:
         """Steps 5 and 6, for folders whose retention time is over."""
         now_ns = self._repository.clock.now_ns()
         folders = [folder for folder in folders if is_expired(folder, now_ns, self._limits)]
-        if not any(folder.packs or folder.manifests for folder in folders):
+        if all(folder.is_empty for folder in folders):
             self._remove_empty(folders)
             return
         purged = purge(self._repository, self._marker, {folder.gc_id for folder in folders}, self.done.waits)
@@ -413,8 +427,17 @@ def purge(
     done.stop = next(iter(missing_in(repository, done.marks).values()), "")
     if done.stop:
         return done
+    put_back = _put_back_segments(repository, contents)
+    done.rescued += put_back
+    contents = trash.contents() if put_back else contents
     _unlink([folder for folder in contents if folder.gc_id in gc_ids], repository, marker, waits, done)
     return done
+
+
+def _put_back_segments(repository: Repository, contents: Sequence[TrashFolder]) -> int:
+    """Put back segments of journals that others in place continue; return how many."""
+    runs = {segment.name.run for folder in contents for segment in folder.segments}
+    return sum(put_back_segments(repository.for_run(run), contents) for run in sorted(runs))
 
 
 def _unlink(
@@ -425,12 +448,12 @@ def _unlink(
     unnamed = {pack.pack_id for pack in packs if not marks.is_named(pack.pack_id)}
     done.unproven = unproven_packs(repository, marker, marks.manifests.values(), unnamed, waits)
     unlinked: list[str] = []
-    manifests = [manifest for folder in folders for manifest in folder.manifests]
-    unlinks = map_concurrent(repository.backend, lambda manifest: trash.unlink(manifest.path), manifests)
-    for manifest, is_unlinked in zip(manifests, unlinks, strict=True):
+    files = [file for folder in folders for file in (*folder.manifests, *folder.segments)]
+    unlinks = map_concurrent(repository.backend, lambda file: trash.unlink(file.path), files)
+    for file, is_unlinked in zip(files, unlinks, strict=True):
         if is_unlinked:
-            unlinked.append(manifest.path)
-            done.nbytes += manifest.nbytes
+            unlinked.append(file.path)
+            done.nbytes += file.nbytes
     for pack in packs:
         unproven = done.unproven.get(pack.pack_id)
         if unproven is not None and not unproven.is_damage:

@@ -15,6 +15,7 @@ from ckstore.display import repr_of_summary
 from ckstore.errors import UsageError
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
+from ckstore.ops.gc.journals import SegmentMove
 from ckstore.ops.gc.survey import Draft, PackUse, Survey
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.reachability import MarkedManifest, Marker
@@ -109,6 +110,7 @@ class GcPlan:
         unproven: Packs that stay only because their tier could not be seen to contain them.
         is_final: The store is in a bucket, where packs are removed in place instead of moved to the trash.
         held_nbytes: Bytes of packs in a bucket that stay because only manifests in the trash name them.
+        segments: Segments of journals to move to the trash.
     """
 
     stop: str
@@ -127,6 +129,7 @@ class GcPlan:
     unproven: tuple[Unproven, ...] = ()
     is_final: bool = False
     held_nbytes: int = 0
+    segments: tuple[SegmentMove, ...] = ()
 
     __repr__ = repr_of_summary
 
@@ -134,6 +137,11 @@ class GcPlan:
     def moved_nbytes(self) -> int:
         """Bytes of packs moved to the trash, without rewritten packs."""
         return sum(move.nbytes for move in self.moves)
+
+    @property
+    def segments_nbytes(self) -> int:
+        """Bytes of segments of journals moved to the trash."""
+        return sum(move.nbytes for move in self.segments)
 
     @property
     def rewritten_nbytes(self) -> int:
@@ -160,7 +168,7 @@ class GcPlan:
         """Whether the plan contains no work."""
         work: tuple[Sequence[object], ...] = (
             self.rescues, self.put_back, self.drops, self.unfinished, self.superseded,
-            self.rewrites, self.moves, self.purges, self.drafts,
+            self.rewrites, self.moves, self.purges, self.drafts, self.segments,
         )  # fmt: skip
         return not any(work)
 
@@ -174,6 +182,7 @@ def make_plan(
     find_unproven: Callable[[Sequence[MarkedManifest], Collection[PackId]], dict[PackId, Unproven]],
     *,
     is_final: bool = False,
+    segments: Sequence[SegmentMove] = (),
 ) -> GcPlan:
     """Decide what a collection does.
 
@@ -185,6 +194,7 @@ def make_plan(
         count_uses: Returns what manifests need of each pack. Called only if packs may be rewritten.
         find_unproven: Returns the packs that must stay, because manifests locate them in a tier that lacks them.
         is_final: The store is in a bucket: packs are removed, not moved. Packs that trashed manifests name stay.
+        segments: Segments of journals that no point needs after the drops.
     """
     drops, blocked = tuple(sorted(drops)), {run for run, facts in found.runs.items() if facts.blocked}
     assert not any(name.run in blocked for name in drops), "nothing of a blocked run is deleted"
@@ -219,11 +229,12 @@ def make_plan(
         young_nbytes=young_nbytes,
         purges=purges,
         waiting=waiting,
-        free_ns=_free_ns(found, waiting, limits, has_moves=bool(moves or rewrites or drops)),
+        free_ns=_free_ns(found, waiting, limits, has_moves=bool(moves or rewrites or drops or segments)),
         drafts=tuple(draft for draft in found.drafts if _is_leftover(draft, found.now_ns, limits)),
         unproven=tuple(unproven[pack_id] for pack_id in sorted(unproven)),
         is_final=is_final,
         held_nbytes=held_nbytes,
+        segments=tuple(segments),
     )
 
 

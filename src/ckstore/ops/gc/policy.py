@@ -197,8 +197,9 @@ class Best:
 class Retention:
     """Which checkpoints of a run to keep: every one that some rule matches. Rules apply to each run separately.
 
-    Some checkpoints are kept whatever the rules: the newest complete one, tagged ones, those restored by ``undelete``,
-    those with a time in the future, and those newer than a kept checkpoint of the same step.
+    Some checkpoints are kept whatever the rules: the newest complete one, the keyframe of the newest point of a
+    journal, tagged ones, those restored by ``undelete``, those with a time in the future, and those newer than a kept
+    checkpoint of the same step.
 
     Args:
         keep_last: Keep this many of the newest checkpoints.
@@ -214,6 +215,8 @@ class Retention:
             acc, f1, bleu, reward: highest). A checkpoint without the metric, or with NaN, is kept.
         keep_tag: Keep checkpoints with a matching tag: a name or pattern (``"release-*"``), or several. Tags always
             protect their checkpoint; this rule allows a policy that keeps only tagged checkpoints.
+        keep_journal: Keep the points of the journal that follow this many of its newest keyframes. Points go with their
+            keyframe anyway. Alone, this rule deletes no checkpoint.
         time_zone: Where days begin: ``"UTC"``, or a fixed offset such as ``"+02:00"``.
 
     Raises:
@@ -231,11 +234,12 @@ class Retention:
     keep_best: str | tuple[str, ...] = ()
     keep_tag: str | tuple[str, ...] = ()
     time_zone: str = "UTC"
+    keep_journal: int | None = None
 
     __repr__ = repr_of_changes
 
     def __post_init__(self) -> None:
-        for rule in ("keep_last", "keep_every", *PERIODS):
+        for rule in ("keep_last", "keep_every", "keep_journal", *PERIODS):
             _check_count(rule, getattr(self, rule))
         for rule in ("keep_best", "keep_tag"):
             object.__setattr__(self, rule, _texts(rule, getattr(self, rule)))
@@ -250,6 +254,11 @@ class Retention:
                 where="Retention()",
                 todo=f"give one of {', '.join(RULES)}",
             )
+
+    @property
+    def has_checkpoint_rules(self) -> bool:
+        """Whether a rule says which checkpoints to keep. Otherwise none is deleted."""
+        return bool(self.to_config().keys() - {"keep_journal", "time_zone"})
 
     @property
     def best(self) -> tuple[Best, ...]:

@@ -33,6 +33,7 @@ class Entry:
         is_archival: It was restored from the trash.
         is_partial: A repair has recorded that some of its tensors are lost.
         problem: Why it is incomplete; empty if it is complete.
+        needed: Why points of the journal need it; empty if the newest ones do not.
     """
 
     seq: int
@@ -43,6 +44,7 @@ class Entry:
     is_archival: bool = False
     is_partial: bool = False
     problem: str = ""
+    needed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def plan_run(
     ordered = sorted(entries, key=lambda entry: entry.seq, reverse=True)
     blocked = blocked or next((f"seq {entry.seq}: {entry.problem}" for entry in ordered if entry.problem), "")
     rules = "" if policy is None else str(policy)
-    if policy is None or blocked:
+    if policy is None or not policy.has_checkpoint_rules or blocked:
         reason = f"nothing of this run is deleted: {blocked}" if blocked else "there is no rule"
         verdicts = tuple(Verdict(entry.seq, entry.step, entry.time_ns, True, (reason,)) for entry in ordered)
         return RunPlan(run, rules, verdicts, blocked)
@@ -138,6 +140,8 @@ class _RunEntries:
             reasons = self._for[entry.seq]
             if entry is newest:
                 reasons.append("the newest")
+            if entry.needed:
+                reasons.append(entry.needed)
             reasons += [f"tag {tag}" for tag in entry.tags]
             if entry.is_archival:
                 reasons.append("restored by undelete")
@@ -315,5 +319,5 @@ def _with_tag(pattern: str, entries: Iterable[Entry]) -> list[Entry]:
 
 def _matches_no_tag(policy: Retention, entries: Sequence[Entry]) -> bool:
     """Return whether a policy has only tag rules and no entry has such a tag. It then keeps everything."""
-    is_of_tags_only = not policy.to_config().keys() - {"keep_tag", "time_zone"}
+    is_of_tags_only = not policy.to_config().keys() - {"keep_tag", "keep_journal", "time_zone"}
     return is_of_tags_only and not any(_with_tag(pattern, entries) for pattern in policy.keep_tag)

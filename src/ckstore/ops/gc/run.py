@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,12 +32,14 @@ from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, Distant, FileLock, Locking, Probing
 from ckstore.io.local import LocalBackend
 from ckstore.ops.gc.collect import GcDone, collect, collect_bucket
+from ckstore.ops.gc.journals import SegmentMove, plan_segments
 from ckstore.ops.gc.plan import GcLimits, GcPlan, make_plan
 from ckstore.ops.gc.policy import Retention
 from ckstore.ops.gc.rules import Entry, RunPlan, plan_run
 from ckstore.ops.gc.survey import PackUse, RunFacts, Survey, count_frames, survey
 from ckstore.processes import owner_is_running
 from ckstore.store.chunk_index import LOST_TIER
+from ckstore.store.journal_needs import needed_keyframes
 from ckstore.store.lease import Lease
 from ckstore.store.reachability import MarkedManifest, Marker
 from ckstore.store.repository import Repository
@@ -120,7 +122,8 @@ class GcReport:
         if self.done is not None:
             return self.done.freed_nbytes
         if self.limits.frees_immediately:
-            return self.plan.purged_nbytes + self.plan.moved_nbytes + self.plan.rewritten_nbytes
+            moved_nbytes = self.plan.moved_nbytes + self.plan.segments_nbytes
+            return self.plan.purged_nbytes + moved_nbytes + self.plan.rewritten_nbytes
         # In a bucket, a rewritten pack stays until no manifest in the trash names it.
         return self.plan.purged_nbytes + (self.plan.moved_nbytes if self.plan.is_final else 0)
 
@@ -131,8 +134,10 @@ class GcReport:
             return 0
         if self.plan.is_final:
             return self.plan.waiting_nbytes + self.plan.held_nbytes + self._rewritten_nbytes()
-        moved = self.plan.moved_nbytes + self.plan.rewritten_nbytes if self.done is None else self.done.moved_nbytes
-        return self.plan.waiting_nbytes + moved
+        if self.done is not None:
+            return self.plan.waiting_nbytes + self.done.moved_nbytes + self.done.moved_segments_nbytes
+        moved_nbytes = self.plan.moved_nbytes + self.plan.segments_nbytes + self.plan.rewritten_nbytes
+        return self.plan.waiting_nbytes + moved_nbytes
 
     def _rewritten_nbytes(self) -> int:
         if self.done is None:
@@ -212,17 +217,51 @@ def _plan_collection(
         )
     chosen = [facts for run, facts in sorted(found.runs.items()) if runs is None or run in runs]
     lost = frozenset(number for number, ref in enumerate(marker.numbers.refs) if ref.tier == LOST_TIER)
-    plans = tuple(_run_plan(facts, policy, found.now_ns, lost) for facts in chosen)
+    plans = tuple(_run_plan(repository, facts, policy, found.now_ns, lost) for facts in chosen)
     highest = {(facts.run, marked.name.seq): marked.name for facts in chosen for marked in facts.highest}
     drops = [highest[plan.run, verdict.seq] for plan in plans for verdict in plan.dropped]
     refused = collection_obstacle(repository)
     if max_delete is not None and len(drops) > max_delete:
         checkpoints = f"{len(drops)} checkpoint{'' if len(drops) == 1 else 's'}"
         refused = f"{checkpoints} would be deleted, but max_delete is {max_delete}"
-    return GcReport(True, plans, _pack_plan(repository, marker, found, drops, limits), None, limits, refused)
+    chosen_runs = {facts.run for facts in chosen}
+    counts = {} if policy is None or policy.keep_journal is None else dict.fromkeys(chosen_runs, policy.keep_journal)
+    segments = _segment_plan(repository, found, drops, counts, limits)
+    plan = _pack_plan(repository, marker, found, drops, segments, limits)
+    return GcReport(True, plans, plan, None, limits, refused)
 
 
-def _run_plan(facts: RunFacts, policy: Retention | None, now_ns: int, lost: frozenset[int]) -> RunPlan:
+def _segment_plan(
+    repository: Repository,
+    found: Survey,
+    drops: Iterable[ManifestName],
+    counts: Mapping[str, int],
+    limits: GcLimits,
+) -> list[SegmentMove]:
+    """Return the segments of journals to move, of all runs that are not blocked.
+
+    ``counts`` has the rule ``keep_journal`` of each run to which the policy is applied.
+    """
+    if isinstance(repository.backend, Distant):
+        return []
+    dropped = {(name.run, name.seq) for name in drops}
+    return [
+        move
+        for run, facts in sorted(found.runs.items())
+        if not facts.blocked
+        for move in plan_segments(
+            repository.for_run(run),
+            counts.get(run),
+            {seq for of_run, seq in dropped if of_run == run},
+            limits.min_age_seconds,
+        )
+    ]
+
+
+def _run_plan(
+    repository: Repository, facts: RunFacts, policy: Retention | None, now_ns: int, lost: frozenset[int]
+) -> RunPlan:
+    needed = {} if policy is None or facts.blocked else needed_keyframes(repository.for_run(facts.run))
     entries = [
         Entry(
             seq=marked.name.seq,
@@ -233,6 +272,7 @@ def _run_plan(facts: RunFacts, policy: Retention | None, now_ns: int, lost: froz
             is_archival=marked.header.is_archival,
             is_partial=bool(lost) and not lost.isdisjoint(marked.packs),
             problem=facts.problem_of(marked.name),
+            needed=needed.get(marked.name.seq, ""),
         )
         for marked in facts.highest
     ]
@@ -240,7 +280,12 @@ def _run_plan(facts: RunFacts, policy: Retention | None, now_ns: int, lost: froz
 
 
 def _pack_plan(
-    repository: Repository, marker: Marker, found: Survey, drops: Iterable[ManifestName], limits: GcLimits
+    repository: Repository,
+    marker: Marker,
+    found: Survey,
+    drops: Iterable[ManifestName],
+    segments: Sequence[SegmentMove],
+    limits: GcLimits,
 ) -> GcPlan:
     def count_uses(manifests: Iterable[MarkedManifest]) -> list[PackUse]:
         try:
@@ -253,7 +298,7 @@ def _pack_plan(
         return unproven_packs(repository, marker, manifests, pack_ids)
 
     is_final = isinstance(repository.backend, Distant)
-    return make_plan(found, marker, drops, limits, count_uses, find_unproven, is_final=is_final)
+    return make_plan(found, marker, drops, limits, count_uses, find_unproven, is_final=is_final, segments=segments)
 
 
 def collection_obstacle(repository: Repository) -> str:

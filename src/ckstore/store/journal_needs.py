@@ -1,0 +1,244 @@
+"""What a run's journal needs: keyframes that must stay, and segments that points are restored from.
+
+A drop or a collection asks here (docs/FORMAT.md section 14, Collect). Nothing is changed, except that segments in the
+trash are renamed back.
+
+Invariants:
+- The nearest keyframe of the newest point is needed, and those of the points that processes are appending to.
+- A segment of which a part cannot be read is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ckstore.errors import ConflictError, CorruptError, UnsupportedError
+from ckstore.format.paths import SegmentName
+from ckstore.format.records import RecordPlace
+from ckstore.io.backend import Appending
+from ckstore.store.journal_chain import (
+    ChainRecord,
+    Entry,
+    Journal,
+    Keyframe,
+    SegmentKeyframes,
+    StructureOf,
+    entry_of,
+)
+from ckstore.store.journals import Journals, structures_of
+from ckstore.store.refs import read_headers
+from ckstore.store.repository import Repository
+from ckstore.store.trash import TrashFolder
+
+
+def _entries_of(repository: Repository, *, is_strict: bool) -> list[Entry]:
+    """Return the checkpoints of the run, oldest first; damaged ones are left out, or raised if ``is_strict``."""
+    manifests, entries = repository.manifests, []
+    for found in read_headers(manifests, manifests.listing().names):
+        if isinstance(found, (CorruptError, UnsupportedError)) and not is_strict:
+            continue
+        if isinstance(found, Exception):
+            raise found
+        if found is not None:
+            entries.append(entry_of(found))
+    return entries
+
+
+@dataclass(frozen=True, slots=True)
+class JournalState:
+    """A run's journal and checkpoints at one moment.
+
+    Attributes:
+        journal: The segments; all heads were read.
+        entries: The checkpoints, read after the segments. So a keyframe that was published before a record that was
+            found is found, too.
+        structure_of: Reads the structure of a checkpoint.
+        held: Segments that a process may be appending to.
+    """
+
+    journal: Journal
+    entries: list[Entry]
+    structure_of: StructureOf
+    held: frozenset[SegmentName]
+
+    @classmethod
+    def read(
+        cls,
+        repository: Repository,
+        *,
+        min_age_seconds: float = 0.0,
+        elsewhere: Mapping[SegmentName, str] = MappingProxyType({}),
+        is_strict: bool = True,
+    ) -> JournalState:
+        """Read the journal and the checkpoints of a run.
+
+        Args:
+            repository: The store and its run.
+            min_age_seconds: Segments that were changed within this time count as held.
+            elsewhere: Paths of segments in the trash.
+            is_strict: Raise if a manifest cannot be used. Otherwise leave the checkpoint out.
+
+        Raises:
+            CorruptError: A manifest is damaged.
+            UnsupportedError: A newer ckstore has written one.
+            BackendError: A file cannot be read.
+        """
+        journals = Journals(repository.manifests, clock=repository.clock)
+        names = journals.names()
+        held = _held_segments(repository, names, min_age_seconds)
+        journal = journals.read(elsewhere)
+        # Those that were created since they were listed.
+        held |= journal.segments.keys() - set(names) - elsewhere.keys()
+        for name in journal.segments:
+            journal.records(name)
+        entries = _entries_of(repository, is_strict=is_strict)
+        structure_of = functools.cache(structures_of(repository.manifests, is_strict=is_strict))
+        return cls(journal, entries, structure_of, frozenset(held))
+
+    def without(self, seqs: Collection[int]) -> JournalState:
+        """Return the state after these checkpoints are dropped."""
+        entries = [entry for entry in self.entries if entry.seq not in seqs]
+        return JournalState(self.journal, entries, self.structure_of, self.held)
+
+    def active_tips(self) -> list[ChainRecord]:
+        """Return the newest point, if it is newer than every checkpoint, and the last records of held segments."""
+        newest = self.journal.newest(self.entries, self.structure_of)
+        tips = [self.journal.tip(name) for name in self.journal.segments if name in self.held]
+        return [tip for tip in (newest, *tips) if isinstance(tip, ChainRecord)]
+
+    def lasting_keyframe(self, point: ChainRecord) -> Keyframe | None:
+        """Return the keyframe that must stay for a point: the nearest one that the writer of its record has published.
+
+        A nearer checkpoint of another process may have the same step and structure, and not the same bits.
+        """
+        first: Keyframe | None = None
+        for keyframe in self.journal.keyframes(point, self.entries, self.structure_of):
+            if self.journal.is_own(keyframe.entry, keyframe.record):
+                return keyframe
+            first = first or keyframe
+        return first
+
+    def nearest_keyframes(self) -> dict[SegmentName, SegmentKeyframes]:
+        """Return the nearest keyframe of every record."""
+        return self.journal.nearest_keyframes(self.entries, self.structure_of)
+
+
+def needed_keyframes(repository: Repository) -> dict[int, str]:
+    """Return the seqs of the run's checkpoints that must stay for its journal, and why.
+
+    Damaged checkpoints are left out: no point can be restored from them. Without a journal it costs one listing of a
+    folder that is not there.
+
+    Raises:
+        BackendError: A file cannot be read.
+    """
+    if not Journals(repository.manifests, clock=repository.clock).names():
+        return {}
+    state = JournalState.read(repository, is_strict=False)
+    return {
+        keyframe.entry.seq: f"the newest points of the journal, up to step {tip.head.step}, need it"
+        for tip in state.active_tips()
+        if (keyframe := state.lasting_keyframe(tip)) is not None
+    }
+
+
+def _held_segments(repository: Repository, names: Sequence[SegmentName], min_age_seconds: float) -> set[SegmentName]:
+    """Return the segments that a process may be appending to: locked, or changed within this time.
+
+    A file system without locks leaves only the time.
+    """
+    backend, now_ns, held = repository.backend, repository.clock.now_ns(), set[SegmentName]()
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            info = backend.stat(name.path)
+            # A time far in the future does not mean that the segment is in use.
+            is_young = info is not None and abs(now_ns - info.modified_ns) < min_age_seconds * 1e9
+            if is_young or (isinstance(backend, Appending) and backend.is_locked(name.path)):
+                held.add(name)
+    return held
+
+
+def needed_segments(state: JournalState, keyframe_count: int | None = None) -> set[SegmentName]:
+    """Return the segments that a collection keeps.
+
+    Args:
+        state: The journal, and the checkpoints that stay.
+        keyframe_count: Keep the points of this many keyframes, those with the youngest records; None: of all.
+    """
+    keyframes = state.nearest_keyframes()
+    times = {
+        nearest.entry.seq: nearest.record.head.time_ns
+        for each in keyframes.values()
+        for nearest in (each.before, *each.of_records)
+        if nearest is not None
+    }
+    kept = sorted(times, key=lambda seq: (times[seq], seq), reverse=True)[:keyframe_count]
+    needed = {name for name, each in keyframes.items() if any(entry.seq in kept for entry in each.entries)}
+    for tip in state.active_tips():
+        needed |= set(_segments_between(state.journal, tip, state.lasting_keyframe(tip)))
+    return needed | state.held | set(state.journal.problems)
+
+
+def _segments_between(journal: Journal, tip: ChainRecord, keyframe: Keyframe | None) -> Iterator[SegmentName]:
+    """Yield the segments from a point back to its keyframe; without one, back to the first record."""
+    for record in journal.backwards(tip):
+        yield record.segment
+        if keyframe is not None and record.place == keyframe.record.place:
+            return
+
+
+def put_back_segments(repository: Repository, trash: Iterable[TrashFolder], keyframe: int | None = None) -> int:
+    """Rename segments of the run back that the chain of a segment in place needs; return how many.
+
+    Args:
+        repository: The store and its run.
+        trash: What is in the trash.
+        keyframe: Also those whose points are restored from the checkpoint with this seq, which has come back.
+
+    Raises:
+        CorruptError: A manifest cannot be read.
+        BackendError: A file cannot be read or renamed.
+    """
+    run = repository.run
+    trashed = {each.name: each.path for folder in trash for each in folder.segments if each.name.run == run}
+    if not trashed:
+        return 0
+    in_place = set(Journals(repository.manifests, clock=repository.clock).names())
+    state, needed = JournalState.read(repository, elsewhere=trashed), set[SegmentName]()
+    for name, each in state.nearest_keyframes().items():
+        tip = state.journal.tip(name)
+        if any(entry.seq == keyframe for entry in each.entries):
+            needed.add(name)
+        if name in in_place and tip is not None and each.tip is not None:
+            nearest = next(state.journal.keyframes(tip, state.entries, state.structure_of))
+            needed |= set(_segments_between(state.journal, tip, nearest))
+    # The lowest order first: what is back begins at its keyframe.
+    return sum(
+        repository.trash.put_back(trashed[name], name.path) for name in sorted(needed - in_place) if name in trashed
+    )
+
+
+def require_keyframe(repository: Repository, place: RecordPlace) -> None:
+    """Raise unless a record can be continued: it is in place, and has a keyframe that no process is dropping.
+
+    Call it after the segment that continues the record is durable, before its first record.
+
+    Raises:
+        ConflictError: The point is being deleted.
+    """
+    journal = Journals(repository.manifests, clock=repository.clock).read()
+    record = journal.find(place)
+    if record is not None:
+        structure_of = structures_of(repository.manifests)
+        for keyframe in journal.keyframes(record, _entries_of(repository, is_strict=False), structure_of):
+            if not repository.tags.intents_on(keyframe.entry.seq):
+                return
+    raise ConflictError(
+        f"record {place.number} of the journal of run {repository.run!r}, which was to be continued, is being deleted",
+        where=repository.backend.root,
+        todo="commit again: the next commit stores the whole state",
+    )

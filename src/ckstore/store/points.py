@@ -1,0 +1,117 @@
+"""The points of a run's journal as users see them: which there are, by keyframe, and the facts about one.
+
+Nothing is replayed here, and no gradient is read. Without a journal, each function costs one listing of a folder that
+is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckstore.errors import counted
+from ckstore.format.header import ManifestHeader
+from ckstore.format.journal import read_body
+from ckstore.format.points import decode_point
+from ckstore.results import Info
+from ckstore.store.journal_chain import ChainRecord, Keyframe
+from ckstore.store.journal_needs import JournalState
+from ckstore.store.journals import Journals
+from ckstore.store.refs import Reference, header_or_none, resolve
+from ckstore.store.repository import Repository
+
+
+class Point(NamedTuple):
+    """A point that ``restore(step)`` finds.
+
+    Args:
+        step: The trainer's step.
+        time_ns: When it was made, in nanoseconds since 1970.
+        nbytes: Bytes of its record.
+    """
+
+    step: int
+    time_ns: int
+    nbytes: int
+
+
+def has_journal(repository: Repository) -> bool:
+    """Return whether the run has a journal."""
+    return bool(Journals(repository.manifests, clock=repository.clock).names())
+
+
+def points_by_keyframe(repository: Repository) -> dict[int, tuple[Point, ...]]:
+    """Return the points of the run, by the seq of their nearest keyframe, each in the order of steps.
+
+    Of each step it is the newest point. Steps that a checkpoint has are left out, as ``restore`` prefers it.
+    """
+    if not has_journal(repository):
+        return {}
+    state = JournalState.read(repository, is_strict=False)
+    nearest, seen = state.nearest_keyframes(), {entry.step for entry in state.entries if not entry.is_archival}
+    found: dict[int, list[Point]] = {}
+    for name in reversed(state.journal.segments):
+        records = state.journal.records(name).records
+        for record, keyframe in reversed(list(zip(records, nearest[name].of_records, strict=True))):
+            if keyframe is not None and record.head.step not in seen:
+                seen.add(record.head.step)
+                point = Point(record.head.step, record.head.time_ns, record.head.nbytes)
+                found.setdefault(keyframe.entry.seq, []).append(point)
+    return {seq: tuple(sorted(points)) for seq, points in found.items()}
+
+
+def info_of_point(repository: Repository, ref: Reference, info_of: Callable[[ManifestHeader], Info]) -> Info | None:
+    """Return the facts about the point that a reference means; None if it means a checkpoint, or nothing.
+
+    Args:
+        repository: The store and its run.
+        ref: A step without a checkpoint, or ``latest``. Other references mean checkpoints.
+        info_of: Returns the facts about a checkpoint.
+    """
+    is_step = (isinstance(ref, int) and not isinstance(ref, bool)) or (isinstance(ref, str) and ref.isdecimal())
+    if not (is_step or ref == "latest") or not has_journal(repository):
+        return None
+    state = JournalState.read(repository, is_strict=False)
+    record = _of_step(state, int(ref)) if is_step else state.journal.newest(state.entries, state.structure_of)
+    if not isinstance(record, ChainRecord):
+        return None
+    keyframe = next(state.journal.keyframes(record, state.entries, state.structure_of))
+    header = header_or_none(repository.manifests, resolve(repository, f"seq:{keyframe.entry.seq}"))
+    return None if header is None else _described(repository, record, keyframe, info_of(header))
+
+
+def _of_step(state: JournalState, step: int) -> ChainRecord | None:
+    if any(entry.step == step and not entry.is_archival for entry in state.entries):
+        return None
+    nearest = state.nearest_keyframes()
+    for name in reversed(state.journal.segments):
+        records = state.journal.records(name).records
+        for record, keyframe in reversed(list(zip(records, nearest[name].of_records, strict=True))):
+            if keyframe is not None and record.head.step == step:
+                return record
+    return None
+
+
+def _described(repository: Repository, record: ChainRecord, keyframe: Keyframe, info: Info) -> Info:
+    path = record.segment.path
+    where = repository.backend.location_of(path)
+    with closing(repository.backend.open_read(path)) as file:
+        body = read_body(file.read_at, record.placed, where=where)
+    point = decode_point(body, limits=repository.limits, where=where)
+    return replace(
+        info_of_restored(info, record.head.step),
+        time_ns=record.head.time_ns,
+        metrics=dict(point.metrics),
+        bytes_stored=info.bytes_stored + sum(each.head.nbytes for each in keyframe.replayed),
+        bytes_written=record.head.nbytes,
+    )
+
+
+def info_of_restored(info: Info, step: int) -> Info:
+    """Return the facts about a point, from those about its keyframe and its step."""
+    if step == info.step:
+        return info
+    form = f"journal, {counted(step - info.step, 'step')} after {info.step}"
+    return replace(info, step=step, tags=(), form=form)
