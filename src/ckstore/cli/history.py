@@ -239,11 +239,11 @@ def _json_of_folder(entry: TrashEntry) -> dict[str, object]:
         "time": None if entry.time_ns is None else render.iso_time(entry.time_ns),
         "packs": entry.pack_count,
         "nbytes": entry.nbytes,
-        "segments": entry.segment_count,
         "manifests": [
             {**dict(zip(names, manifest, strict=True)), "kind": kind}
             for manifest, kind in zip(entry.manifests, entry.kinds, strict=True)
         ],
+        "segments": entry.segment_count,
     }
 
 
@@ -260,9 +260,9 @@ def _restore_folders(store: Store, path: str, trash_ids: list[str], *, as_json: 
             "undeleted": [json_of_info(info) for info in undeleted],
             "troubles": troubles,
             "superseded": superseded,
-            "segments": segments,
+            "exact_again": [json_of_info(info) for info in exact_again],
         }
-        render.print_json({"packs": packs, **facts, "exact_again": [json_of_info(info) for info in exact_again]})
+        render.print_json({"packs": packs, **facts, "segments": segments})
     else:
         if packs:
             unneeded = "" if undeleted or exact_again else "; the next gc moves unreferenced ones back to the trash"

@@ -56,9 +56,9 @@ from ckstore.quant.warnings import diverged_warnings, named_nothing, tensor_word
 from ckstore.quant.writer import ResidualCommit
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import LOST_TIER, ChunkIndex, locate
+from ckstore.store.journal_needs import needed_keyframes
 from ckstore.store.manifests import DroppedError, EmptyRunError
 from ckstore.store.memory_budget import QUANTIZE
-from ckstore.store.journal_needs import needed_keyframes
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
 from ckstore.store.repository import Repository, finish_interrupted_replacements, finish_replacement
 

@@ -4,7 +4,8 @@ Levels, as for packs: ``quick`` reads the headers of segments, the heads of reco
 whole, because only that one can be torn. ``read`` checks every byte of every record. ``decode`` also decodes what a
 record says and every frame, and compares chunk ids.
 
-The torn end of a segment is no damage: its writer was killed before it acknowledged the record. It becomes a note.
+The torn end of a segment is no damage: its writer was killed before it acknowledged the record. It becomes a note. If
+another segment continues the record that is missing there, it was acknowledged, and is damaged.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class JournalAudit:
             where = self._repository.backend.location_of(name.path)
             torn = counted(found.nbytes - found.end, "byte")
             self._report.notes.append(f"{where} has a torn end of {torn}, which was never acknowledged")
+        self._check_previous(journal, name)
         if self._report.level == "quick" or not found.records:
             return
         try:
@@ -97,6 +99,15 @@ class JournalAudit:
             for record in found.records:
                 self._check_record(file.read_at, record)
                 self._report.bytes_read += record.head.nbytes
+
+    def _check_previous(self, journal: Journal, name: SegmentName) -> None:
+        previous = journal.segments[name].facts.previous
+        if previous is None or journal.find(previous) is not None:
+            return
+        for other in journal.segments:
+            if other.token == previous.token and other not in journal.problems and journal.records(other).nbytes:
+                what = f"record {previous.number} of a journal is damaged; {name.file} continues it"
+                self._report.add(Damage(what, self._repository.backend.location_of(other.path)))
 
     def _check_record(self, read: Read, record: ChainRecord) -> None:
         where = self._repository.backend.location_of(record.segment.path)

@@ -45,7 +45,8 @@ from ckstore.format.manifest import Manifest, decode_manifest, republished
 from ckstore.format.paths import ManifestName
 from ckstore.io.backend import for_each_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
-from ckstore.store.journal_needs import needed_keyframes, put_back_segments
+from ckstore.store.journal_needs import needed_keyframes, put_back_points_of
+from ckstore.store.points import step_of_point
 from ckstore.store.reachability import UNREADABLE
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
 from ckstore.store.repository import Repository, finish_replacement
@@ -193,7 +194,14 @@ def tag(repository: Repository, name: str, reference: Reference) -> ManifestName
     Raises:
         NotFoundError: There is no such checkpoint.
         ConflictError: It is being dropped.
+        UsageError: It is a point of a journal.
     """
+    if (step := step_of_point(repository, reference)) is not None:
+        raise UsageError(
+            f"step {step} is a point of the journal, and tags name checkpoints; tag {name!r} was not set",
+            where=repository.backend.root,
+            todo="pass tags= to commit, which then stores the whole state; or tag a checkpoint",
+        )
     target = resolve(repository, reference)
     tag_seq(repository, name, target)
     return target
@@ -410,7 +418,7 @@ def make_exact(repository: Repository, trashed: TrashedManifest, in_place: Manif
     entry = _entry_of(repository, trashed)
     again = replace(entry, header=replace(entry.header, generation=in_place.generation + 1))
     finish_replacement(repository, again, repository.manifests.publish(again))
-    put_back_segments(repository, repository.trash.contents(), again.header.seq)
+    put_back_points_of(repository, again.header.seq)
     return again
 
 
@@ -454,7 +462,7 @@ def undelete(repository: Repository, trashed: TrashedManifest) -> Manifest:
             pack_id=min(gone).hex(),
         )
     manifests.note_published(seq)
-    put_back_segments(repository, repository.trash.contents(), seq)
+    put_back_points_of(repository, seq)
     return again
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ckstore.errors import ConflictError, CorruptError, UnsupportedError
+from ckstore.errors import CkstoreError, ConflictError, CorruptError, UnsupportedError
 from ckstore.format.paths import SegmentName
 from ckstore.format.records import RecordPlace
 from ckstore.io.backend import Appending
@@ -32,6 +32,7 @@ from ckstore.store.journal_chain import (
 from ckstore.store.journals import Journals, structures_of
 from ckstore.store.refs import read_headers
 from ckstore.store.repository import Repository
+from ckstore.store.segment_writer import SegmentWriter
 from ckstore.store.trash import TrashFolder
 
 
@@ -162,6 +163,12 @@ def _held_segments(repository: Repository, names: Sequence[SegmentName], min_age
     return held
 
 
+def keyframes_in(state: JournalState, names: Iterable[SegmentName]) -> list[int]:
+    """Return the seqs of all keyframes of the records in these segments, ascending."""
+    found = state.nearest_keyframes()
+    return sorted({entry.seq for name in names if name in found for entry in found[name].entries})
+
+
 def needed_segments(state: JournalState, keyframe_count: int | None = None) -> set[SegmentName]:
     """Return the segments that a collection keeps.
 
@@ -191,54 +198,100 @@ def _segments_between(journal: Journal, tip: ChainRecord, keyframe: Keyframe | N
             return
 
 
-def put_back_segments(repository: Repository, trash: Iterable[TrashFolder], keyframe: int | None = None) -> int:
+def put_back_continued(repository: Repository, trash: Iterable[TrashFolder]) -> int:
     """Rename segments of the run back that the chain of a segment in place needs; return how many.
 
-    Args:
-        repository: The store and its run.
-        trash: What is in the trash.
-        keyframe: Also those whose points are restored from the checkpoint with this seq, which has come back.
-
     Raises:
-        CorruptError: A manifest cannot be read.
         BackendError: A file cannot be read or renamed.
     """
+
+    def needed(state: JournalState, in_place: Collection[SegmentName]) -> Iterator[SegmentName]:
+        for name in state.journal.segments.keys() & in_place:
+            tip = state.journal.tip(name)
+            keyframes = () if tip is None else state.journal.keyframes(tip, state.entries, state.structure_of)
+            nearest = next(iter(keyframes), None)
+            if tip is not None and nearest is not None:
+                yield from _segments_between(state.journal, tip, nearest)
+
+    return _put_back(repository, trash, needed)
+
+
+def put_back_points_of(repository: Repository, seq: int) -> int:
+    """Rename segments back whose points are restored from a checkpoint that has come back; return how many.
+
+    Raises:
+        BackendError: A file cannot be read or renamed.
+    """
+
+    def needed(state: JournalState, in_place: Collection[SegmentName]) -> Iterator[SegmentName]:
+        for name, each in state.nearest_keyframes().items():
+            if any(entry.seq == seq for entry in each.entries):
+                yield name
+
+    return _put_back(repository, repository.trash.contents(), needed)
+
+
+def put_back_needed(repository: Repository, names: Collection[SegmentName], keyframe_count: int | None) -> int:
+    """Rename those of these segments back that a collection would keep now; return how many.
+
+    Raises:
+        BackendError: A file cannot be read or renamed.
+    """
+    return _put_back(
+        repository,
+        repository.trash.contents(),
+        lambda state, in_place: needed_segments(state, keyframe_count) & set(names),
+    )
+
+
+def _put_back(
+    repository: Repository,
+    trash: Iterable[TrashFolder],
+    needed: Callable[[JournalState, Collection[SegmentName]], Iterable[SegmentName]],
+) -> int:
     run = repository.run
     trashed = {each.name: each.path for folder in trash for each in folder.segments if each.name.run == run}
     if not trashed:
         return 0
     in_place = set(Journals(repository.manifests, clock=repository.clock).names())
-    state, needed = JournalState.read(repository, elsewhere=trashed), set[SegmentName]()
-    for name, each in state.nearest_keyframes().items():
-        tip = state.journal.tip(name)
-        if any(entry.seq == keyframe for entry in each.entries):
-            needed.add(name)
-        if name in in_place and tip is not None and each.tip is not None:
-            nearest = next(state.journal.keyframes(tip, state.entries, state.structure_of))
-            needed |= set(_segments_between(state.journal, tip, nearest))
+    state = JournalState.read(repository, elsewhere=trashed, is_strict=False)
+    names = set(needed(state, in_place)) & trashed.keys() - in_place
     # The lowest order first: what is back begins at its keyframe.
-    return sum(
-        repository.trash.put_back(trashed[name], name.path) for name in sorted(needed - in_place) if name in trashed
-    )
+    return sum(repository.trash.put_back(trashed[name], name.path) for name in sorted(names))
 
 
-def require_keyframe(repository: Repository, place: RecordPlace) -> None:
-    """Raise unless a record can be continued: it is in place, and has a keyframe that no process is dropping.
+def require_keyframe(repository: Repository, writer: SegmentWriter) -> None:
+    """Close and delete a new segment unless its chain has a keyframe that no process is dropping.
 
-    Call it after the segment that continues the record is durable, before its first record.
+    Call it for a segment that continues the record of another process, before its first record. A drop or a collection
+    writes its intents first and reads the segments second.
 
     Raises:
-        ConflictError: The point is being deleted.
+        ConflictError: The point that it continues is being deleted.
     """
+    place = writer.segment.facts.previous
+    if place is None:
+        return
+    try:
+        if not _has_lasting_keyframe(repository, place):
+            raise ConflictError(
+                f"record {place.number} of the journal of run {repository.run!r}, which was to be continued, is being "
+                "deleted",
+                where=repository.backend.root,
+                todo="commit again: the next commit stores the whole state",
+            )
+    except BaseException:
+        writer.close()
+        with contextlib.suppress(FileNotFoundError, CkstoreError):
+            repository.backend.unlink(writer.name.path)
+        raise
+
+
+def _has_lasting_keyframe(repository: Repository, place: RecordPlace) -> bool:
     journal = Journals(repository.manifests, clock=repository.clock).read()
     record = journal.find(place)
-    if record is not None:
-        structure_of = structures_of(repository.manifests)
-        for keyframe in journal.keyframes(record, _entries_of(repository, is_strict=False), structure_of):
-            if not repository.tags.intents_on(keyframe.entry.seq):
-                return
-    raise ConflictError(
-        f"record {place.number} of the journal of run {repository.run!r}, which was to be continued, is being deleted",
-        where=repository.backend.root,
-        todo="commit again: the next commit stores the whole state",
-    )
+    if record is None:
+        return False
+    entries = _entries_of(repository, is_strict=False)
+    keyframes = journal.keyframes(record, entries, structures_of(repository.manifests))
+    return any(not repository.tags.intents_on(keyframe.entry.seq) for keyframe in keyframes)

@@ -6,7 +6,7 @@ is not there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from ckstore.format.header import ManifestHeader
 from ckstore.format.journal import read_body
 from ckstore.format.points import decode_point
 from ckstore.results import Info
-from ckstore.store.journal_chain import ChainRecord, Keyframe
+from ckstore.store.journal_chain import ChainRecord, Keyframe, Nearest
 from ckstore.store.journal_needs import JournalState
 from ckstore.store.journals import Journals
 from ckstore.store.refs import Reference, header_or_none, resolve
@@ -50,15 +50,13 @@ def points_by_keyframe(repository: Repository) -> dict[int, tuple[Point, ...]]:
     if not has_journal(repository):
         return {}
     state = JournalState.read(repository, is_strict=False)
-    nearest, seen = state.nearest_keyframes(), {entry.step for entry in state.entries if not entry.is_archival}
+    seen = {entry.step for entry in state.entries if not entry.is_archival}
     found: dict[int, list[Point]] = {}
-    for name in reversed(state.journal.segments):
-        records = state.journal.records(name).records
-        for record, keyframe in reversed(list(zip(records, nearest[name].of_records, strict=True))):
-            if keyframe is not None and record.head.step not in seen:
-                seen.add(record.head.step)
-                point = Point(record.head.step, record.head.time_ns, record.head.nbytes)
-                found.setdefault(keyframe.entry.seq, []).append(point)
+    for record, keyframe in _newest_first(state):
+        if record.head.step not in seen:
+            seen.add(record.head.step)
+            point = Point(record.head.step, record.head.time_ns, record.head.nbytes)
+            found.setdefault(keyframe.entry.seq, []).append(point)
     return {seq: tuple(sorted(points)) for seq, points in found.items()}
 
 
@@ -70,28 +68,44 @@ def info_of_point(repository: Repository, ref: Reference, info_of: Callable[[Man
         ref: A step without a checkpoint, or ``latest``. Other references mean checkpoints.
         info_of: Returns the facts about a checkpoint.
     """
-    is_step = (isinstance(ref, int) and not isinstance(ref, bool)) or (isinstance(ref, str) and ref.isdecimal())
-    if not (is_step or ref == "latest") or not has_journal(repository):
+    found = _find(repository, ref)
+    if found is None:
         return None
-    state = JournalState.read(repository, is_strict=False)
-    record = _of_step(state, int(ref)) if is_step else state.journal.newest(state.entries, state.structure_of)
-    if not isinstance(record, ChainRecord):
-        return None
+    state, record = found
     keyframe = next(state.journal.keyframes(record, state.entries, state.structure_of))
     header = header_or_none(repository.manifests, resolve(repository, f"seq:{keyframe.entry.seq}"))
     return None if header is None else _described(repository, record, keyframe, info_of(header))
 
 
+def step_of_point(repository: Repository, ref: Reference) -> int | None:
+    """Return the step of the point that a reference means; None if it means a checkpoint, or nothing."""
+    found = _find(repository, ref)
+    return None if found is None else found[1].head.step
+
+
+def _find(repository: Repository, ref: Reference) -> tuple[JournalState, ChainRecord] | None:
+    is_step = (isinstance(ref, int) and not isinstance(ref, bool)) or (isinstance(ref, str) and ref.isdecimal())
+    if not (is_step or ref == "latest") or not has_journal(repository):
+        return None
+    state = JournalState.read(repository, is_strict=False)
+    record = _of_step(state, int(ref)) if is_step else state.journal.newest(state.entries, state.structure_of)
+    return (state, record) if isinstance(record, ChainRecord) else None
+
+
 def _of_step(state: JournalState, step: int) -> ChainRecord | None:
     if any(entry.step == step and not entry.is_archival for entry in state.entries):
         return None
+    return next((record for record, _ in _newest_first(state) if record.head.step == step), None)
+
+
+def _newest_first(state: JournalState) -> Iterator[tuple[ChainRecord, Nearest]]:
+    """Yield the records that have a keyframe, each with the nearest one."""
     nearest = state.nearest_keyframes()
     for name in reversed(state.journal.segments):
         records = state.journal.records(name).records
         for record, keyframe in reversed(list(zip(records, nearest[name].of_records, strict=True))):
-            if keyframe is not None and record.head.step == step:
-                return record
-    return None
+            if keyframe is not None:
+                yield record, keyframe
 
 
 def _described(repository: Repository, record: ChainRecord, keyframe: Keyframe, info: Info) -> Info:

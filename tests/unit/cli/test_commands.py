@@ -15,7 +15,7 @@ from support.cli_stores import flip_byte
 INFO_KEYS = {
     *("step", "seq", "checkpoint_id", "run", "time_ns", "time", "parent", "origin_id", "generation", "is_archival"),
     *("fidelity", "metrics", "tags", "bytes_state", "bytes_stored", "bytes_written", "tensor_count", "chunk_count"),
-    *("chunks_new", "chunks_reused", "depth_max", "warnings", "tiers"),
+    *("chunks_new", "chunks_reused", "depth_max", "warnings", "tiers", "form"),
 }
 
 

@@ -21,14 +21,14 @@ from support.cli_stores import flip_byte, make_store
 INFO = (
     "step seq checkpoint_id run time_ns parent origin_id generation is_archival fidelity metrics(loss) tags[] "
     "bytes_state bytes_stored bytes_written tensor_count chunk_count chunks_new chunks_reused depth_max warnings[] "
-    "tiers[] time"
+    "tiers[] form time"
 )
 
 JSON = {
     "init": "path is_new",
-    "ls": f"path runs[run count entries[{INFO} damage refused] damaged_tags[] refused_tags[] missing]",
+    "ls": f"path runs[run count entries[{INFO} damage refused points[]] damaged_tags[] refused_tags[] missing]",
     "ls of damage": (
-        f"path runs[run count entries[{INFO} damage refused] damaged_tags[name damage] refused_tags[] missing]"
+        f"path runs[run count entries[{INFO} damage refused points[]] damaged_tags[name damage] refused_tags[] missing]"
     ),
     "status": f"path max_age_seconds is_stale runs[run count age_seconds newest({INFO})]",
     "du": (
@@ -66,7 +66,7 @@ JSON = {
     "verify": (
         "path level is_clean checkpoint_count pack_count frame_count bytes_read packs_elsewhere "
         "files_torn copied_ns seconds damage[what where checkpoints[] tensors[]] refused[] "
-        "unreachable[]"
+        "unreachable[] segment_count point_count notes[]"
     ),
     "restore": "seq step checkpoint_id run file nbytes seconds notes()",
     "export": "seq step checkpoint_id run file tensor_count nbytes seconds shared(*) left_out(* note)",
@@ -105,7 +105,7 @@ JSON = {
         "is_dry_run refused runs[run rules blocked notes[] checkpoints[seq step time is_kept "
         "reasons[]]] plan(stop drops[run seq step generation] unfinished[] superseded[] "
         "put_back[] rescues[] moves[] rewrites[pack_id nbytes nbytes_after manifests] purges[] "
-        "waiting_nbytes young_nbytes drafts[] unproven[]) done freed_nbytes later_nbytes "
+        "waiting_nbytes young_nbytes segments[] drafts[] unproven[]) done freed_nbytes later_nbytes "
         "later_time"
     ),
     "push --dry-run": (
@@ -116,7 +116,7 @@ JSON = {
         "run tier address is_dry_run bytes_to_push bytes_copied packs_copied seconds "
         "checkpoints[seq step action reason packs_nbytes is_done]"
     ),
-    "ls of tiers": f"path runs[run count entries[{INFO} damage refused] damaged_tags[] refused_tags[] missing]",
+    "ls of tiers": f"path runs[run count entries[{INFO} damage refused points[]] damaged_tags[] refused_tags[] missing]",
     "pull --dry-run": (
         "run is_dry_run bytes_to_pull bytes_copied packs_copied seconds checkpoints[seq step "
         "tiers[] packs_nbytes is_done problem]"
@@ -134,9 +134,9 @@ JSON = {
         "is_dry_run refused runs[run rules blocked notes[] checkpoints[seq step time is_kept "
         "reasons[]]] plan(stop drops[run seq step generation] unfinished[] superseded[] "
         "put_back[] rescues[] moves[pack_id nbytes] rewrites[pack_id nbytes nbytes_after "
-        "manifests] purges[] waiting_nbytes young_nbytes drafts[] unproven[]) done(dropped[run "
+        "manifests] purges[] waiting_nbytes young_nbytes segments[] drafts[] unproven[]) done(dropped[run "
         "seq step generation] spared[] rescued superseded moved_packs moved_nbytes freed_files "
-        "freed_nbytes repacked[] repacked_nbytes replaced_manifests troubles[] drafts intents "
+        "freed_nbytes moved_segments moved_segments_nbytes repacked[] repacked_nbytes replaced_manifests troubles[] drafts intents "
         "waits_for[] unproven[] waits() stop) freed_nbytes later_nbytes later_time"
     ),
     "gc --tier": (
@@ -145,11 +145,11 @@ JSON = {
         "repacked_nbytes replaced_manifests renewed_manifests troubles[] lists stop"
     ),
     "trash ls": (
-        "trash[trash_id time packs nbytes manifests[] | trash_id time packs nbytes "
-        "manifests[run seq step generation kind]]"
+        "trash[trash_id time packs nbytes manifests[] segments | trash_id time packs nbytes "
+        "manifests[run seq step generation kind] segments]"
     ),
     "undelete!": f"run undeleted[{INFO}]",
-    "trash restore!": f"packs undeleted[{INFO}] troubles[] superseded exact_again[]",
+    "trash restore!": f"packs undeleted[{INFO}] troubles[] superseded exact_again[] segments",
     "trash purge!": "freed_nbytes",
     "rewind!": f"{INFO}",
     "report": "file nbytes seconds",

@@ -56,7 +56,7 @@ def facts_of(log):
     """Return everything that a listing says about a run, with the types of the values."""
     facts = [(name, getattr(log, name)) for name in plain.PlainLog._fields if name != "entries"]
     for entry in log.entries:
-        facts += [(entry.seq, entry.step, entry.damage, entry.refused)]
+        facts += [(entry.seq, entry.step, entry.damage, entry.refused, entry.points)]
         facts += [(name, repr(getattr(entry.info, name))) for name in plain.PlainInfo._fields]
     return facts
 

@@ -184,9 +184,9 @@ class JournalCommitter:
         previous = self._last if is_own else draft.continues
         self._close_writer()
         self._writer = self._journals.open_writer(previous=previous, is_durable=is_own, environment=draft.environment)
-        if previous is not None and not is_own:
+        if not is_own:
             assert self._repository is not None, "it is open"
-            require_keyframe(self._repository, previous)
+            require_keyframe(self._repository, self._writer)
         return self._writer
 
     # What a journal does not need of a committer

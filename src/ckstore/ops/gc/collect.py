@@ -45,7 +45,7 @@ from ckstore.ops.gc.plan import GcLimits, GcPlan, is_expired
 from ckstore.ops.gc.rewrite_packs import Repacked, rewrite_packs
 from ckstore.ops.gc.survey import missing_in, named_in_trash, strays_among
 from ckstore.store.history import drop
-from ckstore.store.journal_needs import put_back_segments
+from ckstore.store.journal_needs import put_back_continued
 from ckstore.store.pending_deletes import remove_dead_lists, remove_packs
 from ckstore.store.reachability import Marker, MarkResult
 from ckstore.store.repository import Repository, finish_interrupted_replacements
@@ -207,6 +207,7 @@ class Collector:
             self.done.rescued += trash.rescue_pack(pack_id)
         for trashed in self._plan.put_back:
             self.done.rescued += trash.put_back(trashed.path, trashed.name.path)
+        self.done.rescued += _put_back_segments(self._repository, trash.contents())
         gone = [pack_id for pack_id in self._plan.rescues if backend.stat(paths.pack_name(pack_id)) is None]
         if gone:
             # Another collector has freed the pack. Its manifest was published too late, and will be withdrawn or stay
@@ -437,7 +438,7 @@ def purge(
 def _put_back_segments(repository: Repository, contents: Sequence[TrashFolder]) -> int:
     """Put back segments of journals that others in place continue; return how many."""
     runs = {segment.name.run for folder in contents for segment in folder.segments}
-    return sum(put_back_segments(repository.for_run(run), contents) for run in sorted(runs))
+    return sum(put_back_continued(repository.for_run(run), contents) for run in sorted(runs))
 
 
 def _unlink(

@@ -5,17 +5,19 @@ The rules are in ``store.journal_needs``; docs/FORMAT.md section 14 (Collect) ha
 Invariants:
 - A segment is moved only if the plan names it and it is still not needed after all drops.
 - Nothing is moved in a run of which a manifest cannot be read.
+- While segments of a keyframe in place are moved, an intent on it keeps writers from continuing them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ckstore.errors import BackendError, CorruptError, UnsupportedError
+from ckstore.errors import BackendError, CkstoreError, CorruptError, UnsupportedError
 from ckstore.format.paths import SegmentName
-from ckstore.store.journal_needs import JournalState, needed_segments, put_back_segments
+from ckstore.store.journal_needs import JournalState, keyframes_in, needed_segments, put_back_needed
 from ckstore.store.journals import Journals
 from ckstore.store.repository import Repository
 
@@ -83,12 +85,25 @@ def trash_segments(
     for move in moves:
         by_run.setdefault(move.name.run, []).append(move)
     for run, planned in sorted(by_run.items()):
-        of_run = repository.for_run(run)
-        still = {move.name for move in plan_segments(of_run, planned[0].keyframe_count, (), min_age_seconds)}
-        names = [move.name for move in planned if move.name in still]
-        if names:
-            gone = set(of_run.trash.move_segments(names))
-            moved += [move for move in planned if move.name in gone]
-            # A process may have continued one of them since it was read.
-            put_back += put_back_segments(of_run, of_run.trash.contents())
+        gone = _trash_of_run(repository.for_run(run), planned, min_age_seconds)
+        moved += [move for move in planned if move.name in gone]
+        # A keyframe may have come back since they were read.
+        put_back += put_back_needed(repository.for_run(run), gone, planned[0].keyframe_count) if gone else 0
     return moved, put_back
+
+
+def _trash_of_run(repository: Repository, planned: Sequence[SegmentMove], min_age_seconds: float) -> set[SegmentName]:
+    """Move the planned segments of a run that are still not needed; return those that were moved."""
+    count, names = planned[0].keyframe_count, [move.name for move in planned]
+    # Those of checkpoints that were just dropped have none.
+    seqs = keyframes_in(JournalState.read(repository), names) if count is not None else []
+    intents = repository.tags.declare_all(seqs, "collect the points of") if seqs else []
+    try:
+        # Read after the intents are durable: this sees a segment that continues one of them; a later one is refused.
+        still = {move.name for move in plan_segments(repository, count, (), min_age_seconds)}
+        going = [name for name in names if name in still]
+        return set(repository.trash.move_segments(going)) if going else set()
+    finally:
+        with contextlib.suppress(CkstoreError):
+            for intent in intents:
+                repository.tags.retract(intent)

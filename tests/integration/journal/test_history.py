@@ -1,0 +1,102 @@
+"""Protects the history of a run with a journal: what ls, info, latest, steps and verify tell about its points."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ckstore
+from ckstore.errors import UsageError
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A store with keyframes at the steps 1 and 6, and points at all others."""
+    place = tmp_path_factory.mktemp("journal") / "store"
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+    with ckstore.open(place) as store:
+        store.journal(optimizer, keyframe_every=5)
+        for step in range(1, STEPS + 1):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state = {"model": model, "optimizer": optimizer}
+            store.commit_async(state, step, metrics={"loss": float(step)}).result()
+    return place
+
+
+@pytest.fixture
+def store(place):
+    with ckstore.open(place, create=False) as opened:
+        yield opened
+
+
+def ckstore_command(*arguments):
+    environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ckstore", *map(str, arguments)],
+        capture_output=True, text=True, env=environment, check=True, timeout=120,
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_info_of_a_point_names_its_keyframe(store):
+    keyframe, point = store.info(6), store.info(8)
+    assert (keyframe.form, keyframe.step) == ("whole", 6)
+    assert (point.form, point.step, point.seq) == ("journal, 2 steps after 6", 8, keyframe.seq)
+    assert point.metrics == {"loss": 8.0}
+    assert point.time_ns > keyframe.time_ns
+    assert 0 < point.bytes_written < point.bytes_stored
+    assert store.info("7").form == "journal, 1 step after 6"
+    assert store.info(5).form == "journal, 4 steps after 1"
+
+
+def test_the_newest_state_is_a_point(store):
+    assert store.latest() == store.info("latest") == store.info(STEPS)
+
+
+def test_all_steps_can_be_restored(store):
+    assert store.steps() == list(range(1, STEPS + 1))
+    assert [info.step for info in store.log()] == [6, 1]
+
+
+def test_restored_tells_the_step_of_the_point(store):
+    store.restore()
+    assert (store.restored.step, store.restored.form) == (8, "journal, 2 steps after 6")
+    store.restore(6)
+    assert (store.restored.step, store.restored.form) == (6, "whole")
+
+
+@pytest.mark.parametrize("ref", [8, "8", "latest"])
+def test_a_tag_on_a_point_is_refused(store, ref):
+    with pytest.raises(UsageError, match="step 8 is a point of the journal"):
+        store.tag(ref, "good")
+    assert store.tags() == {}
+
+
+def test_verify_decodes_every_frame(store):
+    report = store.verify("decode")
+    assert report.is_clean
+    assert report.point_count == STEPS
+    assert report.frame_count > 0
+
+
+def test_the_command_line_counts_and_lists_points(place):
+    plain = ckstore_command("ls", place)
+    assert "6 +2" in plain
+    assert "1 +4" in plain
+    assert "points after step 6" not in plain
+    listed = ckstore_command("ls", place, "--points")
+    assert "points after step 6 (seq" in listed
+    entries = json.loads(ckstore_command("ls", place, "--json"))["runs"][0]["entries"]
+    assert [[point["step"] for point in entry["points"]] for entry in entries] == [[7, 8], [2, 3, 4, 5]]
+    assert "journal, 2 steps after 6" in ckstore_command("show", place, 8)
