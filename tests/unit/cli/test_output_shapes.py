@@ -116,7 +116,9 @@ JSON = {
         "run tier address is_dry_run bytes_to_push bytes_copied packs_copied seconds "
         "checkpoints[seq step action reason packs_nbytes is_done]"
     ),
-    "ls of tiers": f"path runs[run count entries[{INFO} damage refused points[]] damaged_tags[] refused_tags[] missing]",
+    "ls of tiers": (
+        f"path runs[run count entries[{INFO} damage refused points[]] damaged_tags[] refused_tags[] missing]"
+    ),
     "pull --dry-run": (
         "run is_dry_run bytes_to_pull bytes_copied packs_copied seconds checkpoints[seq step "
         "tiers[] packs_nbytes is_done problem]"

@@ -353,3 +353,8 @@ def test_struct_errors_cannot_occur():
     # The preamble and floats are unpacked only after their lengths were checked.
     with pytest.raises(plain._NotPlainError):
         plain._value(struct.pack(">Bf", 0xCB, 1.0), 0)
+
+
+def test_store_with_a_journal_is_left_to_the_other(place):
+    (place / "journals").mkdir()
+    assert both(place)[0] is None

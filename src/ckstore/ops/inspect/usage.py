@@ -7,15 +7,18 @@ reads from it. What is not counted: tags, claims and other files of less than a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ckstore.config import is_name
 from ckstore.display import repr_of_summary
+from ckstore.format import paths
 from ckstore.format.location import PackRef
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
 from ckstore.ops.gc.survey import RunFacts, Survey, survey
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
+from ckstore.store.journals import Journals
 from ckstore.store.reachability import Marker
 from ckstore.store.repository import Repository
 
@@ -26,7 +29,7 @@ class KindUsage:
 
     Attributes:
         kind: ``packs of one checkpoint``, ``packs of several checkpoints``, ``packs no checkpoint needs``,
-            ``manifests``, ``trash`` or ``unfinished files``.
+            ``manifests``, ``trash`` or ``unfinished files``; ``journals`` if a run has one.
     """
 
     kind: str
@@ -136,7 +139,7 @@ def usage_of(repository: Repository) -> Usage:
         for name, refs in refs_of.items()
     }
     return Usage(
-        kinds=_kinds(found, sizes, users),
+        kinds=(*_kinds(found, sizes, users), *_journals(repository)),
         runs=_runs(found.runs, needs, elsewhere, sizes),
         checkpoints=tuple(checkpoints),
         tiers=_tiers(elsewhere.values(), repository.tiers.addresses()),
@@ -150,7 +153,7 @@ def _kinds(found: Survey, sizes: Mapping[PackId, int], users: Mapping[PackId, in
         return KindUsage(kind, len(nbytes), sum(nbytes))
 
     manifests = found.marks.manifests.values()
-    trashed = sum(len(folder.packs) + len(folder.manifests) for folder in found.trash)
+    trashed = sum(len(folder.packs) + len(folder.manifests) + len(folder.segments) for folder in found.trash)
     return (
         packs("packs of one checkpoint", (pack_id for pack_id in users if users[pack_id] == 1)),
         packs("packs of several checkpoints", (pack_id for pack_id in users if users[pack_id] > 1)),
@@ -159,6 +162,14 @@ def _kinds(found: Survey, sizes: Mapping[PackId, int], users: Mapping[PackId, in
         KindUsage("trash", trashed, sum(folder.nbytes for folder in found.trash)),
         KindUsage("unfinished files", len(found.drafts), sum(draft.nbytes for draft in found.drafts)),
     )
+
+
+def _journals(repository: Repository) -> Iterator[KindUsage]:
+    runs = filter(is_name, repository.backend.list_names(paths.JOURNALS_FOLDER))
+    names = [name for run in runs for name in Journals(repository.manifests_of(run)).names()]
+    infos = [info for name in names if (info := repository.backend.stat(name.path)) is not None]
+    if infos:
+        yield KindUsage("journals", len(infos), sum(info.nbytes for info in infos))
 
 
 def _runs(

@@ -328,3 +328,14 @@ def test_collections_beside_a_writer_lose_no_point(run, tmp_path):
     assert [*run.found().values()] == [[55, 56, 57, 58, 59]]
     collect(run)
     assert len(run.segments()) == 2, "that with the record of the newest keyframe, and the one after it"
+
+
+def test_usage_counts_segments(two):
+    sizes = [two.repository.backend.stat(name.path).nbytes for name in two.names]
+    kinds = {each.kind: (each.files, each.nbytes) for each in two.store.usage().kinds}
+    assert kinds["journals"] == (2, sum(sizes))
+    trashed = kinds["trash"]
+    collect(two)
+    kinds = {each.kind: (each.files, each.nbytes) for each in two.store.usage().kinds}
+    assert kinds["journals"] == (1, sizes[1])
+    assert kinds["trash"][1] >= trashed[1] + sizes[0]
