@@ -136,10 +136,10 @@ JSON = {
         "is_dry_run refused runs[run rules blocked notes[] checkpoints[seq step time is_kept "
         "reasons[]]] plan(stop drops[run seq step generation] unfinished[] superseded[] "
         "put_back[] rescues[] moves[pack_id nbytes] rewrites[pack_id nbytes nbytes_after "
-        "manifests] purges[] waiting_nbytes young_nbytes segments[] drafts[] unproven[]) done(dropped[run "
-        "seq step generation] spared[] rescued superseded moved_packs moved_nbytes freed_files "
-        "freed_nbytes moved_segments moved_segments_nbytes repacked[] repacked_nbytes replaced_manifests troubles[] drafts intents "
-        "waits_for[] unproven[] waits() stop) freed_nbytes later_nbytes later_time"
+        "manifests] purges[] waiting_nbytes young_nbytes segments[] drafts[] unproven[]) "
+        "done(dropped[run seq step generation] spared[] rescued superseded moved_packs moved_nbytes freed_files "
+        "freed_nbytes moved_segments moved_segments_nbytes repacked[] repacked_nbytes replaced_manifests "
+        "troubles[] drafts intents waits_for[] unproven[] waits() stop) freed_nbytes later_nbytes later_time"
     ),
     "gc --tier": (
         "is_dry_run tier address dropped[run seq step generation] superseded[] packs[pack_id "
