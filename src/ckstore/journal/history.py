@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -207,7 +207,7 @@ class History:
                 state, manifest, last.place, last.head.step, len(replayed), (*base.warnings, *warnings)
             )
 
-    def _keyframes(self, record: ChainRecord) -> Any:
+    def _keyframes(self, record: ChainRecord) -> Iterator[Keyframe]:
         return self.journal.keyframes(record, self.entries, self._structure_of)
 
     def _structure_of(self, entry: Entry) -> bytes | None:

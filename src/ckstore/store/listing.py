@@ -224,8 +224,8 @@ def _entry(repository: Repository, name: ManifestName, tags: dict[int, list[str]
             return None
         info = Info.of(header, tags=sorted(tags.get(header.seq, ())), tiers=tiers_of(repository.manifests, header))
     except UNREADABLE as error:
-        why = {"refused" if is_refused(error) else "damage": str(error)}
-        return Entry(name.seq, name.step, None, **why)
+        damage, refused = ("", str(error)) if is_refused(error) else (str(error), "")
+        return Entry(name.seq, name.step, None, damage, refused)
     return Entry(header.seq, header.step, info)
 
 

@@ -53,7 +53,7 @@ def points_by_keyframe(repository: Repository) -> dict[int, tuple[Point, ...]]:
     seen = {entry.step for entry in state.entries if not entry.is_archival}
     found: dict[int, list[Point]] = {}
     for record, keyframe in _newest_first(state):
-        if record.head.step not in seen:
+        if record.head.step not in seen and record.place != keyframe.record.place:
             seen.add(record.head.step)
             point = Point(record.head.step, record.head.time_ns, record.head.nbytes)
             found.setdefault(keyframe.entry.seq, []).append(point)
@@ -73,6 +73,9 @@ def info_of_point(repository: Repository, ref: Reference, info_of: Callable[[Man
         return None
     state, record = found
     keyframe = next(state.journal.keyframes(record, state.entries, state.structure_of))
+    if not keyframe.replayed:
+        # The checkpoint itself, which undelete has brought back.
+        return None
     header = header_or_none(repository.manifests, resolve(repository, f"seq:{keyframe.entry.seq}"))
     return None if header is None else _described(repository, record, keyframe, info_of(header))
 

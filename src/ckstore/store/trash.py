@@ -76,7 +76,8 @@ class TrashFolder:
     @property
     def nbytes(self) -> int:
         """Bytes of all its files."""
-        return sum(file.nbytes for file in (*self.packs, *self.manifests, *self.segments))
+        packs, manifests = sum(file.nbytes for file in self.packs), sum(file.nbytes for file in self.manifests)
+        return packs + manifests + sum(file.nbytes for file in self.segments)
 
     @property
     def is_empty(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from ckstore.format.journal import SEGMENT_HEADER_NBYTES
 from support.journaled_runs import JournaledRun
 
-STRIDE = 61
+STRIDE = 397
 """Prime, so that all fields of heads and frames are visited over several records."""
 
 

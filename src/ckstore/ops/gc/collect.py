@@ -51,7 +51,7 @@ from ckstore.store.reachability import Marker, MarkResult
 from ckstore.store.repository import Repository, finish_interrupted_replacements
 from ckstore.store.tags import intents_in, remove_abandoned
 from ckstore.store.tier_checks import Unproven, unproven_packs
-from ckstore.store.trash import TrashedPack, TrashFolder
+from ckstore.store.trash import TrashedManifest, TrashedPack, TrashedSegment, TrashFolder
 
 _log = logging.getLogger("ckstore")
 
@@ -449,7 +449,9 @@ def _unlink(
     unnamed = {pack.pack_id for pack in packs if not marks.is_named(pack.pack_id)}
     done.unproven = unproven_packs(repository, marker, marks.manifests.values(), unnamed, waits)
     unlinked: list[str] = []
-    files = [file for folder in folders for file in (*folder.manifests, *folder.segments)]
+    files: list[TrashedManifest | TrashedSegment] = []
+    for folder in folders:
+        files += [*folder.manifests, *folder.segments]
     unlinks = map_concurrent(repository.backend, lambda file: trash.unlink(file.path), files)
     for file, is_unlinked in zip(files, unlinks, strict=True):
         if is_unlinked:

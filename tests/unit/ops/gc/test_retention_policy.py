@@ -119,7 +119,8 @@ def test_misspelled_order_names_the_nearest():
 def test_policy_round_trips_through_config():
     policy = Retention(
         keep_last=3, keep_every=1000, keep_within="36h", keep_hourly=24, keep_daily=7, keep_weekly=4, keep_monthly=12,
-        keep_yearly=2, keep_best=("loss:2", "acc:1:max"), keep_tag="release-*", time_zone="+02:00",
+        keep_yearly=2, keep_best=("loss:2", "acc:1:max"), keep_tag="release-*", keep_journal=2,
+        time_zone="+02:00",
     )  # fmt: skip
     config = policy.to_config()
     assert Retention.of(config) == policy
