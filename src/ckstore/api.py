@@ -387,7 +387,7 @@ class Store:
 
         Args:
             optimizers: Optimizers of torch, whose parameters and state are in each committed state.
-            keyframe_every: Store the whole state after this many commits at the latest. None: as ``replay_seconds`` says.
+            keyframe_every: Store the whole state after this many commits at the latest. None: see ``replay_seconds``.
             replay_seconds: Store the whole state before a replay would take longer than this, as far as one can tell.
 
         Raises:

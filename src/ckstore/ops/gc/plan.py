@@ -200,15 +200,12 @@ def make_plan(
     assert not any(name.run in blocked for name in drops), "nothing of a blocked run is deleted"
     unfinished = [marked.name for facts in found.runs.values() for marked in facts.marked]
     superseded = [marked.name for facts in found.runs.values() if not facts.blocked for marked in facts.lower]
-    dropped = {(name.run, name.seq) for name in drops}
-    leaving = {*unfinished, *superseded}
-    leaving |= {name for name in found.marks.manifests if (name.run, name.seq) in dropped}
+    leaving = {*unfinished, *superseded, *_generations(found, drops)}
     staying = [marked for name, marked in found.marks.manifests.items() if name not in leaving]
     purges, waiting = _trash(found, limits)
     moves, rewrites = tuple[PackMove, ...](), tuple[PackRewrite, ...]()
-    young_nbytes, held_nbytes, unproven = 0, 0, dict[PackId, Unproven]()
+    young_nbytes, held_nbytes, unproven, held = 0, 0, dict[PackId, Unproven](), set[PackId]()
     if not found.stop:
-        held = set[PackId]()
         moves, young_nbytes = _moves(found, marker, staying, limits)
         if is_final:
             held = _packs_of_trashed_manifests(found, marker, waiting, () if limits.frees_immediately else leaving)
@@ -236,6 +233,12 @@ def make_plan(
         held_nbytes=held_nbytes,
         segments=tuple(segments),
     )
+
+
+def _generations(found: Survey, drops: Iterable[ManifestName]) -> Iterable[ManifestName]:
+    """Return all manifests of these checkpoints."""
+    dropped = {(name.run, name.seq) for name in drops}
+    return (name for name in found.marks.manifests if (name.run, name.seq) in dropped)
 
 
 def _packs_of_trashed_manifests(
