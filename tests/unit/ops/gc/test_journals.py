@@ -341,3 +341,34 @@ def test_usage_counts_segments(two):
     kinds = {each.kind: (each.files, each.nbytes) for each in two.store.usage().kinds}
     assert kinds["journals"] == (1, sizes[1])
     assert kinds["trash"][1] >= trashed[1] + sizes[0]
+
+
+def test_a_keyframe_that_a_writer_continues_after_the_plan_is_not_deleted(two, monkeypatch):
+    declare = Tags.declare_all
+
+    def continue_first(tags, seqs, purpose):
+        two.continue_from(two.before)
+        two.points(6)
+        return declare(tags, seqs, purpose)
+
+    monkeypatch.setattr(Tags, "declare_all", continue_first)
+    report = collect(two)
+    assert report.done.dropped == []
+    assert any("up to step 6" in why for why in report.done.spared.values())
+    assert two.found() == {0: [1, 2, 6], 1: [4, 5]}
+
+
+def test_a_segment_without_records_that_a_writer_holds_stays(two):
+    name = two.start()
+    collect(two)
+    assert two.segments() == [two.names[1], name]
+
+
+def test_a_segment_with_a_damaged_record_stays(two):
+    """What is behind the damage may have a keyframe that cannot be found."""
+    record = two.journals.read().records(two.names[0]).records[1]
+    with Path(two.repository.backend.location_of(two.names[0].path)).open("r+b") as file:
+        file.seek(record.offset)
+        file.write(bytes(64))
+    collect(two)
+    assert two.segments() == two.names
