@@ -58,7 +58,7 @@ def test_ls_as_json_has_every_field(call, readonly_store):
     (log,) = json.loads(out)["runs"]
     assert (log["run"], log["count"], log["damaged_tags"]) == ("main", 3, [])
     assert [entry["step"] for entry in log["entries"]] == [300, 200]
-    assert set(log["entries"][0]) == INFO_KEYS | {"damage", "refused"}
+    assert set(log["entries"][0]) == INFO_KEYS | {"damage", "refused", "points"}
     assert log["entries"][1]["tags"] == ["good"]
 
 
