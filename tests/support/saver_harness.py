@@ -89,7 +89,7 @@ def links(pid="self"):
     return found
 
 
-def lay_out(arena, ticket, state, step, *, slot=0, metrics=None, tags=(), policy=None, sample=None):
+def lay_out(arena, ticket, state, step, *, slot=0, metrics=None, tags=(), policy=None, sample=None, share=b""):
     """Give a slot to a ticket, and put the head of a state there, and what is sampled; nothing else is staged.
 
     ``sample(captured)`` yields keys and bytes that are staged. Return the slot, what was captured, where each storage
@@ -107,6 +107,7 @@ def lay_out(arena, ticket, state, step, *, slot=0, metrics=None, tags=(), policy
         end += -(-storage.nbytes // 4096) * 4096
     samples = [row for row, _ in rows]
     facts = {"step": step, "metrics": metrics or {}, "tags": tags, "policy": policy or Policy(), "samples": samples}
+    facts["share"] = share
     writer = HeadWriter()
     head = writer.encode(writer.head_of(captured, places, **facts))
     room = arena.slots[slot]

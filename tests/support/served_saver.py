@@ -155,6 +155,7 @@ class ServedSaver:
         is_served: Whether it serves immediately; otherwise after ``serve``, and earlier messages wait.
         engine: What moves packs.
         leave_seconds: For how long a trainer that says nothing keeps one that was asked to end; None: as long as ever.
+        role: What it does: ``commits`` or ``journal``.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class ServedSaver:
         is_served=True,
         engine="auto",
         leave_seconds=None,
+        role="commits",
     ):
         self.address = str(address)
         self.end, self.savers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -178,7 +180,14 @@ class ServedSaver:
         self._trainer = subprocess.Popen(["sleep", "600"]) if has_trainer else None
         self.trainer_pid = os.getpid() if self._trainer is None else self._trainer.pid
         self._hello = protocol.Hello(
-            os.fsencode(self.address), run, engine, self.trainer_pid, process_started(self.trainer_pid), NICE, 30
+            os.fsencode(self.address),
+            run,
+            engine,
+            self.trainer_pid,
+            process_started(self.trainer_pid),
+            NICE,
+            30,
+            role=role,
         )
         self._leave_seconds = leave_seconds
         self._heard, self._codes = [], []

@@ -39,6 +39,9 @@ from ckstore.store.store_config import require_same_store
 
 _log = logging.getLogger("ckstore")
 
+WRITER_SECONDS = 60.0
+"""How long a process waits for the journal's writer of a previous, dead trainer."""
+
 _POLL_SECONDS = 0.05
 _LISTINGS_MAX = 5
 
@@ -152,14 +155,15 @@ class Journals:
             return
         deadline = self._clock.monotonic() + seconds
         while names := self.names():
-            newest = names[-1].path
+            newest = names[-1]
             with contextlib.suppress(FileNotFoundError):
-                if not backend.is_locked(newest):
+                # Listed again: before its writer closed this segment, it may have created the next one.
+                if not backend.is_locked(newest.path) and self.names()[-1:] == [newest]:
                     return
             if self._clock.monotonic() >= deadline:
                 raise ConflictError(
                     f"another process still writes the journal of run {self._run!r}",
-                    where=backend.location_of(newest),
+                    where=backend.location_of(newest.path),
                     todo="wait until that process has ended, or stop it; then try again",
                 )
             self._clock.sleep(_POLL_SECONDS)
@@ -216,6 +220,18 @@ class Journals:
             raise
         where = backend.location_of(name.path)
         return SegmentWriter(file, name, segment, limits=self._manifests.limits, where=where)
+
+    def discard(self, writer: SegmentWriter) -> None:
+        """Remove a segment that has no records, and close it. Only the process that created it may do that.
+
+        Raises:
+            BackendError: It cannot be removed. It is closed in any case.
+        """
+        assert writer.last == writer.segment.facts.previous, "it has no records"
+        try:
+            self._backend.unlink(writer.name.path)
+        finally:
+            writer.close()
 
     def _next_segment(self, previous: RecordPlace | None, environment: Mapping[str, str]) -> Segment:
         """Return the header of a segment that comes after all that are there now."""

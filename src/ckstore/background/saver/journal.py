@@ -1,7 +1,12 @@
 """Write points in the saver process of a journal: encode the staged gradients, append the record, report the result.
 
-This process holds no lease, because the saver of the commits does. It holds the lock of the segment that it appends to,
-and a restarted trainer waits for that. A point that is staged when the trainer dies is still appended.
+This process holds no lease, because the saver of the commits does. The lock of its newest segment takes the lease's
+place: a restarted trainer waits for that lock.
+
+Invariants:
+- A point is promised to outlive its trainer once the lock is held and the trainer was then seen alive. After the
+  trainer's death no other point is appended. Otherwise the next process could look before there is a lock.
+- A segment is created before the previous one is closed, so a process that waits always finds a lock.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from ckstore.store.repository import Repository
 from ckstore.store.store_config import read_store_record, require_same_store
 
 if TYPE_CHECKING:
-    from ckstore.background.saver.committer import Send
+    from ckstore.background.saver.committer import OnLease, Send
     from ckstore.store.segment_writer import SegmentWriter
 
 _log = logging.getLogger("ckstore")
@@ -41,18 +46,17 @@ class JournalCommitter:
     Args:
         hello: The store to write to.
         send: Sends a message to the trainer.
+        on_lease: Called when the lock of a segment was taken. It promises the points that the trainer waits for.
         thread_limit: How many threads may encode at present.
     """
-
-    holds_lease = True
-    """A point needs no lease, so it may outlive the trainer as soon as it is staged."""
 
     is_other_rank = False
     retained_tickets: frozenset[int] = frozenset()
 
-    def __init__(self, hello: protocol.Hello, send: Send, thread_limit: ThreadLimit) -> None:
+    def __init__(self, hello: protocol.Hello, send: Send, on_lease: OnLease, thread_limit: ThreadLimit) -> None:
         self._hello = hello
         self._send = send
+        self._on_lease = on_lease
         self._thread_limit = thread_limit
         self._repository: Repository | None = None
         self._journals: Journals | None = None
@@ -62,6 +66,11 @@ class JournalCommitter:
         self._encoder: PointEncoder | None = None
         self.exit_code = 0
         """Exit code for the last error, for a saver whose trainer is dead."""
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether the lock of a segment is held, and points can be promised for that reason."""
+        return self._writer is not None
 
     def open(self) -> None:
         """Open the store.
@@ -140,7 +149,7 @@ class JournalCommitter:
             thread_count = self._thread_limit.maximum or len(os.sched_getaffinity(0))
             encoded = self._encoder.encode(draft, arrays, thread_count=thread_count)
         with watch("publish"):
-            writer = self._writer_for(draft)
+            writer = self._writer_for(draft, ticket)
             record = writer.append(
                 step=head.step,
                 time_ns=SYSTEM_CLOCK.now_ns(),
@@ -164,11 +173,11 @@ class JournalCommitter:
             point=record.number,
         )
 
-    def _writer_for(self, draft: PointDraft) -> SegmentWriter:
+    def _writer_for(self, draft: PointDraft, ticket: Ticket) -> SegmentWriter:
         """Return the writer for a point. A new segment begins with a chain, after another process, or if asked.
 
         Raises:
-            SaverError: An earlier point of its chain was not stored.
+            SaverError: An earlier point of its chain was not stored. Or the trainer died before there was a lock.
             ConflictError: The point that it continues is being deleted.
         """
         assert self._journals is not None, "it is open"
@@ -182,12 +191,23 @@ class JournalCommitter:
                 return self._writer
         is_own = not draft.begins_chain and draft.continues is None
         previous = self._last if is_own else draft.continues
+        writer = self._journals.open_writer(previous=previous, is_durable=is_own, environment=draft.environment)
+        if self._writer is None:
+            # The trainer is checked after the lock was taken: one that starts from now on finds the lock, and waits.
+            self._on_lease(None)
+            if not ticket.may_outlive_trainer:
+                self._journals.discard(writer)
+                raise SaverError(
+                    f"the point of step {ticket.head.step} was given up because the trainer died before the journal "
+                    "had a segment for it",
+                    todo="restore, and train on from there",
+                )
         self._close_writer()
-        self._writer = self._journals.open_writer(previous=previous, is_durable=is_own, environment=draft.environment)
+        self._writer = writer
         if not is_own:
             assert self._repository is not None, "it is open"
-            require_keyframe(self._repository, self._writer)
-        return self._writer
+            require_keyframe(self._repository, writer)
+        return writer
 
     # What a journal does not need of a committer
 

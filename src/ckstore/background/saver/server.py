@@ -112,7 +112,7 @@ class Server:
         if hello.role == "journal":
             from ckstore.background.saver.journal import JournalCommitter
 
-            return JournalCommitter(hello, send, limit)
+            return JournalCommitter(hello, send, self._on_lease, limit)
         return Committer(hello, send, self._on_lease, limit, listener, before_result=self.send_promises)
 
     def run(self) -> int:
