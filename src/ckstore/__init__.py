@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ckstore.interval import Advice, AutoInterval
+    from ckstore.journal.clipping import clip_grad_norm_
     from ckstore.ops.gc.policy import Retention
     from ckstore.ops.repair import repair_store
     from ckstore.ranks.world import Ranks
@@ -84,6 +85,7 @@ _MODULE_OF = {
     **dict.fromkeys(("PerRank", "PerRankValues", "Replicated"), "state.markers"),
     "StandIn": "state.named_types",
     "TrainState": "state.train_state",
+    "clip_grad_norm_": "journal.clipping",
     "register_converter": "state.values",
     "repair_store": "ops.repair",
     **dict.fromkeys(
@@ -150,6 +152,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "WeightSettings",
+    "clip_grad_norm_",
     "open",
     "register_converter",
     "repair_store",

@@ -44,6 +44,6 @@ ALLOWED = {
     "run": {"integrations"},
     "cli": FORMAT | {"store", "ops", "tiers", "integrations", "api"},
     "_testing": CHECKPOINTS | {"background", "api"},
-    "__init__": FORMAT | {"state", "ops", "ranks", "background", "interval", "api"},
+    "__init__": FORMAT | {"state", "ops", "ranks", "background", "interval", "journal", "api"},
     "__main__": {"cli"},
 }

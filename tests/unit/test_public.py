@@ -58,6 +58,7 @@ NAMES = [
     "UnsupportedError",
     "UsageError",
     "WeightSettings",
+    "clip_grad_norm_",
     "open",
     "register_converter",
     "repair_store",
