@@ -1,7 +1,8 @@
 """What optimizers see at their steps: gradients and hyper-parameters, noted by hooks around each step.
 
-A hook copies nothing. It keeps the gradients and their version counters; whoever stores them checks that they have not
-changed since. torch makes new gradients for each backward unless they are zeroed in place, so that is the usual case.
+A hook copies nothing. It keeps the gradients and their version counters; the code that stores them checks that they
+have not changed since. torch makes new gradients for each backward unless they are zeroed in place, so that is the
+usual case.
 
 What the recorder cannot explain, it says: then the next commit stores the whole state, and the notes begin again there.
 """
@@ -9,15 +10,17 @@ What the recorder cannot explain, it says: then the next commit stores the whole
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from ckstore.clock import SYSTEM_CLOCK
+from ckstore.concurrency import noop
 from ckstore.errors import UsageError
 from ckstore.format.tree import DictNode, ListNode, Node, TupleNode
+from ckstore.journal.owned_memory import OwnedMemory
 from ckstore.state.values import encode_plain
 
 DENSE, SPARSE = torch.strided, torch.sparse_coo
@@ -65,14 +68,21 @@ class RecordedStep(NamedTuple):
 
 
 class StepRecorder:
-    """The steps of some optimizers since the last call of ``take``. Used on the thread that trains."""
+    """The steps of some optimizers since the last call of ``take``. Used on the thread that trains.
 
-    def __init__(self) -> None:
+    Args:
+        before_step: Called before each step. A method does not keep its object alive.
+    """
+
+    def __init__(self, before_step: Callable[[], None] = noop) -> None:
+        self._before_step = weakref.WeakMethod(before_step) if hasattr(before_step, "__self__") else lambda: before_step
         self._optimizers: list[weakref.ref[Any]] = []
         self._handles: list[Any] = []
         self._steps: list[RecordedStep] = []
         self._running: dict[int, RecordedStep] = {}
-        self._owned: dict[int, list[tuple[int, int]]] = {}
+        self._skipped: dict[int, int] = {}
+        """Running steps that will change nothing, and how many tensors their optimizers own."""
+        self._owned: dict[int, OwnedMemory] = {}
         self._shapes: dict[int, list[tuple[object, ...]]] = {}
         self._problem: str | None = None
         self.is_paused = False
@@ -148,16 +158,20 @@ class StepRecorder:
             self._check_untouched(index, optimizer)
             if any(not each.is_unchanged for step in self._steps for each in step.gradients):
                 self._note("a gradient was changed between the step and the commit")
-            self._owned[index] = _memory_of(optimizer)
             self._shapes[index] = _shapes_of(optimizer)
         steps, problem = tuple(self._steps), self._problem
-        self._steps, self._running, self._problem = [], {}, None
+        self._steps, self._problem = [], None
+        self._running.clear()
+        self._skipped.clear()
         return steps, problem
 
     def _note(self, problem: str) -> None:
         self._problem = self._problem or problem
 
     def _before(self, index: int, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        wait = self._before_step()
+        if wait is not None:
+            wait()
         if self.is_paused or self._problem is not None:
             return
         # The first argument may be the optimizer itself.
@@ -168,6 +182,9 @@ class StepRecorder:
             self._note("the optimizer unscales gradients inside its step (a fused optimizer with a GradScaler)")
             return
         self._check_untouched(index, optimizer)
+        if _is_skipped(optimizer):
+            self._skipped[index] = len(owned_tensors(optimizer))
+            return
         groups, gradients = _groups_of(optimizer), _gradients_of(optimizer)
         if groups is None:
             self._note("a hyper-parameter is neither a number nor a text")
@@ -177,8 +194,14 @@ class StepRecorder:
             self._running[index] = RecordedStep(index, groups, gradients, SYSTEM_CLOCK.monotonic())
 
     def _after(self, index: int, optimizer: Any) -> None:
-        step = self._running.pop(index, None)
-        if self.is_paused or step is None:
+        step, count = self._running.pop(index, None), self._skipped.pop(index, None)
+        if self.is_paused:
+            return
+        if count is not None:
+            self._note_owned(index, optimizer)
+            if self._owned[index].tensor_count != count:
+                self._note("an optimizer has made its state in a step that a GradScaler has skipped")
+        if step is None:
             return
         seen = {each.parameter: each for each in step.gradients}
         for number, parameter in enumerate(parameters_of(optimizer)):
@@ -189,24 +212,24 @@ class StepRecorder:
                 self._note("a gradient was replaced or changed inside the step")
                 return
         self._steps.append(step._replace(seconds=SYSTEM_CLOCK.monotonic() - step.seconds))
-        self._owned[index] = _memory_of(optimizer)
+        self._note_owned(index, optimizer)
+
+    def _note_owned(self, index: int, optimizer: Any) -> bool:
+        """Note what an optimizer owns now. Return whether it has changed since the last note."""
+        return self._owned.setdefault(index, OwnedMemory()).note(owned_tensors(optimizer))
 
     def _check_untouched(self, index: int, optimizer: Any) -> None:
         """Note a problem if what an optimizer owns has changed since its last step or the last commit."""
+        has_changed = self._note_owned(index, optimizer)
         if index in self._shapes and self._shapes[index] != _shapes_of(optimizer):
             self._note("the groups or parameters of an optimizer have changed")
-        elif index in self._owned and self._owned[index] != _memory_of(optimizer):
+        elif has_changed:
             self._note("a parameter, or a tensor of an optimizer's state, was changed outside of a step")
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
     """Return the parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _memory_of(optimizer: Any) -> list[tuple[int, int]]:
-    """Return the address and the version counter of each tensor that an optimizer owns."""
-    return [(tensor.data_ptr(), tensor._version) for tensor in owned_tensors(optimizer)]
 
 
 def owned_tensors(optimizer: Any) -> list[Any]:
@@ -235,6 +258,12 @@ def _shapes_of(optimizer: Any) -> list[tuple[object, ...]]:
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     ]
+
+
+def _is_skipped(optimizer: Any) -> bool:
+    """Whether a GradScaler has found infinite gradients, so that a fused optimizer will change nothing."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 def _groups_of(optimizer: Any) -> Node | None:
