@@ -23,7 +23,7 @@ def noise(nbytes, seed=0):
 class Staged:
     """One state on its way to a slot, with its events."""
 
-    def __init__(self, arena, crew, state, lazy=(), *, is_checked=False, captured=None, kinds=None):
+    def __init__(self, arena, crew, state, lazy=(), *, is_checked=False, captured=None, kinds=None, late=None):
         self.captured = captured or capture(state)
         kinds = kinds or [LAZY if index in lazy else NOW for index in range(len(self.captured.storages))]
         sampled = places_to_sample(self.captured.storages, Limits())
@@ -43,6 +43,7 @@ class Staged:
             is_checked=is_checked,
             on_staged=lambda: self.events.append("staged"),
             on_failed=self.events.append,
+            late=None if late is None else lambda: late(self),
         )
 
     def host_copy(self, kind, on_over=lambda error: None):

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,18 @@ _START_DELAY_MS = 10
 returned. A saver thread that wakes earlier occupies a processor until the next scheduler tick, for milliseconds."""
 
 
+class LatePart(NamedTuple):
+    """A storage whose bytes are computed after ``commit_async`` has returned; the guard waits for that.
+
+    Args:
+        storage: Its index.
+        compute: Returns all of its bytes. Called on a copy thread.
+    """
+
+    storage: int
+    compute: Callable[[], bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class AsyncRequest:
     """A state to commit in the background.
@@ -90,6 +102,7 @@ class AsyncRequest:
         guarded: Address ranges that a guard protects, so that they may be copied while training continues.
         share: In a job of many ranks: what this rank holds, encoded.
         number: In a job of many ranks: the number of this background commit, the same on every rank.
+        late: A storage whose bytes are computed later.
     """
 
     captured: Captured
@@ -100,6 +113,7 @@ class AsyncRequest:
     guarded: Sequence[Span]
     share: bytes = b""
     number: int = 0
+    late: LatePart | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -622,6 +636,7 @@ class BackgroundCommits:
             is_checked=request.policy.debug_guard,
             on_staged=lambda: commit.report_staged(),
             on_failed=lambda error: self._note_staging_failed(commit, error),
+            late=None if request.late is None else partial(_write_late, request.late, layout, slot),
         )
         return commit, head
 
@@ -705,6 +720,11 @@ class BackgroundCommits:
 
         # Uninterrupted: else the process could be started without being recorded.
         return run_uninterrupted(start, on_interrupt=lambda error: None)
+
+
+def _write_late(late: LatePart, layout: ArenaLayout, slot: Slot) -> None:
+    content = late.compute()
+    slot.view(layout.places[late.storage], len(content))[:] = content
 
 
 _background_commits: weakref.WeakSet[BackgroundCommits] = weakref.WeakSet()

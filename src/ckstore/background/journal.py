@@ -18,16 +18,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckstore.background.commits import AsyncRequest, BackgroundCommits
+import numpy as np
+
+from ckstore.background.commits import AsyncRequest, BackgroundCommits, LatePart
+from ckstore.background.device_copy import versions_of
 from ckstore.background.pending import Pending
 from ckstore.config import MIB, Policy
+from ckstore.errors import CorruptError
 from ckstore.format.records import RecordPlace
 from ckstore.format.tree import ListNode, TensorNode
-from ckstore.journal.drafting import Drafted, draft_point
+from ckstore.journal.clipping import take_factors
+from ckstore.journal.drafting import Drafted, checksums_of, draft_point
 from ckstore.journal.encoding import ArrayPlace
 from ckstore.journal.recorder import RecordedStep, StepRecorder
 from ckstore.state.capture import Captured, loaded_adapters
 from ckstore.state.capture_cache import CaptureCache
+from ckstore.state.memory import keeps_of
+from ckstore.store.journals import WRITER_SECONDS, Journals
 from ckstore.store.repository import Repository
 
 _DECODE_NBYTES_PER_SECOND = 1e9
@@ -48,10 +55,12 @@ class PlannedRecord:
     """A record that is about to be stored.
 
     Args:
+        captured: The state.
         drafted: Its draft, and what the draft needs.
         reason: Why this commit must store the whole state; None: it is a point.
     """
 
+    captured: Captured
     drafted: Drafted
     reason: str | None
 
@@ -77,7 +86,7 @@ class JournalSide:
         self._due: str | None = "it is the first one"
         self._continues: RecordPlace | None = None
         self._begins_segment = False
-        self.recorder = StepRecorder()
+        self.recorder = StepRecorder(self._wait_for_checksums)
 
     def plan_keyframe(self, state: Any, *, metrics: Mapping[str, float]) -> PlannedRecord:
         """Plan the record of a commit that stores the whole state in any case."""
@@ -93,7 +102,9 @@ class JournalSide:
 
         Raises:
             UsageError: The state lacks tensors of an optimizer, or an optimizer is gone.
+            CkstoreError: An earlier point failed, and its result was never requested.
         """
+        self.raise_unreported(call_did_nothing=True)
         captured = self._cache.capture(state, loaded_adapters())
         steps, problem = self.recorder.take()
         begins_chain = self._continues is None and (problem is not None or self._due is not None)
@@ -105,8 +116,9 @@ class JournalSide:
             before={} if begins_chain or self._continues is not None else self._before,
             metrics=metrics,
             has_facts=reason is not None or self._points == 0,
-            factors=[],
+            factors=take_factors(),
             thread_count=len(os.sched_getaffinity(0)),
+            is_late=True,
         )
         rest_nbytes = sum(row.nbytes for row in drafted.draft.storages if row.source == "blob")
         if reason is None and rest_nbytes > self._options.rest_nbytes_max:
@@ -115,7 +127,7 @@ class JournalSide:
         draft = drafted.draft._replace(
             begins_chain=begins_chain, continues=self._continues, begins_segment=self._begins_segment
         )
-        return PlannedRecord(drafted._replace(draft=draft), reason)
+        return PlannedRecord(captured, drafted._replace(draft=draft), reason)
 
     def _due_reason(self) -> str | None:
         every = self._options.keyframe_every
@@ -147,6 +159,7 @@ class JournalSide:
             policy=replace(policy, on_busy="wait", base_cache="none"),
             guarded=(),
             share=draft.encode(),
+            late=_late_checksums(record, draft.arrays),
         )
         try:
             pending = self._started().submit(request)
@@ -159,6 +172,8 @@ class JournalSide:
             self._points += 1
         else:
             self._points, self._replay_seconds = 0, 0.0
+        # The caller waits for a keyframe itself. If only its record fails, the next commit is a keyframe again.
+        pending.error_was_raised = record.reason is not None
         itself = weakref.ref(self)
         pending.when_done(lambda done: _note_failure(itself, done))
         return pending
@@ -191,6 +206,11 @@ class JournalSide:
         if self._commits is not None:
             self._commits.wait_all()
 
+    def raise_unreported(self, *, call_did_nothing: bool) -> None:
+        """Raise the error of a point whose result was never requested; see ``BackgroundCommits``."""
+        if self._commits is not None:
+            self._commits.raise_unreported(call_did_nothing=call_did_nothing)
+
     def release(self) -> None:
         """Wait for all records, and have the saver leave its segment."""
         if self._commits is not None:
@@ -203,8 +223,16 @@ class JournalSide:
             self._commits.close()
         self.recorder.release()
 
+    def _wait_for_checksums(self) -> None:
+        """Return when an optimizer may change what it owns: once the checksums of the last commit are computed."""
+        if self._commits is not None:
+            self._commits.guard()
+
     def _started(self) -> BackgroundCommits:
         if self._commits is None:
+            # The journal of a trainer that died must have ended: its segments may not come after those of this process.
+            self._repository.wait_for_orphan()
+            Journals(self._repository.manifests, clock=self._repository.clock).wait_for_writer(seconds=WRITER_SECONDS)
             self._commits = BackgroundCommits(self._repository, role="journal")
             owner = self._owner()
             assert owner is not None, "a method of the owner is running"
@@ -216,6 +244,27 @@ def _note_failure(itself: weakref.ref[JournalSide], done: Pending) -> None:
     side = itself()
     if side is not None and done.error_or_none() is not None:
         side.begin_again("the commit before was not stored")
+
+
+def _late_checksums(record: PlannedRecord, arrays: list[ArrayPlace]) -> LatePart | None:
+    """Return what computes the checksums of everything that the optimizers own, while training continues."""
+    captured, late = record.captured, record.drafted.late
+    if not late:
+        return None
+    keeps = keeps_of(captured.storages, late)
+    versions = versions_of(keeps)
+
+    def compute() -> bytes:
+        checksums = checksums_of(captured, late, thread_count=1)
+        if versions_of(keeps) != versions:
+            raise CorruptError(
+                "a tensor of an optimizer of the journal was changed before the checksums of the last commit were "
+                "computed",
+                todo="call Pending.wait_staged before something else than a step changes it",
+            )
+        return np.array(checksums, np.uint64).tobytes()
+
+    return LatePart(arrays[-1].storage, compute)
 
 
 def _places_of(sources: list[Any], captured: Captured) -> list[ArrayPlace]:

@@ -65,6 +65,7 @@ class Staging:
             with the source when the guard is entered.
         on_staged: Called once, on any thread, when all bytes are staged.
         on_failed: Called once, on any thread, when they never will be.
+        late: Called on a copy thread after ``copy_now``, to write to the slot what is computed meanwhile. Guards wait.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Staging:
         is_checked: bool,
         on_staged: Callable[[], None],
         on_failed: Callable[[BaseException], None],
+        late: Callable[[], None] | None = None,
     ) -> None:
         self.slot = slot
         self.is_over = Latch()
@@ -116,7 +118,8 @@ class Staging:
             else []
             for kind in (DEVICE_NOW, DEVICE_LAZY)
         )
-        self._left = len(self._host) + len(self._device_now) + len(self._device_lazy)
+        self._late, self._has_late, self._is_late_over = late, late is not None, Latch()
+        self._left = len(self._host) + len(self._device_now) + len(self._device_lazy) + self._has_late
 
     def _from_device(
         self, kind: int, layout: ArenaLayout, captured: Captured, *, bell: int, is_checked: bool
@@ -177,13 +180,15 @@ class Staging:
                 copy.note()
             lazy.note()
             lazy.send(self._pool, self._half)
+            if self._has_late:
+                self._pool.send_one(self._work_late)
             self._is_noted = True
             for copy in self._device_lazy:
                 if not self._device_now:
                     # Last, because launching needs the interpreter, and this call should return quickly.
                     self._pool.send_one(copy.launch)
                 self._pool.device_thread.send_one(copy.wait)
-            if not any(self._guarded.values()):
+            if not (self._has_late or any(self._guarded.values())):
                 self.is_over.wait()
         except BaseException as error:
             self.give_up(error)
@@ -204,6 +209,8 @@ class Staging:
         for copy in self._device_lazy if is_host_waiting else ():
             self._pool.device_thread.run_and_wait(copy.wait)
         self._host[1].join(self._pool)
+        if self._has_late:
+            self._is_late_over.wait()
         self._compare()
 
     def finish(self, *, is_rushed: bool = True) -> None:
@@ -260,8 +267,20 @@ class Staging:
             self._end()
         for copy in self._host:
             copy.work()
+        self._work_late()
         for device in (*self._device_now, *self._device_lazy):
             device.cancel(error)
+
+    def _work_late(self) -> None:
+        """Write what is computed late, unless that is done or staging has failed. On a copy thread; never raises."""
+        with self._lock:
+            late, self._late = self._late, None
+            is_given_up = self._error is not None
+        if late is not None:
+            try:
+                self._note_section_over(None if is_given_up else result_or_error(late))
+            finally:
+                self._is_late_over.set()
 
     def _versions_now(self, kind: int, captured: Captured) -> list[tuple[int, int]]:
         return versions_of(keeps_of(captured.storages, self._guarded[kind]))

@@ -34,11 +34,13 @@ class Drafted(NamedTuple):
         draft: The draft.
         sources: torch tensors and numpy arrays.
         checksums: xxh3-64 of every storage that the steps do not make, by its path: what the next draft compares with.
+        late: Storages whose checksums are still to be computed. The last source has room for them.
     """
 
     draft: PointDraft
     sources: list[Any]
     checksums: dict[str, int]
+    late: Sequence[int] = ()
 
 
 def draft_point(
@@ -51,6 +53,7 @@ def draft_point(
     has_facts: bool,
     factors: Iterable[np.float32],
     thread_count: int,
+    is_late: bool = False,
 ) -> Drafted:
     """Return the draft of a point.
 
@@ -63,14 +66,17 @@ def draft_point(
         has_facts: Whether to say how the optimizers are made again.
         factors: Factors that gradients may have been multiplied by.
         thread_count: Threads that compute checksums.
+        is_late: Leave the checksums of what the optimizers own in host memory to the caller.
     """
     owned = owned_storages(captured, optimizers)
-    checksums = checksums_of(captured, thread_count=thread_count)
+    late = [index for index in sorted(owned) if captured.storages[index].is_host] if is_late else []
+    checksums = _checksums_without(late, captured, thread_count)
     sources: list[Any] = []
     storages: list[DraftStorage] = []
     rest: dict[str, int] = {}
     paths = storage_paths(captured)
-    for index, (storage, xxh3) in enumerate(zip(captured.storages, checksums, strict=True)):
+    for index, storage in enumerate(captured.storages):
+        xxh3 = checksums[index]
         facts = storage.nbytes, xxh3, storage.element_width, storage.is_float
         if index in owned:
             storages.append(DraftStorage(*facts, "steps", None))
@@ -81,18 +87,28 @@ def draft_point(
         else:
             storages.append(DraftStorage(*facts, "blob", len(sources)))
             sources.append(np.frombuffer(storage.read(0, storage.nbytes), np.uint8))
+    drafted_steps = [_drafted_step(step, sources) for step in steps]
+    if late:
+        sources.append(np.zeros(len(late), np.uint64))
     draft = PointDraft(
         metrics=dict(metrics),
         tree=encode_tree(captured.tree),
         tensors=[row_of(tensor) for tensor in captured.tensors],
         storages=storages,
-        steps=[_drafted_step(step, sources) for step in steps],
+        steps=drafted_steps,
         optimizers=[facts_of(each, captured) for each in optimizers] if has_facts else None,
         factors=[np.float32(factor).tobytes() for factor in factors],
         environment={},
         arrays=[],
+        late=tuple(late),
     )
-    return Drafted(draft, sources, rest)
+    return Drafted(draft, sources, rest, late)
+
+
+def _checksums_without(late: Sequence[int], captured: Captured, thread_count: int) -> dict[int, int]:
+    now = sorted(set(range(len(captured.storages))).difference(late))
+    found = checksums_of(captured, now, thread_count=thread_count)
+    return dict.fromkeys(late, 0) | dict(zip(now, found, strict=True))
 
 
 def storage_paths(captured: Captured) -> list[str]:
@@ -104,12 +120,13 @@ def storage_paths(captured: Captured) -> list[str]:
     return paths
 
 
-def checksums_of(captured: Captured, *, thread_count: int) -> list[int]:
-    """Return the xxh3-64 of each storage. Hashing releases the GIL."""
+def checksums_of(captured: Captured, only: Sequence[int] | None = None, *, thread_count: int) -> list[int]:
+    """Return the xxh3-64 of each storage, or of those with these indices. Hashing releases the GIL."""
     sizes = [storage.nbytes for storage in captured.storages]
     batches: list[list[int]] = [[]]
     filled = 0
-    for index, nbytes in enumerate(sizes):
+    for index in range(len(sizes)) if only is None else only:
+        nbytes = sizes[index]
         if filled and filled + nbytes > _BATCH_NBYTES:
             batches.append([])
             filled = 0
@@ -144,7 +161,7 @@ def owned_storages(captured: Captured, optimizers: Sequence[Any]) -> set[int]:
         raise UsageError(
             f"the state lacks a tensor of shape {next(iter(missing.values()))} that an optimizer of the journal owns, "
             "so its steps could not be replayed",
-            todo="commit the model and the optimizer together, or open the store without a journal",
+            todo="commit and restore the model and the optimizer together, or open the store without a journal",
         )
     return owned - others
 

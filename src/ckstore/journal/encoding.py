@@ -100,6 +100,7 @@ class PointDraft(NamedTuple):
         begins_chain: Nothing before it belongs to it: the state of a keyframe, or of a process that has none.
         begins_segment: It goes to a new segment of its chain.
         continues: The record of another process that it continues.
+        late: Storages whose xxh3-64 is not in their row but in the last array, 8 bytes each.
     """
 
     metrics: dict[str, float]
@@ -114,6 +115,7 @@ class PointDraft(NamedTuple):
     begins_chain: bool = False
     begins_segment: bool = False
     continues: RecordPlace | None = None
+    late: tuple[Count, ...] = ()
 
     def encode(self) -> bytes:
         """Return the draft as bytes."""
@@ -171,7 +173,7 @@ class PointEncoder:
             )
             for step in draft.steps
         ]
-        storages = [_stored_storage(storage, arrays, writer) for storage in draft.storages]
+        storages = [_stored_storage(storage, arrays, writer) for storage in _with_checksums(draft, arrays)]
         blobs, frames = writer.encode(self._compression, thread_count=thread_count)
         optimizers = None if draft.optimizers is None else tuple(map(_facts_of, draft.optimizers))
         tensors = tuple(map(tensor_of, draft.tensors))
@@ -208,6 +210,18 @@ def _array(arrays: Sequence[NDArray[np.uint8]], index: int) -> NDArray[np.uint8]
     if index >= len(arrays):
         raise MalformedError("a point needs an array that was not staged")
     return arrays[index]
+
+
+def _with_checksums(draft: PointDraft, arrays: Sequence[NDArray[np.uint8]]) -> Sequence[DraftStorage]:
+    if not draft.late:
+        return draft.storages
+    checksums = _array(arrays, len(draft.arrays) - 1).view(np.uint64).tolist()
+    if len(checksums) != len(draft.late) or max(draft.late) >= len(draft.storages):
+        raise MalformedError("a point was staged without the checksums of all its storages")
+    storages = list(draft.storages)
+    for index, xxh3 in zip(draft.late, checksums, strict=True):
+        storages[index] = storages[index]._replace(xxh3=xxh3)
+    return storages
 
 
 def _stored_storage(storage: DraftStorage, arrays: Sequence[NDArray[np.uint8]], writer: BlobWriter) -> PointStorage:
