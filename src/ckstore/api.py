@@ -380,7 +380,8 @@ class Store:
         From then on a trainer may call ``commit_async`` after every step. A commit becomes a *point*: gradients,
         hyper-parameters, and the rest of the state. It is restored by replaying steps after the newest whole checkpoint
         before it (its *keyframe*), and compared with checksums. A commit stores the whole state if it is the first one,
-        if it has tags, if replay would take too long, or if something else has changed what the optimizers own.
+        if it has tags, if replay would take too long, or if something else has changed what the optimizers own. Before
+        something else than a step changes that, call ``Pending.wait_staged``.
 
         Call it before ``restore``: then these optimizers are called to replay. Calls add optimizers, in the same order
         in each process of the run.
@@ -465,6 +466,8 @@ class Store:
         with self._lock:
             self._check_open()
             self._wait_for_background()
+            if self._journal is not None:
+                self._journal.raise_unreported(call_did_nothing=False)
             if self._background is not None:
                 self._background.raise_unreported(call_did_nothing=False)
 
@@ -1552,6 +1555,8 @@ class Store:
                     for close in [work.close for work in after] + ([self._job.close] if self._job else []):
                         stack.callback(close)
                     stack.callback(self._finalizer)
+            if journal is not None:
+                journal.raise_unreported(call_did_nothing=False)
             if background is not None:
                 background.raise_unreported(call_did_nothing=False)
 
@@ -1665,7 +1670,8 @@ class Store:
         journal = self._journal
         if journal is not None:
             journal.release()
-        optimizers = None if journal is None else journal.recorder.optimizers
+        # A state of new objects has optimizers of its own.
+        optimizers = None if journal is None or request.into is None else journal.recorder.optimizers
         replay = ReplayRequest(optimizers, check, after_step)
         with contextlib.nullcontext() if journal is None else journal.recorder.paused():
             point = restore_newest_or_step(self._repository, self._policy, ref, request, replay)

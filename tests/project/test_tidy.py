@@ -49,6 +49,7 @@ DOORS = {
         *DCP,
         "background/cuda.py",
         "background/optimizer_guard.py",
+        "journal/",
         "integrations/",
         "ranks/world.py",
         "ops/interop/",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from ckstore.format.logical import encoded_tensors
 from ckstore.format.points import decode_point
 from ckstore.format.tree import encode_tree
 from ckstore.journal.blobs import BlobReader
+from ckstore.processes import owner_is_running
 from ckstore.restore.restore import RestoreRequest, restore_manifest
 from ckstore.state.capture import loaded_adapters
 from ckstore.store.journal_chain import ChainRecord, Entry, Journal, Keyframe, entry_of
-from ckstore.store.journals import Journals
+from ckstore.store.journals import WRITER_SECONDS, Journals
+from ckstore.store.orphans import SaverPurpose
 from ckstore.store.refs import Reference, headers_newest_first, load_whole, resolve
 from ckstore.store.repository import Repository
 
@@ -28,9 +31,6 @@ if TYPE_CHECKING:
     from ckstore.journal.restoring import ReplayCheck, StoredPoint
 
 _log = logging.getLogger("ckstore")
-
-WRITER_SECONDS = 60.0
-"""How long a restore waits for the journal's writer of a previous, dead trainer."""
 
 
 class ReplayRequest(NamedTuple):
@@ -258,6 +258,15 @@ def has_journal(repository: Repository) -> bool:
     return bool(Journals(repository.manifests, clock=repository.clock).names())
 
 
+def _has_live_trainer(repository: Repository) -> bool:
+    """Whether the trainer of another process writes the run: then its journal is read as it is at this moment."""
+    holder = repository.lease.holder()
+    if holder is None or owner_is_running(holder) is not True:
+        return False
+    purpose = SaverPurpose.of(holder.purpose)
+    return os.getpid() != (holder.pid if purpose is None else purpose.trainer_pid)
+
+
 def restore_newest_or_step(
     repository: Repository, policy: Policy, ref: Reference | None, request: RestoreRequest, replay: ReplayRequest
 ) -> RestoredPoint | None:
@@ -272,15 +281,19 @@ def restore_newest_or_step(
 
     Raises:
         ReplayError: A step was named, and its replay has given other bytes.
-        ConflictError: Another process still writes the journal.
+        ConflictError: The journal's writer of a dead trainer still runs.
     """
     is_newest = ref in (None, "latest")
     is_step = isinstance(ref, int) and not isinstance(ref, bool)
-    if not (is_newest or is_step) or not has_journal(repository):
+    if not (is_newest or is_step):
         return None
+    # First: the saver of a handle that was dropped may be about to create the first segment.
     repository.wait_for_orphan()
+    if not has_journal(repository):
+        return None
     history = History(repository)
-    history.journals.wait_for_writer(seconds=WRITER_SECONDS)
+    if not _has_live_trainer(repository):
+        history.journals.wait_for_writer(seconds=WRITER_SECONDS)
     record = history.newest() if is_newest else history.of_step(int(ref or 0))
     if record is None:
         return None

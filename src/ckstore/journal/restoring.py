@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from ckstore.errors import CkstoreError, NotFoundError, ReplayError
+from ckstore.errors import CkstoreError, NotFoundError, ReplayError, UsageError
 from ckstore.format.points import Point
 from ckstore.format.tensors import StorageSpec
 from ckstore.format.tree import TensorNode, leaves_of, place_of
 from ckstore.format.wire import xxh3_64
 from ckstore.journal.blobs import BlobReader
-from ckstore.journal.drafting import checksums_of, storage_paths
+from ckstore.journal.drafting import checksums_of, owned_storages, storage_paths
 from ckstore.journal.gradients import load_gradient
 from ckstore.journal.replay import kept_gradients, made_again, replay_step
 from ckstore.state.capture import Captured, capture
@@ -99,7 +99,7 @@ def restore_point(
     live.require(keyframe, "before the first replayed step")
     rest: dict[str, Callable[[], NDArray[np.uint8]]] = {}
     _note_rest(keyframe, rest)
-    optimizers = replay.optimizers if replay.optimizers is not None else live.optimizers_of(keyframe)
+    optimizers = live.optimizers_of(keyframe) if replay.optimizers is None else live.with_state(replay.optimizers)
     last = keyframe
     with kept_gradients(optimizers):
         for stored in points:
@@ -120,7 +120,7 @@ def restore_point(
 
 
 def _other_optimizers(count: int, index: int) -> CkstoreError:
-    return NotFoundError(
+    return UsageError(
         f"the journal has steps of optimizer {index}, and there are {count} optimizers here",
         todo="call store.journal with all optimizers of the run, in the same order",
     )
@@ -181,6 +181,15 @@ class _Live:
             number=stored.number,
             step=stored.step,
         )
+
+    def with_state(self, optimizers: Sequence[Any]) -> Sequence[Any]:
+        """Return the user's optimizers, after checking that they are those of the state that is being restored.
+
+        Raises:
+            UsageError: One of them owns a tensor elsewhere, which a replayed step would change.
+        """
+        owned_storages(self._captured(), optimizers)
+        return optimizers
 
     def optimizers_of(self, keyframe: StoredPoint) -> list[Any]:
         """Return torch's optimizers, made again on the tensors of the state."""
