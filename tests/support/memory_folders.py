@@ -44,7 +44,12 @@ def new_folder() -> Path:
 
 @pytest.fixture
 def tmp_path():
-    """A folder in memory, or on the disk where memory cannot be used, that is removed after the test."""
-    folder = new_folder()
+    """A folder in memory, or on the disk where memory cannot be used, that is removed after the test.
+
+    Its own name is always the same: ckstore reads steps in the names of folders, and a random name can contain one.
+    """
+    parent_folder = new_folder()
+    folder = parent_folder / "folder"
+    folder.mkdir()
     yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(parent_folder, ignore_errors=True)

@@ -18,12 +18,19 @@ from pathlib import Path
 from ckstore.config import STEP_MAX
 from ckstore.errors import BackendError, CorruptError, NotFoundError, UsageError
 
-_STEP_WORDS = r"(?:global_?step|steps?|iter(?:ation)?s?|it|checkpoint|ckpt|batch(?:es)?|ba|update)"
+_STEP_WORDS = r"(?:global_?step|steps?|iter(?:ation)?s?|checkpoint|ckpt|batch(?:es)?|update)"
+# So short that random names contain them, as in vyz51ba0: they count only where nothing else touches word and number.
+_SHORT_STEP_WORDS = r"(?:it|ba)"
 # May count thousands or millions: 10k, 1.5M.
 _COUNT = r"([0-9]{1,18}(?:\.[0-9]{1,3}(?=[kKmM]))?(?:[kKmM](?![A-Za-z]))?)(?![0-9])"
-_STEP = re.compile(rf"(?:^|[^a-z]){_STEP_WORDS}[-_=:.]?{_COUNT}", re.ASCII | re.IGNORECASE)
+_STEP = re.compile(
+    rf"(?:^|[^a-z]){_STEP_WORDS}[-_=:.]?{_COUNT}|(?:^|[^a-z0-9]){_SHORT_STEP_WORDS}[-_=:.]?{_COUNT}(?![a-z])",
+    re.ASCII | re.IGNORECASE,
+)
 _STEP_BEFORE = re.compile(
-    r"(?<![0-9.])([0-9]{1,18}[kKmM]?)[-_]?(?:steps?|iters?|it|ba)(?![a-z])", re.ASCII | re.IGNORECASE
+    r"(?<![0-9.])([0-9]{1,18}[kKmM]?)[-_]?(?:steps?|iters?)(?![a-z])"
+    rf"|(?<![a-z0-9.])([0-9]{{1,18}}[kKmM]?)[-_]?{_SHORT_STEP_WORDS}(?![a-z0-9])",
+    re.ASCII | re.IGNORECASE,
 )
 _EPOCH = re.compile(r"(?:^|[^a-z])(?:epochs?|ep)[-_=:.]?([0-9]{1,18})(?![0-9])", re.ASCII | re.IGNORECASE)
 # Alone, or after a word for a state. The number in resnet50, v2, fp16 or 7b is not a step.
@@ -59,7 +66,7 @@ def step_of_name(name: str) -> int | None:
     """Return the step that a name states explicitly: ``checkpoint-500``, ``epoch=3-step=1200``, ``ba100``."""
     bare = _without_dates(name)[0]
     found = _STEP.findall(bare) or _STEP_BEFORE.findall(bare)
-    return _step_of_count(found[-1]) if found else None
+    return _step_of_count("".join(found[-1])) if found else None
 
 
 def number_of_name(name: str) -> int | None:
