@@ -30,6 +30,7 @@ from ckstore.format.tree import ListNode, TensorNode
 from ckstore.journal.clipping import take_factors
 from ckstore.journal.drafting import Drafted, checksums_of, draft_point
 from ckstore.journal.encoding import ArrayPlace
+from ckstore.journal.environment import environment_of
 from ckstore.journal.recorder import RecordedStep, StepRecorder
 from ckstore.state.capture import Captured, loaded_adapters
 from ckstore.state.capture_cache import CaptureCache
@@ -124,8 +125,12 @@ class JournalSide:
         if reason is None and rest_nbytes > self._options.rest_nbytes_max:
             reason = f"{rest_nbytes} bytes outside of the optimizers have changed"
         self._note_cost(steps)
+        begins_segment = begins_chain or self._continues is not None or self._begins_segment
         draft = drafted.draft._replace(
-            begins_chain=begins_chain, continues=self._continues, begins_segment=self._begins_segment
+            begins_chain=begins_chain,
+            continues=self._continues,
+            begins_segment=self._begins_segment,
+            environment=environment_of(self.recorder.optimizers) if begins_segment else {},
         )
         return PlannedRecord(captured, drafted._replace(draft=draft), reason)
 

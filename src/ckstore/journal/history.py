@@ -187,7 +187,6 @@ class History:
                 optimizers=replay.optimizers,
                 check=replay.check,
                 after_step=replay.after_step,
-                stored_environment=self.journal.segments[keyframe.record.segment].facts.environment,
                 thread_count=policy.thread_count,
             )
             first = self._stored(keyframe.record)
@@ -241,7 +240,8 @@ class History:
         limits = repository.limits
         point = decode_point(read_body(read, record.placed, where=where), limits=limits, where=where)
         blobs = BlobReader(read, record.placed, point.blobs, limits, where=where)
-        return StoredPoint(record.head.number, record.head.step, point, blobs)
+        environment = self.journal.segments[record.segment].facts.environment
+        return StoredPoint(record.head.number, record.head.step, point, blobs, environment)
 
 
 def _no_keyframe(record: ChainRecord, problems: Sequence[str] = ()) -> NotFoundError:

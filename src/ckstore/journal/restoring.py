@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 
 from ckstore.errors import CkstoreError, NotFoundError, ReplayError, UsageError
 from ckstore.format.points import Point
@@ -17,6 +15,7 @@ from ckstore.format.tree import TensorNode, leaves_of, place_of
 from ckstore.format.wire import xxh3_64
 from ckstore.journal.blobs import BlobReader
 from ckstore.journal.drafting import checksums_of, owned_storages, storage_paths
+from ckstore.journal.environment import differences, environment_of
 from ckstore.journal.gradients import load_gradient
 from ckstore.journal.replay import kept_gradients, made_again, replay_step
 from ckstore.state.capture import Captured, capture
@@ -39,12 +38,14 @@ class StoredPoint:
         step: The trainer's step.
         point: Its content.
         blobs: Its bytes.
+        environment: What its segment says about where it was written.
     """
 
     number: int
     step: int
     point: Point
     blobs: BlobReader
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,6 @@ class Replay:
         optimizers: The user's optimizers, in the order of the journal; None: make torch's own again.
         check: When checksums are compared.
         after_step: Called with each step of the trainer that was replayed, for what the loop updates itself.
-        stored_environment: What the journal says about where it was written.
         thread_count: Threads that compute checksums.
     """
 
@@ -64,18 +64,7 @@ class Replay:
     optimizers: Sequence[Any] | None
     check: ReplayCheck
     after_step: Callable[[int], object] | None
-    stored_environment: Mapping[str, str]
     thread_count: int
-
-
-def environment() -> dict[str, str]:
-    """Return the facts of this process that may change the result of a step."""
-    return {
-        "torch": torch.__version__,
-        "threads": str(torch.get_num_threads()),
-        "cpu capability": torch.backends.cpu.get_cpu_capability(),
-        "machine": platform.machine(),
-    }
 
 
 def restore_point(
@@ -100,6 +89,7 @@ def restore_point(
     rest: dict[str, Callable[[], NDArray[np.uint8]]] = {}
     _note_rest(keyframe, rest)
     optimizers = live.optimizers_of(keyframe) if replay.optimizers is None else live.with_state(replay.optimizers)
+    live.environment = environment_of(optimizers)
     last = keyframe
     with kept_gradients(optimizers):
         for stored in points:
@@ -152,6 +142,8 @@ class _Live:
         self._base = base
         self._replay = replay
         self._adapters = adapters
+        self.environment: Mapping[str, str] = {}
+        """Facts of this process, noted before the first step is replayed."""
 
     def _captured(self) -> Captured:
         return capture(self._base, self._adapters)
@@ -171,12 +163,11 @@ class _Live:
                 raise self._differs(path, when, stored, is_missing=path not in found)
 
     def _differs(self, path: str, when: str, stored: StoredPoint, *, is_missing: bool) -> ReplayError:
-        here, there = environment(), self._replay.stored_environment
-        facts = [f"{name} {there.get(name, 'unknown')} then, {value} now" for name, value in here.items()]
+        facts = differences(stored.environment, self.environment or environment_of(()))
         what = "is not in the state" if is_missing else "has other bytes than the run had"
         return ReplayError(
-            f"{path} {what} {when} ({'; '.join(facts)})",
-            todo="restore on a machine like that of the run, or restore the keyframe",
+            f"{path} {what} {when} ({facts})",
+            todo="restore where these facts are as they were, or restore an earlier step or the keyframe",
             path=path,
             number=stored.number,
             step=stored.step,

@@ -22,8 +22,9 @@ from ckstore.format.records import SegmentRecord
 from ckstore.journal.blobs import BlobReader
 from ckstore.journal.drafting import draft_point
 from ckstore.journal.encoding import PointDraft, PointEncoder
+from ckstore.journal.environment import environment_of
 from ckstore.journal.recorder import StepRecorder
-from ckstore.journal.restoring import Replay, StoredPoint, environment, restore_point
+from ckstore.journal.restoring import Replay, StoredPoint, restore_point
 from ckstore.state.capture import capture, loaded_adapters
 from support.format_samples import STORE_ID
 
@@ -116,7 +117,7 @@ class Journal:
         self.previous, self.before = head.record_id, drafted.checksums
         self.expected[self.number] = bits(training.state)
 
-    def stored(self):
+    def stored(self, **environment):
         content = self.content
 
         def read(offset, nbytes):
@@ -126,7 +127,7 @@ class Journal:
         for placed in read_heads(read, len(content), SEGMENT):
             point = decode_point(read_body(read, placed))
             blobs = BlobReader(read, placed, point.blobs, LIMITS)
-            found.append(StoredPoint(placed.head.number, placed.head.step, point, blobs))
+            found.append(StoredPoint(placed.head.number, placed.head.step, point, blobs, environment))
         return found
 
 
@@ -170,7 +171,7 @@ def run(make=None):
 
 
 def replay_of(into=None, optimizers=None, **changes):
-    options = {"check": "each", "after_step": None, "stored_environment": environment(), "thread_count": 2}
+    options = {"check": "each", "after_step": None, "thread_count": 2}
     return Replay(into=into, optimizers=optimizers, **(options | changes))
 
 
@@ -228,13 +229,13 @@ def test_what_did_not_change_is_not_stored_again():
 
 def test_another_result_names_the_tensor_the_step_and_both_environments():
     _, journal, keyframe = run()
-    first, *others = journal.stored()
+    first, *others = journal.stored(**environment_of([journal.training.optimizer]) | {"threads": "64"})
     other = Training()
     load(other, keyframe)
     other.optimizer.param_groups[0]["foreach"] = False
     hook = other.optimizer.register_step_post_hook(lambda *_: other.model[2].bias.data.add_(1e-3))
-    replay = replay_of(other.state, [other.optimizer], stored_environment={"threads": "64"})
-    with pytest.raises(ReplayError, match=r"model\.2\.bias has other bytes.*replayed step 2.*threads 64 then, \d+ now"):
+    replay = replay_of(other.state, [other.optimizer])
+    with pytest.raises(ReplayError, match=r"model\.2\.bias has other bytes.*step 2 \(threads 64 then, \d+ now\)"):
         restore_point(replay, first, others, other.state, loaded_adapters())
     hook.remove()
 

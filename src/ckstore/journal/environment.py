@@ -1,0 +1,71 @@
+"""Facts of a process that may change the result of an optimizer's step, as texts for people.
+
+A segment of a journal says them in its header. A replay that gives other bytes names those that differ.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+"""Arguments of torch's optimizers that choose an implementation."""
+
+_TEXT_LENGTH_MAX = 300
+"""A segment's header has room for all texts together."""
+
+
+def environment_of(optimizers: Sequence[Any]) -> dict[str, str]:
+    """Return the facts of this process.
+
+    Args:
+        optimizers: The optimizers whose steps are recorded or replayed.
+    """
+    parameters = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
+    facts = {
+        "torch": torch.__version__,
+        "device": _joined(_device_name(parameter.device) for parameter in parameters),
+        "machine": platform.machine(),
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "interop threads": str(torch.get_num_interop_threads()),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "float32 matmul precision": _matmul_precision(),
+        "optimizers": _joined(_implementation_of(optimizer) for optimizer in optimizers),
+    }
+    return {name: text[:_TEXT_LENGTH_MAX] for name, text in facts.items() if text}
+
+
+def differences(then: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return the facts that differ between two environments, as a sentence part."""
+    facts = [f"{name} {then[name]} then, {now[name]} now" for name in then if name in now and then[name] != now[name]]
+    if facts:
+        return "; ".join(facts)
+    known = [f"{name} {text}" for name, text in now.items() if name in then]
+    return f"then and now: {'; '.join(known)}" if known else "the journal does not say where it was written"
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """Return different texts, each once, in their order."""
+    return ", ".join(dict.fromkeys(texts))
+
+
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # torch refuses to answer after its older and its newer settings were mixed.
+        return ""
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _implementation_of(optimizer: Any) -> str:
+    kind = type(optimizer)
+    flags = [f"{flag}={optimizer.defaults[flag]}" for flag in _FLAGS if flag in optimizer.defaults]
+    return f"{kind.__module__}.{kind.__qualname__}" + (f"({', '.join(flags)})" if flags else "")
