@@ -22,9 +22,9 @@ from obstore.store import from_url
 import ckstore
 from bench import machine
 from bench.measure import Result, Sample, interleave, save, show
-from ckstore.api import open_existing
 from ckstore.io.remote import client
 from ckstore.io.remote.client import RemoteOptions
+from ckstore.opening import open_existing
 from support.fault_proxy import FaultProxy, fault_proxy
 from support.s3_server import s3_server
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ckstore import accelerate as accelerate
     from ckstore import dcp as dcp
     from ckstore import transformers as transformers
-    from ckstore.api import Store, open
+    from ckstore.api import Store
     from ckstore.background.pending import Pending
     from ckstore.config import (
         DemotePolicy,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     )
     from ckstore.interval import Advice, AutoInterval
     from ckstore.journal.clipping import clip_grad_norm_
+    from ckstore.opening import open
     from ckstore.ops.gc.policy import Retention
     from ckstore.ops.repair import repair_store
     from ckstore.ranks.world import Ranks
@@ -61,7 +62,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "Retention": "ops.gc.policy",
     "Store": "api",
-    "open": "api",
+    "open": "opening",
     "Ranks": "ranks.world",
     "Advice": "interval",
     "AutoInterval": "interval",

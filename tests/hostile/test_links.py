@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.api import open_existing
 from ckstore.errors import CkstoreError, UnsupportedError
 from ckstore.io.local import LocalBackend
+from ckstore.opening import open_existing
 from support.memory_folders import PREFIX, parent
 from support.memory_folders import tmp_path as tmp_path
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.api import Store, open_existing
+from ckstore.api import Store
 from ckstore.cli import completion, render
 from ckstore.cli.parser import AsJson, Shared, StorePath, opened
 from ckstore.cli.render import SEQ, STEP, Column, Table, count, json_of, local_time, size
 from ckstore.errors import CorruptError, NotFoundError, UsageError
+from ckstore.opening import open_existing
 from ckstore.ops.gc.policy import Retention
 from ckstore.store.tier_checks import require_proof
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ckstore.api import Store, open_existing
+from ckstore.api import Store
 from ckstore.cli import completion, render
 from ckstore.cli.parser import AsJson, Ref, Run, Shared, StorePath, confirm, opened, require_terminal
 from ckstore.cli.render import (
@@ -23,6 +23,7 @@ from ckstore.cli.render import (
     size,
 )
 from ckstore.errors import ConflictError, NotFoundError, UsageError
+from ckstore.opening import open_existing
 from ckstore.results import Info
 
 if TYPE_CHECKING:

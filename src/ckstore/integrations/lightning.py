@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckstore.api import open as open_store
 from ckstore.errors import CkstoreError, LeafTypeError, NotFoundError, UsageError
 from ckstore.integrations.leaves import OnUnstorable, check_mode, rebuilt, storable, with_hint
 from ckstore.integrations.lightning_copies import FABRIC, PYTORCH, TESTED, check, loaded, part, torch_io
 from ckstore.integrations.pointer_store import PointerStore
 from ckstore.integrations.pointers import address_in, entry_of, is_pointer, read_pointer, refuse_damaged
 from ckstore.integrations.signatures import check_signatures
+from ckstore.opening import open as open_store
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO as _LightningPlugin

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckstore.api import open as open_store
 from ckstore.errors import CkstoreError, ConflictError, NotFoundError
 from ckstore.format.records import PointerRecord, with_changes
 from ckstore.integrations.pointers import (
@@ -34,6 +33,7 @@ from ckstore.integrations.pointers import (
     sync_folder,
     write_pointer,
 )
+from ckstore.opening import open as open_store
 from ckstore.ops.gc.policy import Retention
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckstore.api import open as open_store
 from ckstore.errors import ChecksumError, ConflictError, CorruptError, MalformedError, NotFoundError, UsageError
 from ckstore.format.records import PointerRecord, decode_record, encode_record, with_changes
 from ckstore.hashing import new_token
+from ckstore.opening import open as open_store
 
 if TYPE_CHECKING:
     from ckstore.api import Store

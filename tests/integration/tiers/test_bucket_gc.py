@@ -10,11 +10,11 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.api import open_existing
 from ckstore.cli.main import run
 from ckstore.errors import CkstoreError, ConflictError, UsageError
 from ckstore.format import paths
 from ckstore.io.url import backend_for
+from ckstore.opening import open_existing
 from ckstore.ops.gc import collect
 from ckstore.store import pending_deletes
 from ckstore.store.pending_deletes import deletion_lists

@@ -318,6 +318,11 @@ class Retention:
             todo="for example ckstore.Retention(keep_last=3)",
         )
 
+    @classmethod
+    def given_or_none(cls, policy: object) -> Retention | None:
+        """Return the policy as ``given`` does, and None for None."""
+        return None if policy is None else cls.given(policy)
+
     def __str__(self) -> str:
         words = []
         for name, value in self.to_config().items():
