@@ -35,7 +35,7 @@ test-frameworks: $(VENV)/.frameworks-installed  ## With transformers, Lightning,
 test-unit: $(VENV)/.installed  ## Only the tests of single modules.
 	$(PYTEST) tests/unit
 
-test-slice: $(VENV)/.installed  ## A larger part of each long programme, and nothing else.
+test-slice: $(VENV)/.installed  ## Another part of each long programme than make test takes, and nothing else.
 	$(PYTEST) --depth=slice --ignore=tests/frameworks $(TESTS)
 
 test-deep: $(VENV)/.frameworks-installed  ## Everything: every point of every long programme. Takes more than half an hour.

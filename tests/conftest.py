@@ -35,7 +35,8 @@ pytest_plugins = ["support.reporting", "support.sampling_plugin"]
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("sample", max_examples=25, stateful_step_count=20, **_COMMON)
-settings.register_profile("slice", max_examples=100, stateful_step_count=30, **_COMMON)
+# A sample and a slice together make as many examples as a deep run.
+settings.register_profile("slice", max_examples=75, stateful_step_count=30, **_COMMON)
 settings.register_profile("all", max_examples=100, stateful_step_count=30, derandomize=True, **_COMMON)
 
 

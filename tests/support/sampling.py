@@ -5,7 +5,10 @@ A programme is a test marked ``deep``: it visits many points (system calls to be
 commit, counted from the first, says which cases and which points have their turn.
 
 Invariants:
-- Any ``COMMITS_MAX`` successive commits visit every point of every case of every programme.
+- Any ``COMMITS_MAX`` successive commits visit every point of every case of every programme, whatever the depth.
+- A slice has the size of a sample. Of one commit it takes the points that a sample half a round of commits later takes:
+  none that the sample of the same commit takes. Only a programme that is not divided runs whole in both, with other
+  seeds.
 - A run is repeated by the commit's number and hash, which its summary prints.
 """
 
@@ -23,11 +26,11 @@ T = TypeVar("T")
 COMMITS_MAX = 64
 """Into so many parts a programme may be divided, cases and points together."""
 
-SLICE_FACTOR = 2
-"""A slice of the deep tier is so many times larger than a sample of the same programme."""
-
 DEPTHS = ("sample", "slice", "all")
-"""``make test`` samples, ``.ci/run`` adds a slice of the programmes, ``make test-deep`` runs all points."""
+"""``make test`` samples, ``.ci/run`` adds a slice of other points, ``make test-deep`` runs all points."""
+
+_SEED_OF_SLICE = 1 << 30
+"""Added to the seeds of a slice. Programmes count trials up from their seed: the distance must be long."""
 
 VARIABLE = "CKSTORE_TEST_COMMIT"
 """``NUMBER:HASH`` of the commit to sample for; by default that of the checkout."""
@@ -83,7 +86,7 @@ class Sample:
     Attributes:
         commit: The commit that is tested.
         depth: One of ``DEPTHS``.
-        case_parts: Into how many parts the cases of the programme are divided in ``make test``.
+        case_parts: Into how many parts the cases of the programme are divided.
     """
 
     commit: Commit
@@ -97,32 +100,29 @@ class Sample:
 
     def takes(self, case: int) -> bool:
         """Say whether a case, numbered from 0, has its turn."""
-        return (case + self.commit.number) % self._case_parts == 0
+        later = self.case_parts // 2 if self.depth == "slice" else 0
+        return self.is_whole or (case + self.commit.number + later) % self.case_parts == 0
 
     def part(self, points: Sequence[T], *, parts: int) -> list[T]:
-        """Return the points that have their turn: each ``parts``-th in ``make test``, others with each commit.
+        """Return the points that have their turn: each ``parts``-th, others with each commit and in a slice.
 
         Args:
             points: All points of this case, in an order that does not change from commit to commit.
-            parts: Into how many parts they are divided in ``make test``.
+            parts: Into how many parts they are divided.
         """
         assert self.case_parts * parts <= COMMITS_MAX, f"{self.case_parts} x {parts} parts: at most {COMMITS_MAX}"
-        count = self._thicker(parts, -(-SLICE_FACTOR // self.case_parts))
-        turn = self.commit.number // self._case_parts % count
-        return list(points[turn::count])
+        if self.is_whole:
+            return list(points)
+        # Where cases are divided, a slice takes other cases.
+        later = parts // 2 if self.depth == "slice" and self.case_parts == 1 else 0
+        return list(points[(self.commit.number // self.case_parts + later) % parts :: parts])
 
     def count(self, all_of_them: int, *, parts: int) -> int:
         """Return how many random trials to make, where there is no list of points: at least one."""
-        return max(1, -(-all_of_them // self._thicker(parts, SLICE_FACTOR)))
+        return all_of_them if self.is_whole else max(1, -(-all_of_them // parts))
 
     def seed(self, fixed: int) -> int:
         """Return a seed for what is random: the same one in each deep run, another one with each commit otherwise."""
-        return fixed if self.is_whole else (fixed + self.commit.seed) % (1 << 31)
-
-    @property
-    def _case_parts(self) -> int:
-        return self._thicker(self.case_parts, SLICE_FACTOR)
-
-    def _thicker(self, parts: int, factor: int) -> int:
-        """Return into how many parts something is divided in this run."""
-        return {"sample": parts, "slice": -(-parts // max(1, factor)), "all": 1}[self.depth]
+        if self.is_whole:
+            return fixed
+        return (fixed + self.commit.seed + (_SEED_OF_SLICE if self.depth == "slice" else 0)) % (1 << 31)

@@ -31,7 +31,7 @@ def pytest_addoption(parser):
         "--depth",
         choices=DEPTHS,
         default="sample",
-        help="how much of each long programme to run: sample, slice (larger, and programmes only), or all",
+        help="what of each long programme to run: sample, slice (other points, and programmes only), or all",
     )
 
 
@@ -44,8 +44,9 @@ def pytest_configure(config):
     commit = config.stash[COMMIT] = Commit.of_checkout(config.rootpath)
     # xdist's workers must collect what their head collects, also when somebody commits meanwhile.
     os.environ.setdefault(VARIABLE, str(commit))
-    if config.getoption("depth") != "all" and config.getoption("hypothesis_seed", None) is None:
-        config.option.hypothesis_seed = commit.seed
+    depth = config.getoption("depth")
+    if depth != "all" and config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = Sample(commit, depth).seed(0)
 
 
 def pytest_terminal_summary(terminalreporter, config):
