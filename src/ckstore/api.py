@@ -40,7 +40,7 @@ from ckstore.results import Info, Log
 from ckstore.store import history
 from ckstore.store.listing import table_of_newest
 from ckstore.store.manifests import EmptyRunError, missing_sentence
-from ckstore.store.points import info_of_point, info_of_restored, points_by_keyframe
+from ckstore.store.points import info_of_point, info_of_restored, points_by_keyframe, rewind_to_point
 from ckstore.store.refs import (
     Reference,
     header_or_none,
@@ -818,16 +818,23 @@ class Store:
             self._repository.tags.remove(name)
 
     def rewind(self, ref: Reference) -> Info:
-        """Publish an old entry again as the newest, so that training resumes from it.
+        """Make an old entry, or a point of the journal, the newest again, so that training resumes from it.
+
+        An entry is published again. Of a point, the journal notes that it goes on there: nothing is replayed.
 
         Raises:
-            NotFoundError: There is no such checkpoint.
+            NotFoundError: There is no such checkpoint or point.
             ConflictError: Another live process writes this run.
             CkstoreError: An earlier background commit failed, as for ``commit``: repeat this call.
         """
         with self._lock:
             self._check_open()
             self._reclaim_lease()
+            if self._journal is not None:
+                self._journal.leave_chain("the run was rewound")
+            if self._job is None and (point := rewind_to_point(self._repository, ref, self._info)) is not None:
+                self._continue_from(point.seq, None)
+                return point
             rewind = partial(history.rewind, self._repository, ref)
             manifest = rewind() if self._job is None else self._job.rewind(ref, rewind)
             self._use_as_base(manifest)
@@ -1399,6 +1406,8 @@ class Store:
         with self._lock:
             self._check_open()
             self._wait_for_background()
+            if self._journal is not None:
+                self._journal.leave_chain("checkpoints were imported")
             existing: dict[int, Info] = {}
             for header in headers_newest_first(self._repository.manifests):
                 existing.setdefault(header.step, Info.of(header))
@@ -1584,7 +1593,7 @@ class Store:
             self._restored = info_of_restored(keyframe, point.step)
             self._use_as_base(point.keyframe)
             self._continue_from(point.keyframe.header.seq, None)
-            if journal is not None:
+            if journal is not None and request.into is not None:
                 journal.continue_from(point.place)
         return point
 

@@ -187,6 +187,16 @@ class JournalSide:
         """Have the next commit begin a chain, with a keyframe."""
         self._due, self._continues = reason, None
 
+    def leave_chain(self, reason: str) -> None:
+        """Wait for all records, and begin again: another state than that of the last commit becomes the newest.
+
+        Raises:
+            CkstoreError: An earlier point failed, and its result was never requested.
+        """
+        self.release()
+        self.raise_unreported(call_did_nothing=True)
+        self.begin_again(reason)
+
     def note_keyframe(self, pending: Pending) -> None:
         """Go on in a new segment when a keyframe is durable, and repeat one that failed."""
         itself = weakref.ref(self)

@@ -112,6 +112,11 @@ def _chosen(store: Store, refs: list[str]) -> list[Info]:
     entries: dict[int, Info] = {}
     for ref in refs:
         info = store.info(ref)
+        if info.form != "whole":
+            raise UsageError(
+                f"step {info.step} is a point of the journal ({info.form}); nothing was deleted",
+                todo="points go with their keyframe: delete that checkpoint, or run `ckstore gc --keep-journal N`",
+            )
         entries[info.seq] = info
         if ref.isdigit():
             entries.update({other.seq: other for other in store.log() if other.step == info.step})
@@ -138,18 +143,20 @@ def rewind(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Make an older checkpoint the newest again.
+    """Make an older checkpoint, or a point of a journal, the newest again.
 
-    Training then resumes from it. It is published again under a new seq, without copying data. The newer checkpoints
-    stay in the history. Refused while a trainer is writing to this run.
+    Training then resumes from it. A checkpoint is published again under a new seq, without copying data. The newer
+    checkpoints and points stay in the history. Refused while a trainer is writing to this run.
     """
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         before = store.info(ref)
-        info = store.rewind(f"seq:{before.seq}")
+        is_point = before.form != "whole"
+        info = store.rewind(before.step if is_point else f"seq:{before.seq}")
     if as_json:
         render.print_json(json_of_info(info))
     else:
-        render.say(f"Rewound run {run}: {name_of(before, ref)} is the newest again, as seq {info.seq}.")
+        where = "" if is_point else f", as seq {info.seq}"
+        render.say(f"Rewound run {run}: {name_of(before, ref)} is the newest again{where}.")
 
 
 _KINDS = {

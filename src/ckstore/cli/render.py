@@ -352,7 +352,8 @@ def name_of(info: Info, ref: str | None = None) -> str:
     from ckstore.store.refs import describe_best
 
     words = "" if ref is None else describe_best(ref)
-    return f"step {info.step} (seq {info.seq}){f', {words}' if words else ''}"
+    which = f"seq {info.seq}" if info.form == "whole" else info.form
+    return f"step {info.step} ({which}){f', {words}' if words else ''}"
 
 
 def metrics_of(metrics: Mapping[str, float]) -> str:

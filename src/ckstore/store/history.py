@@ -46,7 +46,7 @@ from ckstore.format.paths import ManifestName
 from ckstore.io.backend import for_each_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.journal_needs import needed_keyframes, put_back_points_of
-from ckstore.store.points import step_of_point
+from ckstore.store.points import require_checkpoint
 from ckstore.store.reachability import UNREADABLE
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
 from ckstore.store.repository import Repository, finish_replacement
@@ -196,12 +196,10 @@ def tag(repository: Repository, name: str, reference: Reference) -> ManifestName
         ConflictError: It is being dropped.
         UsageError: It is a point of a journal.
     """
-    if (step := step_of_point(repository, reference)) is not None:
-        raise UsageError(
-            f"step {step} is a point of the journal, and tags name checkpoints; tag {name!r} was not set",
-            where=repository.backend.root,
-            todo="pass tags= to commit, which then stores the whole state; or tag a checkpoint",
-        )
+    todo = (
+        f"commit with tags=[{name!r}], which stores the whole state; or restore the point and commit it with this tag"
+    )
+    require_checkpoint(repository, reference, todo)
     target = resolve(repository, reference)
     tag_seq(repository, name, target)
     return target
@@ -249,6 +247,9 @@ def rewind(repository: Repository, reference: Reference) -> Manifest:
     return manifest
 
 
+_DELETE_POINTS = "points go with their keyframe: delete that checkpoint, or run `ckstore gc --keep-journal N`"
+
+
 @dataclass(frozen=True, slots=True)
 class Deleted:
     """The entries that a delete removed, ascending. The next gc removes their packs."""
@@ -263,7 +264,10 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
     Raises:
         NotFoundError: There is no such checkpoint.
         ConflictError: It has a tag; untag it first. Or it is the keyframe of the newest point of the journal.
+        UsageError: It is a point of a journal.
     """
+    if reference != "latest":
+        require_checkpoint(repository, reference, _DELETE_POINTS)
     target = resolve(repository, reference)
     is_step = isinstance(reference, int) or reference.isdigit()
     names = [

@@ -1,6 +1,6 @@
 """The points of a run's journal as users see them: which there are, by keyframe, and the facts about one.
 
-Nothing is replayed here, and no gradient is read. Without a journal, each function costs one listing of a folder that
+Nothing is replayed here, and no gradient is read. A rewind to a point is a segment that continues it. Without a journal, each function costs one listing of a folder that
 is not there.
 """
 
@@ -11,14 +11,14 @@ from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckstore.errors import counted
+from ckstore.errors import UsageError, counted
 from ckstore.format.header import ManifestHeader
 from ckstore.format.journal import read_body
 from ckstore.format.points import decode_point
 from ckstore.results import Info
 from ckstore.store.journal_chain import ChainRecord, Keyframe, Nearest
-from ckstore.store.journal_needs import JournalState
-from ckstore.store.journals import Journals
+from ckstore.store.journal_needs import JournalState, require_keyframe
+from ckstore.store.journals import WRITER_SECONDS, Journals
 from ckstore.store.refs import Reference, header_or_none, resolve
 from ckstore.store.repository import Repository
 
@@ -72,7 +72,7 @@ def info_of_point(repository: Repository, ref: Reference, info_of: Callable[[Man
     if found is None:
         return None
     state, record = found
-    keyframe = next(state.journal.keyframes(record, state.entries, state.structure_of))
+    keyframe = _keyframe_of(state, record)
     if not keyframe.replayed:
         # The checkpoint itself, which undelete has brought back.
         return None
@@ -80,10 +80,50 @@ def info_of_point(repository: Repository, ref: Reference, info_of: Callable[[Man
     return None if header is None else _described(repository, record, keyframe, info_of(header))
 
 
-def step_of_point(repository: Repository, ref: Reference) -> int | None:
-    """Return the step of the point that a reference means; None if it means a checkpoint, or nothing."""
+def require_checkpoint(repository: Repository, ref: Reference, todo: str) -> None:
+    """Check that a reference does not mean a point.
+
+    Args:
+        repository: The store and its run.
+        ref: The reference.
+        todo: What to do instead with a point.
+
+    Raises:
+        UsageError: It means a point.
+    """
     found = _find(repository, ref)
-    return None if found is None else found[1].head.step
+    if found is not None:
+        raise UsageError(
+            f"step {found[1].head.step} is a point of the journal, and this needs a checkpoint",
+            where=repository.backend.root,
+            todo=todo,
+        )
+
+
+def rewind_to_point(repository: Repository, ref: Reference, info_of: Callable[[ManifestHeader], Info]) -> Info | None:
+    """Make a point the newest state of the run; return the facts about it. None: the reference means a checkpoint.
+
+    Raises:
+        ConflictError: Another process writes to the run, or the point is being deleted.
+        CapacityError: The disk is full.
+    """
+    if _find(repository, ref) is None:
+        return None
+    repository.prepare_run()
+    repository.lease.take()
+    journals = Journals(repository.manifests, clock=repository.clock)
+    journals.wait_for_writer(seconds=WRITER_SECONDS)
+    # Looked up again, because from now on no other process writes.
+    found = _find(repository, ref)
+    if found is None or not _keyframe_of(*found).replayed:
+        return None
+    repository.lease.check()
+    writer = journals.open_writer(previous=found[1].place)
+    try:
+        require_keyframe(repository, writer)
+    finally:
+        writer.close()
+    return info_of_point(repository, "latest", info_of)
 
 
 def _find(repository: Repository, ref: Reference) -> tuple[JournalState, ChainRecord] | None:
@@ -93,6 +133,10 @@ def _find(repository: Repository, ref: Reference) -> tuple[JournalState, ChainRe
     state = JournalState.read(repository, is_strict=False)
     record = _of_step(state, int(ref)) if is_step else state.journal.newest(state.entries, state.structure_of)
     return (state, record) if isinstance(record, ChainRecord) else None
+
+
+def _keyframe_of(state: JournalState, record: ChainRecord) -> Keyframe:
+    return next(state.journal.keyframes(record, state.entries, state.structure_of))
 
 
 def _of_step(state: JournalState, step: int) -> ChainRecord | None:
