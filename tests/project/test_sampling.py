@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.sampling import COMMITS_MAX, VARIABLE, Commit, Sample
-from support.sampling_plugin import PROGRAMMES, Programme
+from support.sampling_plugin import MARKER, PROGRAMMES, Programme
 
 TESTS = Path(__file__).parent.parent
 PARTS = [(cases, points) for cases in range(1, COMMITS_MAX + 1) for points in range(1, COMMITS_MAX // cases + 1)]
@@ -65,6 +65,8 @@ def test_union_of_samples_covers_every_deep_test(request):
     assert programmes or "tests" not in request.config.args
     for name, programme in programmes.items():
         assert programme.case_parts <= COMMITS_MAX, name
+        file = request.config.rootpath / name.partition("::")[0]
+        assert f"mark.{MARKER}" in file.read_text(), f"a slice would not read {file}"
         for depth in ("sample", "slice"):
             visited = {case_id for case_id, _ in visits(programme, [0], 1, range(7, 7 + COMMITS_MAX), depth)}
             assert visited == set(programme.case_ids), name
@@ -87,6 +89,17 @@ def test_run_prints_how_to_repeat_it(tmp_path, options):
     environment = {**os.environ, "PYTHONPATH": str(TESTS), VARIABLE: "7:abc"}
     printed = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
     assert printed.count(f"repeat with {VARIABLE}=7:abc") == 1, printed
+
+
+def test_slice_reads_only_files_with_programmes(tmp_path):
+    (tmp_path / "test_short.py").write_text("raise RuntimeError('read')")
+    (tmp_path / "test_long.py").write_text(
+        "import pytest\n\n@pytest.mark.deep\ndef test_long(sample): pass\ndef test_short(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "support.sampling_plugin", "--depth=slice", "-q", tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    printed = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert "1 passed, 1 deselected" in printed, printed
 
 
 def test_more_parts_than_the_maximum_are_refused():

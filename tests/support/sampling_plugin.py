@@ -55,6 +55,13 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.write_line(f"long programmes: {depth}, repeat with {VARIABLE}={commit}")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files without programmes in a slice, which would be imported for nothing."""
+    if config.getoption("depth") != "slice" or collection_path.suffix != ".py" or collection_path.is_dir():
+        return None
+    return True if f"mark.{MARKER}" not in collection_path.read_text() else None
+
+
 def sample_of(config, item):
     """Return the sample of one item, or None where it is no programme."""
     marker = item.get_closest_marker(MARKER)
