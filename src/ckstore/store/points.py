@@ -1,7 +1,7 @@
 """The points of a run's journal as users see them: which there are, by keyframe, and the facts about one.
 
-Nothing is replayed here, and no gradient is read. A rewind to a point is a segment that continues it. Without a journal, each function costs one listing of a folder that
-is not there.
+Nothing is replayed here, and no gradient is read. A rewind to a point is a segment that continues it. Without a
+journal, each function costs one listing of a folder that is not there.
 """
 
 from __future__ import annotations

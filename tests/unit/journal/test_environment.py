@@ -14,7 +14,7 @@ def optimizer_of(kind=torch.optim.AdamW, **options):
     return kind([torch.nn.Parameter(torch.zeros(2))], 0.1, **options)
 
 
-def test_each_implementation_and_device_is_told_once():
+def test_each_implementation_and_device_is_named_once():
     optimizers = [optimizer_of(fused=True), optimizer_of(foreach=True), optimizer_of(fused=True)]
     found = environment_of(optimizers)
     assert found["optimizers"] == (
@@ -26,7 +26,7 @@ def test_each_implementation_and_device_is_told_once():
     assert found["torch"] == torch.__version__
 
 
-def test_only_facts_that_differ_are_told():
+def test_only_facts_that_differ_are_named():
     now = {"torch": "2", "threads": "8"}
     assert differences({"torch": "2", "threads": "4", "host": "a"}, now) == "threads 4 then, 8 now"
     assert differences(now, now) == "then and now: torch 2; threads 8"
