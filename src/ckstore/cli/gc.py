@@ -443,6 +443,7 @@ def _json_of_tier(report: TierGc) -> dict[str, Any]:
         "renewed_manifests": report.renewed,
         "troubles": report.repacked.troubles,
         **json_of(report, "lists", "stop"),
+        "segments": [{"path": name.path, "nbytes": nbytes} for name, nbytes in report.segments.items()],
     }
 
 
@@ -454,6 +455,9 @@ def _lines_of_tier(report: TierGc) -> list[str]:
     ]
     if report.superseded:
         lines.append(f"{count(len(report.superseded), 'superseded manifest')} {would}removed.")
+    if report.segments:
+        segments = f"{count(len(report.segments), 'segment')} of journals"
+        lines.append(f"{segments} {would}removed there: {size(report.segments_nbytes)}.")
     if report.rewrites and report.is_dry_run:
         become = f"{size(report.rewritten_nbytes)} become {size(report.written_nbytes)}"
         lines.append(f"{count(len(report.rewrites), 'pack')} there would be rewritten: {become}.")

@@ -173,15 +173,28 @@ def _print_push(report: PushReport, seconds: float) -> None:
     render.say("")
     if report.is_dry_run:
         render.say(f"At most {size(report.bytes_to_push)} to copy; packs that are there already are not copied again.")
+        _say_points(report)
         return
     spent = f"{size(report.bytes_copied)} in {render.duration(seconds)}"
     render.say(f"{count(report.packs_copied, 'pack')} copied, {spent}.")
+    _say_points(report)
     if report.pushed:
         render.say("`ckstore gc` frees the local copies.")
 
 
+def _say_points(report: PushReport | PullReport | MirrorReport) -> None:
+    if report.points_copied:
+        copied = "would be copied" if report.is_dry_run else "copied"
+        points = count(report.points_copied, "point")
+        render.say(f"{points} of journals {copied}, {size(report.journal_bytes_copied)}.")
+
+
+_POINTS = ("points_copied", "journal_bytes_copied")
+
+
 def _json_of_push(report: PushReport, seconds: float) -> dict[str, Any]:
-    facts = json_of(report, "run", "tier", "address", "is_dry_run", "bytes_to_push", "bytes_copied", "packs_copied")
+    shown = ("run", "tier", "address", "is_dry_run", "bytes_to_push", "bytes_copied", "packs_copied", *_POINTS)
+    facts = json_of(report, *shown)
     return {**facts, "seconds": seconds, "checkpoints": report.entries}
 
 
@@ -241,13 +254,15 @@ def _print_pull(report: PullReport, seconds: float) -> None:
     render.say("")
     if report.is_dry_run:
         render.say(f"At most {size(report.bytes_to_pull)} to copy.")
+        _say_points(report)
         return
     spent = f"{size(report.bytes_copied)} in {render.duration(seconds)}"
     render.say(f"{count(report.packs_copied, 'pack')} copied, {spent}.")
+    _say_points(report)
 
 
 def _json_of_pull(report: PullReport, seconds: float) -> dict[str, Any]:
-    facts = json_of(report, "run", "is_dry_run", "bytes_to_pull", "bytes_copied", "packs_copied")
+    facts = json_of(report, "run", "is_dry_run", "bytes_to_pull", "bytes_copied", "packs_copied", *_POINTS)
     return {**facts, "seconds": seconds, "checkpoints": report.entries}
 
 
@@ -314,8 +329,9 @@ def _print_mirror(report: MirrorReport, seconds: float) -> None:
         spent = f"{render.size(report.bytes_copied)} in {render.duration(seconds)}"
         render.say("")
         render.say(f"{count(report.packs_copied, 'pack')} copied, {spent}.")
+    _say_points(report)
 
 
 def _json_of_mirror(report: MirrorReport, seconds: float) -> dict[str, Any]:
-    facts = json_of(report, "address", "is_dry_run", "bytes_copied", "packs_copied")
+    facts = json_of(report, "address", "is_dry_run", "bytes_copied", "packs_copied", *_POINTS)
     return {**facts, "seconds": seconds, "runs": report.runs}

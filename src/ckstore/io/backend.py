@@ -347,6 +347,15 @@ class Distant(Protocol):
 
 
 @runtime_checkable
+class Overwriting(Protocol):
+    """A backend in which a large file can replace another one as a whole, without a draft."""
+
+    def create_pack_over(self, name: str, *, nbytes_expected: int) -> PackSink:
+        """Start a pack that replaces what has this name when it is finished. Until then readers find the old one."""
+        ...
+
+
+@runtime_checkable
 class Fetching(Protocol):
     """A file that reads ranges by itself, so that one read can mix files of several backends."""
 

@@ -3,6 +3,7 @@
 ``collect_tier`` runs these steps::
 
     delete manifests in the tier that were dropped here and have left the trash here, and superseded generations
+    delete segments of journals that are not here, and of which no point has a keyframe there   # gc_segments
     mark: packs named by manifests in the tier, in the store, its trash and its quarantine   # TierMarker
     delete unmarked packs in the tier that are old enough
     rewrite packs with many unreferenced bytes, publish in the store, then in the tier       # plan_rewrites
@@ -29,7 +30,7 @@ from ckstore.display import repr_of_summary
 from ckstore.errors import BackendError, CapacityError, CkstoreError, CorruptError, UnsupportedError
 from ckstore.format import paths
 from ckstore.format.location import decode_pack_row, decode_pack_table
-from ckstore.format.paths import ManifestName
+from ckstore.format.paths import ManifestName, SegmentName
 from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, for_each_concurrent, map_concurrent
 from ckstore.ops.gc.plan import GcLimits, PackRewrite, worthwhile_rewrites
@@ -45,6 +46,7 @@ from ckstore.store.small_files import put_small
 from ckstore.store.tier_checks import begin_turn, require_owner
 from ckstore.store.tiers import packs_gone
 from ckstore.tiers.copy import StoreCopy
+from ckstore.tiers.gc_segments import remove_segments, superfluous_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +309,7 @@ class TierGc:
             an interrupted collection.
         lists: Deletion lists of crashed collectors that were removed. Packs on such a list cannot be reused.
         stop: Why no pack was deleted; empty if there was no obstacle.
+        segments: Segments of journals that no point needs, and their sizes.
     """
 
     tier: str
@@ -321,6 +324,7 @@ class TierGc:
     renewed: int = 0
     lists: int = 0
     stop: str = ""
+    segments: dict[SegmentName, int] = field(default_factory=dict)
 
     __repr__ = repr_of_summary
 
@@ -328,6 +332,11 @@ class TierGc:
     def freed_nbytes(self) -> int:
         """Bytes of the packs that no manifest names."""
         return sum(self.packs.values())
+
+    @property
+    def segments_nbytes(self) -> int:
+        """Bytes of the segments that no point needs."""
+        return sum(self.segments.values())
 
     @property
     def rewritten_nbytes(self) -> int:
@@ -391,8 +400,12 @@ class _Collector:
         removable = {*found.dropped, *found.superseded}
         if not dry_run:
             self._remove_manifests(removable)
+        kept = in_tier - removable
+        found.segments = superfluous_segments(self._repository, self._target, kept, self._limits.min_age_seconds)
+        if not dry_run:
+            remove_segments(self._target, found.segments)
         try:
-            named = self._marker.named(in_tier - removable)
+            named = self._marker.named(kept)
         except UNREADABLE as error:
             found.stop = str(error)
             return found

@@ -1,7 +1,8 @@
 """Keep a second copy of a whole store, all runs of it, in another place. The copy is a store of its own.
 
 For each checkpoint whose newest generation is not there: claim its seq there, copy and check its packs, put its
-manifest. Then the tags. Nothing changes here, and nothing is removed there: checkpoints dropped here stay there.
+manifest. Then the tags, and the segments of journals that have a keyframe there. Nothing changes here, and nothing is
+removed there: checkpoints dropped here stay there.
 
 Invariants:
 - A checkpoint exists there only after every byte of its packs was checked, so damage is never copied.
@@ -12,8 +13,8 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from ckstore.display import repr_of_summary
 from ckstore.errors import CorruptError, NotFoundError, UnreachableError, UsageError
@@ -24,11 +25,14 @@ from ckstore.format.records import encode_record
 from ckstore.io.backend import Backend, ReadFile
 from ckstore.io.url import backend_for
 from ckstore.store.chunk_index import LOST_TIER
+from ckstore.store.journal_needs import JournalState
 from ckstore.store.manifests import DroppedError
+from ckstore.store.points import has_journal
 from ckstore.store.refs import load_whole
 from ckstore.store.repository import Repository
 from ckstore.store.tags import Tags
 from ckstore.tiers.copy import PackCopy, StoreCopy
+from ckstore.tiers.segments import SegmentCopy, segments_of
 from ckstore.tiers.verify_copy import IncomingPackCheck, partial_copy_error
 
 
@@ -45,6 +49,7 @@ class MirrorRun:
         tag_count: Tags that were set or moved there.
         damaged_count: Checkpoints that are damaged here or there, which were not copied.
         unreachable_count: Checkpoints in a tier that cannot be reached, which were not copied.
+        points_copied: Points of the journal that were copied, or would be.
     """
 
     run: str
@@ -55,6 +60,7 @@ class MirrorRun:
     tag_count: int
     damaged_count: int = 0
     unreachable_count: int = 0
+    points_copied: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,8 @@ class MirrorReport:
         runs: Result for each run.
         bytes_copied: Bytes of the packs that were copied.
         packs_copied: Number of packs that were copied.
+        points_copied: Points of journals that were copied, or would be.
+        journal_bytes_copied: Bytes of the segments that contain them.
     """
 
     address: str
@@ -74,6 +82,8 @@ class MirrorReport:
     runs: tuple[MirrorRun, ...]
     bytes_copied: int
     packs_copied: int
+    points_copied: int = 0
+    journal_bytes_copied: int = 0
 
     __repr__ = repr_of_summary
 
@@ -99,7 +109,8 @@ def mirror(
         UsageError: Another store is there, or it is the same place.
         ConflictError: A seq there belongs to another checkpoint.
         CorruptError: Some packs here are damaged or missing, or packs there have other bytes. Their checkpoints were
-            not copied, all others were. ``checkpoints`` names them, ``report`` is the whole result.
+            not copied, all others were. ``checkpoints`` names them, ``report`` is the whole result. Or a segment of a
+            journal here is damaged: then everything else was copied.
         UnreachableError: Some checkpoints are in a tier that cannot be reached; all others were copied. It has the same
             attributes. Without a ``report``, the copy itself cannot be reached.
         BackendError: The place does not respond.
@@ -125,9 +136,11 @@ class _Mirror:
         self._pack_check: IncomingPackCheck | None = None
         self._damaged: dict[ManifestName, CorruptError | UnreachableError] = {}
         self._left_out: set[tuple[str, int]] = set()
+        self._segments = SegmentCopy(repository.backend, target, repository.limits, read_back)
 
     def run(self, *, dry_run: bool, on_progress: Callable[[int, int], None] | None) -> MirrorReport:
         report_progress = on_progress or (lambda done, total: None)
+        self._segments.is_dry_run = dry_run
         runs = self._repository.runs()
         if not dry_run:
             self._store.prepare()
@@ -148,13 +161,29 @@ class _Mirror:
                 done += 1
                 report_progress(done, total)
             tags = 0 if dry_run else sum(self._copy_tags(run))
+            self._copy_segments(run, here[run] if dry_run else self._names_there(run))
             gone = {name.seq for name in there[run]} - {name.seq for name in here[run]}
-            reports.append(MirrorRun(run, len(here[run]), copied, partial, len(gone), tags, *self._counts(run)))
+            found = MirrorRun(run, len(here[run]), copied, partial, len(gone), tags, *self._counts(run))
+            reports.append(replace(found, points_copied=self._segments.points.get(run, 0)))
         copies = self._packs.copied
         report = MirrorReport(self._target.root, dry_run, tuple(reports), sum(copies.values()), len(copies))
+        report = replace(report, points_copied=self._segments.point_count, journal_bytes_copied=self._segments.nbytes)
         if self._damaged:
             raise partial_copy_error("copied", self._damaged, report)
+        failure = self._segments.failure("copied", report)
+        if failure is not None:
+            raise failure
         return report
+
+    def _copy_segments(self, run: str, names: Iterable[ManifestName]) -> None:
+        """Copy the segments of a run with points that can be restored from these checkpoints."""
+        repository = self._repository.for_run(run)
+        if not has_journal(repository):
+            return
+        seqs = {name.seq for name in names}
+        state = JournalState.read(repository, is_strict=False)
+        state = state.without([entry.seq for entry in state.entries if entry.seq not in seqs])
+        self._segments.run(state.journal, {*segments_of(state, seqs), *state.journal.problems})
 
     def _counts(self, run: str) -> tuple[int, int]:
         """Return how many checkpoints of a run are damaged, and how many cannot be reached."""

@@ -1,7 +1,8 @@
 """Bring checkpoints of a run back from other tiers, the newest first.
 
 For each checkpoint: copy its missing packs durably under draft names, check every byte, give them their names, then
-publish the next generation of the manifest, which says that the packs are local. The copies in the tier stay.
+publish the next generation of the manifest, which says that the packs are local. The copies in the tier stay. At last,
+copy the segments of the journal with points of these checkpoints that are missing here.
 
 Invariants:
 - Every checkpoint can be restored at any time.
@@ -11,20 +12,22 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ckstore.display import repr_of_summary
-from ckstore.errors import ConflictError, CorruptError, NotFoundError
+from ckstore.errors import CkstoreError, ConflictError, CorruptError, NotFoundError
 from ckstore.format.manifest import Manifest, PackRef
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
 from ckstore.io.backend import ReadFile
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
+from ckstore.store.journals import Journals
 from ckstore.store.manifests import DroppedError
 from ckstore.store.refs import Reference, load_whole, resolve
 from ckstore.store.repository import Repository, finish_replacement
 from ckstore.tiers.copy import PackCopy
+from ckstore.tiers.segments import SegmentCopy, has_segments, segments_of, state_there
 from ckstore.tiers.verify_copy import IncomingPackCheck, partial_copy_error
 
 _TRIES = 5
@@ -62,6 +65,8 @@ class PullReport:
         bytes_to_pull: Bytes of these packs; a shared pack counts once.
         bytes_copied: Bytes of the packs that were copied.
         packs_copied: Number of packs that were copied.
+        points_copied: Points of the journal that were missing here and were copied, or would be.
+        journal_bytes_copied: Bytes of the segments that contain them.
     """
 
     run: str
@@ -70,6 +75,8 @@ class PullReport:
     bytes_to_pull: int
     bytes_copied: int
     packs_copied: int
+    points_copied: int = 0
+    journal_bytes_copied: int = 0
 
     __repr__ = repr_of_summary
 
@@ -93,7 +100,8 @@ def pull(
         NotFoundError: No such checkpoint.
         UnreachableError: A checkpoint is in a tier that cannot be reached.
         CorruptError: A pack in the tier is not what was pushed, or a manifest here is damaged. These checkpoints are
-            unchanged, all others are here. ``checkpoints`` names them, ``report`` is the whole result.
+            unchanged, all others are here. ``checkpoints`` names them, ``report`` is the whole result. Or a segment of
+            the journal there is damaged: then everything else is here.
         CapacityError: The disk is full. Checkpoints brought back so far are here.
         BackendError: A server does not respond.
     """
@@ -126,9 +134,46 @@ def pull(
         entries.append(PullEntry(name.seq, name.step, tiers[name], sum(packs_away.values()), is_done, problem))
     copied = puller.copied
     report = PullReport(repository.run, dry_run, tuple(entries), total, sum(copied.values()), len(copied))
+    report, failure = _pull_points(repository, report)
     if damaged:
         raise partial_copy_error("pulled", damaged, report)
+    if failure is not None:
+        raise failure
     return report
+
+
+def _pull_points(repository: Repository, report: PullReport) -> tuple[PullReport, CkstoreError | None]:
+    """Copy the missing points of the checkpoints that were pulled; return what failed."""
+    seqs: dict[str, set[int]] = {}
+    for entry in report.entries:
+        for tier in entry.tiers if entry.is_done or (report.is_dry_run and not entry.problem) else ():
+            seqs.setdefault(tier, set()).add(entry.seq)
+    copies = [_copy_segments(repository, *each, is_dry_run=report.is_dry_run) for each in sorted(seqs.items())]
+    points, nbytes = sum(each.point_count for each in copies), sum(each.nbytes for each in copies)
+    report = replace(report, points_copied=points, journal_bytes_copied=nbytes)
+    failures = (failure for each in copies if (failure := each.failure("pulled", report)) is not None)
+    return report, next(failures, None)
+
+
+def _copy_segments(repository: Repository, tier: str, seqs: Collection[int], *, is_dry_run: bool) -> SegmentCopy:
+    """Copy the segments with points of these checkpoints that the tier has and the store has not."""
+    source = repository.tiers.open(tier)
+    copy = SegmentCopy(source, repository.backend, repository.limits, is_dry_run=is_dry_run, brings_back=True)
+    if not has_segments(repository, source):
+        return copy
+    here = Journals(repository.manifests, clock=repository.clock).names()
+    order_end, seq_max = here[-1].order if here else None, repository.manifests.listing().claimed_max
+    state = state_there(repository, source)
+    # A store that was set back must not take points of its former self for its newest state.
+    names = [
+        name
+        for name in segments_of(state, seqs)
+        if (order_end is None or name.order < order_end)
+        and (state.journal.segments[name].facts.after_seq or 0) <= seq_max
+        and name not in here
+    ]
+    copy.run(state.journal, names)
+    return copy
 
 
 def _loaded(repository: Repository, name: ManifestName, *, is_asked_for: bool) -> Manifest | None:

@@ -2,7 +2,8 @@
 
 For each checkpoint: claim its seq there, copy and check its packs, put its manifest there and read it back. Then
 publish the next generation of the manifest here, which says that the packs are in that tier. A later gc frees the local
-packs that are no longer referenced.
+packs that are no longer referenced. At last, copy the segments of the journal with points of the checkpoints that are
+in the tier; they stay here, too.
 
 Invariants:
 - Every checkpoint can be restored at any time, from here or from there.
@@ -14,23 +15,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckstore.display import repr_of_summary
-from ckstore.errors import ConflictError, UsageError
+from ckstore.errors import ConflictError, CorruptError, UnsupportedError, UsageError
 from ckstore.format.manifest import Manifest, PackRef
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
-from ckstore.io.backend import ReadFile
+from ckstore.io.backend import Backend, ReadFile
 from ckstore.io.url import backend_for
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
+from ckstore.store.journal_needs import JournalState
 from ckstore.store.manifests import DroppedError
+from ckstore.store.points import has_journal
 from ckstore.store.refs import load_whole
 from ckstore.store.repository import Repository, finish_replacement
 from ckstore.store.tier_checks import begin_turn
 from ckstore.tiers.copy import PackCopy, RelocatedError, StoreCopy
+from ckstore.tiers.segments import SegmentCopy, segments_of
 from ckstore.tiers.verify_copy import IncomingPackCheck
 
 _log = logging.getLogger("ckstore")
@@ -102,6 +106,8 @@ class PushReport:
         bytes_to_push: Bytes of the packs of all checkpoints to push; a shared pack counts once.
         bytes_copied: Bytes of the packs that were copied.
         packs_copied: Number of packs that were copied.
+        points_copied: Points of the journal that were copied, or would be.
+        journal_bytes_copied: Bytes of the segments that contain them.
     """
 
     run: str
@@ -112,6 +118,8 @@ class PushReport:
     bytes_to_push: int
     bytes_copied: int
     packs_copied: int
+    points_copied: int = 0
+    journal_bytes_copied: int = 0
 
     __repr__ = repr_of_summary
 
@@ -153,7 +161,8 @@ def push(
         UnreachableError: The place is empty although checkpoints are there; it may not be mounted.
         ConflictError: This folder is a copy of the store that owns the tier; or a seq there belongs to another
             checkpoint; or a checkpoint here was replaced several times.
-        CorruptError: A pack here is damaged, or a pack there has other bytes.
+        CorruptError: A pack here is damaged, or a pack there has other bytes. Or a segment of the journal here is
+            damaged: then everything else was pushed, and ``report`` is the whole result.
         BackendError: The place does not respond.
     """
     repository.require_same_store()
@@ -161,13 +170,58 @@ def push(
     total = _nbytes_of([member for member in members if member.action == "push"])
     if dry_run:
         names = {place: name for name, place in repository.tiers.addresses().items()}
-        return _report(repository, names.get(address, tier or ""), address, members, {}, is_dry_run=True)
+        name = names.get(address, tier or "")
+        report = _report(repository, name, address, members, {}, is_dry_run=True)
+        pushed = {member.name.seq for member in members if member.action == "push"}
+        target = repository.tiers.open(name) if address in names else None
+        return _with_segments(report, _copy_segments(repository, name, target, pushed, policy, is_dry_run=True))
     name = _name_of_place(repository, address, tier)
     pusher = _Pusher(repository, name, policy, on_progress, total)
     done = pusher.run([member.name for member in members if member.action == "push"])
     report = _report(repository, name, repository.tiers.address_of(name), members, done, is_dry_run=False)
     copied = pusher.copied
-    return replace(report, bytes_copied=sum(copied.values()), packs_copied=len(copied))
+    report = replace(report, bytes_copied=sum(copied.values()), packs_copied=len(copied))
+    target = repository.tiers.open(name)
+    report = _with_segments(report, segments := _copy_segments(repository, name, target, (), policy))
+    failure = segments.failure("pushed", report)
+    if failure is not None:
+        raise failure
+    return report
+
+
+def _with_segments(report: PushReport, copied: SegmentCopy) -> PushReport:
+    return replace(report, points_copied=copied.point_count, journal_bytes_copied=copied.nbytes)
+
+
+def _copy_segments(
+    repository: Repository,
+    tier: str,
+    target: Backend | None,
+    pushed: Collection[int],
+    policy: PushPolicy,
+    *,
+    is_dry_run: bool = False,
+) -> SegmentCopy:
+    """Copy the segments with points of checkpoints that are in the tier, after these: each point has its keyframe."""
+    copy = SegmentCopy(repository.backend, target, repository.limits, policy.read_back, is_dry_run)
+    if not has_journal(repository):
+        return copy
+    state = JournalState.read(repository, is_strict=False)
+    in_tier = {name.seq for name in repository.manifests.listing().names if _is_in_tier(repository, name, tier)}
+    names = {*segments_of(state, {*in_tier, *pushed}), *state.journal.problems}
+    if names and target is not None and not is_dry_run:
+        begin_turn(repository, tier, target)
+    copy.run(state.journal, names)
+    return copy
+
+
+def _is_in_tier(repository: Repository, name: ManifestName, tier: str) -> bool:
+    """Whether all packs of a checkpoint are in this tier, so that its manifest is there, too."""
+    try:
+        return repository.manifests.tiers(repository.manifests.header(name)) == (tier,)
+    except (FileNotFoundError, CorruptError, UnsupportedError):
+        # No point is restored from it.
+        return False
 
 
 def _name_of_place(repository: Repository, address: str, tier: str | None) -> str:

@@ -109,27 +109,32 @@ JSON = {
         "later_time"
     ),
     "push --dry-run": (
-        "run tier address is_dry_run bytes_to_push bytes_copied packs_copied seconds "
+        "run tier address is_dry_run bytes_to_push bytes_copied packs_copied points_copied "
+        "journal_bytes_copied seconds "
         "checkpoints[seq step action reason packs_nbytes is_done]"
     ),
     "push!": (
-        "run tier address is_dry_run bytes_to_push bytes_copied packs_copied seconds "
+        "run tier address is_dry_run bytes_to_push bytes_copied packs_copied points_copied "
+        "journal_bytes_copied seconds "
         "checkpoints[seq step action reason packs_nbytes is_done]"
     ),
     "ls of tiers": (
         f"path runs[run count entries[{INFO} damage refused points[]] damaged_tags[] refused_tags[] missing]"
     ),
     "pull --dry-run": (
-        "run is_dry_run bytes_to_pull bytes_copied packs_copied seconds checkpoints[seq step "
+        "run is_dry_run bytes_to_pull bytes_copied packs_copied points_copied "
+        "journal_bytes_copied seconds checkpoints[seq step "
         "tiers[] packs_nbytes is_done problem]"
     ),
     "mirror --dry-run": (
-        "address is_dry_run bytes_copied packs_copied seconds runs[run checkpoint_count "
-        "copied_count partial_count kept_count tag_count damaged_count unreachable_count]"
+        "address is_dry_run bytes_copied packs_copied points_copied journal_bytes_copied seconds "
+        "runs[run checkpoint_count copied_count partial_count kept_count tag_count damaged_count "
+        "unreachable_count points_copied]"
     ),
     "mirror!": (
-        "address is_dry_run bytes_copied packs_copied seconds runs[run checkpoint_count "
-        "copied_count partial_count kept_count tag_count damaged_count unreachable_count]"
+        "address is_dry_run bytes_copied packs_copied points_copied journal_bytes_copied seconds "
+        "runs[run checkpoint_count copied_count partial_count kept_count tag_count damaged_count "
+        "unreachable_count points_copied]"
     ),
     "delete!": "run deleted[seq step]",
     "gc!": (
@@ -144,7 +149,8 @@ JSON = {
     "gc --tier": (
         "is_dry_run tier address dropped[run seq step generation] superseded[] packs[pack_id "
         "nbytes] freed_nbytes young_nbytes rewrites[pack_id nbytes packed_nbytes] repacked[] "
-        "repacked_nbytes replaced_manifests renewed_manifests troubles[] lists stop"
+        "repacked_nbytes replaced_manifests renewed_manifests troubles[] lists stop "
+        "segments[]"
     ),
     "trash ls": (
         "trash[trash_id time packs nbytes manifests[] segments | trash_id time packs nbytes "

@@ -221,6 +221,10 @@ class RemoteBackend:
             raise FileExistsError(self.location_of(name))
         return RemotePackSink(self.bucket, name, nbytes_expected=nbytes_expected)
 
+    def create_pack_over(self, name: str, *, nbytes_expected: int) -> PackSink:
+        """Start a pack that replaces an object of this name when it is finished."""
+        return RemotePackSink(self.bucket, checked_name(name), nbytes_expected=nbytes_expected)
+
     def open_read(self, name: str) -> ReadFile:
         """Open an object for ranged reads; FileNotFoundError if it does not exist. Reads fail once it was removed."""
         info = self.stat(name)

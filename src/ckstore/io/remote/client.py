@@ -419,7 +419,7 @@ class Bucket:
         """Upload a large object in parts, several concurrently. It exists with its size when this returns.
 
         Args:
-            key: Name of the object. No other content is ever written under it.
+            key: Name of the object. Other content under it, if there is any, has another size.
             pieces: The bytes in order. The iterator runs once, on another thread.
             nbytes_expected: Estimated size, which decides the size of the parts.
 
