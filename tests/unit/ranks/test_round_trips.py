@@ -244,6 +244,68 @@ def test_values_that_differ_come_back_to_their_ranks(path):
             assert (into["pos"], into["same"]) == (rank, [1, "a"])
 
 
+@pytest.fixture(scope="module")
+def saved_by_256():
+    """A checkpoint of 256 ranks that take turns, and the receipt."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "store"
+        ckstore.open(path).close()
+        yield path, play(path, [state_of_256(rank) for rank in range(256)])
+
+
+def state_of_256(rank):
+    """Return a state: weights of all, a value that only rank 77 has otherwise, a random state, and a loader's place."""
+    odd = torch.zeros(40)
+    odd[3] = float(rank == 77)
+    random_state = torch.Generator().manual_seed(rank).get_state()
+    loader = PerRank({"position": 1000 + rank, "order": torch.full((3,), rank)})
+    return {"weight": torch.arange(5000.0), "odd": odd, "random": random_state, "seed": rank, "loader": loader}
+
+
+def assert_is_of_rank(state, rank):
+    want = state_of_256(rank)
+    assert all(torch.equal(state[key], want[key]) for key in ("weight", "odd", "random")), rank
+    assert state["seed"] == rank
+    assert state["loader"].value["position"] == 1000 + rank
+    assert state["loader"].value["order"].tolist() == [rank] * 3
+
+
+def test_of_256_ranks_all_values_are_stored_and_those_that_differ_unmarked_are_named(saved_by_256):
+    path, receipt = saved_by_256
+    with ckstore.open(path) as store:
+        found = store.restore()
+        nbytes = store.info("latest").bytes_state
+    want = [state_of_256(rank) for rank in range(256)]
+    assert torch.equal(found["weight"], want[0]["weight"])
+    for key in ("odd", "random"):
+        assert found[key].keys() == set(range(256))
+        assert all(torch.equal(found[key][rank], want[rank][key]) for rank in range(256)), key
+    assert len({bytes(each.numpy()) for each in found["random"].values()}) == 256
+    assert found["seed"] == {rank: rank for rank in range(256)}
+    assert all(found["loader"][rank]["position"] == 1000 + rank for rank in range(256))
+    # Equal values of ranks are counted, and stored, once.
+    own_nbytes = want[0]["random"].nbytes + 3 * 8
+    assert nbytes == want[0]["weight"].nbytes + 2 * want[0]["odd"].nbytes + 256 * own_nbytes
+    named = {warning.partition(": ")[0]: warning for warning in receipt.warnings}
+    assert named.keys() == {"odd", "random", "seed"}
+    assert named["odd"].startswith("odd: a tensor differs on rank 77 from ranks 0, 1, 2")
+    assert "stored for each rank" in named["odd"]
+
+
+@pytest.mark.deep
+def test_each_of_256_ranks_gets_its_own_values_back(saved_by_256, sample):
+    places = [(rank, world) for world in (256, 64, 512) for rank in range(world)]
+    with ckstore.open(saved_by_256[0]) as store:
+        for rank, world in sample.part(places, parts=64):
+            own = state_of_256((rank + 1) % 256)
+            if rank >= 256:
+                with pytest.raises(UsageError, match=f"no value of rank {rank}: it was saved by 256 ranks"):
+                    restore_as(store, rank, world, own, per_rank="own")
+                assert_is_of_rank(own, (rank + 1) % 256)
+            restore_as(store, rank, world, own, per_rank="own" if rank < 256 else "nearest")
+            assert_is_of_rank(own, rank % 256)
+
+
 def test_another_world_writes_hardly_anything_again(tmp_path):
     # Shards of 1 MiB and more with chunks of 64 KiB: as shards of 64 MiB with chunks of 4 MiB.
     path = tmp_path / "store"
