@@ -1496,8 +1496,9 @@ class Store:
     def _check_open(self) -> None:
         if self._is_closed:
             raise UsageError("the store is closed", where=self._repository.backend.root, todo="open it again")
-        if self._background is not None:
-            self._background.leave_to_parent_after_fork()
+        for part in (self._journal, self._background):
+            if part is not None:
+                part.leave_to_parent_after_fork()
 
     def _info(self, header: ManifestHeader, *, warnings: Sequence[str] = ()) -> Info:
         tags, tiers = self._repository.tags.names_of(header.seq), tiers_of(self._repository.manifests, header)

@@ -87,6 +87,8 @@ class JournalSide:
         self._due: str | None = "it is the first one"
         self._continues: RecordPlace | None = None
         self._begins_segment = False
+        self._pid = os.getpid()
+        self._inherited: object = None
         self.recorder = StepRecorder(self._wait_for_checksums)
 
     def plan_keyframe(self, state: Any, *, metrics: Mapping[str, float]) -> PlannedRecord:
@@ -231,6 +233,16 @@ class JournalSide:
         if self._commits is not None:
             self._commits.release()
             self._begins_segment = True
+
+    def leave_to_parent_after_fork(self) -> None:
+        """In a forked child: give up the saver and the arena, which belong to the parent, and note no steps.
+
+        They are kept alive unused, as in ``TrainerSide``.
+        """
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._inherited, self._commits = self._commits, None
+            self.begin_again("this process was forked")
 
     def close(self) -> None:
         """Wait for all records, end the saver, and remove all hooks."""

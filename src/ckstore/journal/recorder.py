@@ -167,6 +167,21 @@ class StepRecorder:
 
     def _note(self, problem: str) -> None:
         self._problem = self._problem or problem
+        # The whole state will be stored, so the gradients need not stay in memory.
+        self._steps.clear()
+
+    def _limit_memory(self) -> None:
+        """Give the gradients up when they are larger than what they change: then the whole state is smaller.
+
+        A loop that never commits would otherwise fill the memory with them.
+        """
+        optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
+        if len(self._steps) <= len(optimizers):
+            return
+        nbytes = sum(gradient.nbytes for step in self._steps for gradient in step.gradients)
+        if nbytes > sum(tensor.nbytes for optimizer in optimizers for tensor in owned_tensors(optimizer)):
+            count = len(self._steps)
+            self._note(f"the gradients of {count} steps since the last commit are larger than the state")
 
     def _before(self, index: int, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         wait = self._before_step()
@@ -213,6 +228,7 @@ class StepRecorder:
                 return
         self._steps.append(step._replace(seconds=SYSTEM_CLOCK.monotonic() - step.seconds))
         self._note_owned(index, optimizer)
+        self._limit_memory()
 
     def _note_owned(self, index: int, optimizer: Any) -> bool:
         """Note what an optimizer owns now. Return whether it has changed since the last note."""

@@ -148,6 +148,19 @@ def test_several_steps_and_none_between_two_commits():
     assert (len(steps), problem) == (3, None)
 
 
+def test_a_loop_that_does_not_commit_keeps_few_gradients():
+    model, optimizer, recorder = recorded()
+    counts = []
+    for number in range(10):
+        train_step(model, optimizer, number)
+        counts.append(len(recorder._steps))
+    assert max(counts) == 3, "AdamW owns three numbers for each gradient"
+    assert counts[-1] == 0
+    assert "gradients of 4 steps" in recorder.take()[1]
+    train_step(model, optimizer, 11)
+    assert len(recorder.take()[0]) == 1
+
+
 def gradients_zeroed_in_place(model, optimizer):
     model(torch.ones(1, 6)).sum().backward()
     optimizer.step()
