@@ -29,6 +29,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "stores": ("cpu_start", "ls_1000", "gc_plan", "gc_beside", "tiers", "coder_loops"),
     "ranks": (
         "ranks_balance",
+        "ranks_compare",
         "ranks_plan",
         "ranks_save",
         "ranks_async",
@@ -71,6 +72,7 @@ TITLES = {
     "tiers": "256 MiB to and from an S3 server on the same machine",
     "coder_loops": "Plane coder on one core, by instruction set",
     "ranks_balance": "Highest number of bytes that a rank writes, relative to the mean of all ranks",
+    "ranks_compare": "Commit of plain tensors that four ranks hold: processor time of all ranks, and bytes compared",
     "ranks_plan": "Rank 0 merges the parts of all ranks into one manifest: LLaMA 8B, 873 tensors",
     "ranks_save": "Durable save by four ranks, HSDP 2x2, and bytes written for each byte of the state",
     "ranks_async": "Background save by four ranks, FSDP, and by one with as many bytes: time until the call returns",
@@ -209,6 +211,11 @@ def _with_bytes(record: Record) -> Cells:
     return {name: f"{text}; {_fact(record, name, 'bytes_per_unique'):.3f}" for name, text in _values(record).items()}
 
 
+def _with_compared(record: Record) -> Cells:
+    """Return the values of participants, each with the bytes that were hashed only to be compared."""
+    return {name: f"{text}; {_fact(record, name, 'compared_gb'):.3g} GB" for name, text in _values(record).items()}
+
+
 def _with_waits(record: Record) -> Cells:
     """Return the values of participants, each with the wait at the optimizer's step if it is guarded."""
     cells = _values(record)
@@ -240,6 +247,7 @@ CELLS: dict[str, tuple[str, Callable[[Record], Cells]]] = {
     "stall_python_loop": ("% of its speed without a save", _kept),
     "cpu_many_tensors": ("processor us/tensor", _with_manifests),
     "ranks_balance": ("1 is level", _by_layout),
+    "ranks_compare": ("processor s", _with_compared),
     "ranks_save": ("s; bytes / byte", _with_bytes),
     "ranks_async": ("s", _with_waits),
     "ranks_reshard": ("read / needed", _by_layout),

@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:
     # The bench is not part of the package; add the repository root to the path, as `python -m bench.run` does.
     sys.path.append(str(ROOT))
 
-from bench import cases_rank_saves, cases_reshard, rank_group, rank_plans, table_cases  # noqa: E402
+from bench import cases_compare, cases_rank_saves, cases_reshard, rank_group, rank_plans, table_cases  # noqa: E402
 from bench.measure import Result  # noqa: E402
 from bench.played_ranks import PlayedRanks  # noqa: E402
 from bench.rank_group import RankGroup  # noqa: E402
@@ -86,6 +86,20 @@ def test_counting_cases_have_a_sample_for_each_change_and_way(case, bench):
     assert not result.unusable
     assert len(result.samples) == (4 if case == "ranks_reshard" else 2)
     assert all(samples[0].value > 0 for samples in result.samples.values())
+
+
+def test_comparing_case_counts_the_bytes_that_are_hashed_only_to_be_compared(bench):
+    result = cases_compare.ranks_compare(bench)
+    assert not result.unusable
+    compared = {name: result.fact(name, "compared_gb") * 1e9 for name in result.samples}
+    alone, full, sampled, none = compared.values()
+    # Of four copies one is written, and hashed for that.
+    assert full == pytest.approx(3 * result.setting["state_nbytes"], rel=0.001)
+    assert 0 < sampled < full / 16
+    assert alone == none == 0
+    text = table_cases.make_tables([result.to_record(bench.folder)], ["ranks_compare"])
+    assert "| 4 ranks: compared in full |" in text
+    assert "GB |" in text
 
 
 def durable_saves_and_loads(name, bench, monkeypatch):
