@@ -23,6 +23,7 @@ from ckstore.store.listing import Entry, RunLog, log_of_store
 if TYPE_CHECKING:
     from ckstore.api import Store
     from ckstore.ops.repair import RepairEntry, RepairReport
+    from ckstore.ops.repair_segments import SegmentRepair
     from ckstore.ops.verify import Damage, Report
 
 
@@ -294,7 +295,8 @@ def repair(
     """Repair a damaged store; without --apply, only print how.
 
     Every frame that a checkpoint of any run needs is read. Damaged and missing data is searched for in all packs, in
-    the trash, in quarantine, and in --from. A missing store.json is made again from manifests and packs.
+    the trash, in quarantine, and in --from. Damaged records of journals are searched for in --from and in tiers. A
+    missing store.json is made again from manifests and packs.
 
     \b
     complete  everything was found
@@ -315,6 +317,12 @@ def repair(
     else:
         _print_repaired(report, seconds)
     lost = sum(entry.action in ("partial", "quarantine") for entry in report.entries)
+    if not lost and any(segment.is_lost for segment in report.segments):
+        raise CorruptError(
+            "points of journals are lost",
+            where=path,
+            todo="repair with --from COPY if there is a copy of the store, or restore other steps",
+        )
     if lost:
         raise CorruptError(
             f"{lost} {'checkpoint has' if lost == 1 else 'checkpoints have'} lost data",
@@ -340,6 +348,8 @@ def _print_repaired(report: RepairReport, seconds: float) -> None:
         render.say(f"pack {pack_id}: {'would be' if report.is_dry_run else 'was'} restored from the trash")
     for claim in report.claims_made:
         render.say(f"claim {claim}: {'would be' if report.is_dry_run else 'was'} made again")
+    for segment in report.segments:
+        _print_segment(segment, is_dry_run=report.is_dry_run)
     for sentence in report.left:
         render.say(f"cannot be repaired: {sentence}")
     _print_elsewhere(report)
@@ -348,6 +358,28 @@ def _print_repaired(report: RepairReport, seconds: float) -> None:
         render.say(f"{render.size(report.bytes_copied)} would be copied to new packs; add --apply to do all of this.")
     else:
         render.say(f"Repaired in {render.duration(seconds)}; {render.size(report.bytes_copied)} copied to new packs.")
+
+
+def _print_segment(segment: SegmentRepair, *, is_dry_run: bool) -> None:
+    render.say(f"{segment.path}: {segment.problem}")
+    if segment.sources:
+        written = "would be" if is_dry_run else "was" if segment.is_done else "was not"
+        render.say(f"  it {written} written again, with records from {', '.join(segment.sources)}")
+    if segment.lost_steps:
+        render.say(f"  lost points: {count(len(segment.lost_steps), 'step')}, {_ranges(segment.lost_steps)}")
+    if segment.todo:
+        render.say(f"  {segment.todo}")
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Return ascending steps as text, with those that follow each other joined: ``3 to 5, 9``."""
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and step == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [step]
+        else:
+            ranges.append([step])
+    return ", ".join(" to ".join(map(str, each)) for each in ranges)
 
 
 def _print_elsewhere(report: RepairReport) -> None:
@@ -371,6 +403,7 @@ def _json_of_repaired(path: str, report: RepairReport, seconds: float) -> dict[s
         **json_of(report, "is_dry_run", "is_clean", "is_identity_made"),
         "checkpoints": report.entries,
         **json_of(report, *found),
+        "segments": report.segments,
         "seconds": seconds,
     }
 

@@ -258,6 +258,11 @@ def quarantine_packs_folder() -> str:
     return f"{QUARANTINE_FOLDER}/packs"
 
 
+def quarantine_journal_folder(run: str) -> str:
+    """Return the folder of the damaged segments of a run's journal."""
+    return f"{QUARANTINE_FOLDER}/journals/{check_name(run, 'run')}"
+
+
 def quarantine_manifests_folder(run: str) -> str:
     """Return the folder of the damaged manifests of a run."""
     return f"{QUARANTINE_FOLDER}/manifests/{check_name(run, 'run')}"

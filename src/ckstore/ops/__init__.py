@@ -11,6 +11,7 @@ after the plan.
 - verify (``verify.py``, ``verify_packs.py``): read everything, and report damage. ``fallback.py``: after a restore met
   damage, find an older checkpoint that is readable.
 - repair (``repair.py``, ``repair_plan.py``, ``pack_copies.py``): make checkpoints complete from every copy of a frame.
+  ``repair_segments.py``: journals, from their copies. ``store_identity.py``: a missing ``store.json``.
 - trash (``trash.py``): list it, restore from it, and empty it.
 - ``stored_checkpoint.py``: read a checkpoint as a state, for demote, repack, ``inspect/diff.py`` and ``stats.py``.
 - ``stored_policies.py``: the policies in ``config.json``.

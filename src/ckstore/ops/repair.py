@@ -21,29 +21,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ckstore.clock import SYSTEM_CLOCK, Clock
+from ckstore.clock import SYSTEM_CLOCK
 from ckstore.codec import kernels
-from ckstore.config import Limits, is_name
 from ckstore.display import repr_of_summary
-from ckstore.errors import CkstoreError, ConflictError, CorruptError, UnsupportedError, UsageError
+from ckstore.errors import ConflictError, CorruptError, UnsupportedError, UsageError
 from ckstore.format import paths
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader
-from ckstore.format.header import PREAMBLE_NBYTES, decode_preamble
 from ckstore.format.manifest import FrameRef, Manifest, PackRef, relocated
-from ckstore.format.pack import SUPERHEADER_NBYTES, decode_superheader
 from ckstore.format.paths import ManifestName
-from ckstore.format.records import FORMAT_VERSION, StoreRecord, encode_record
 from ckstore.hashing import NO_BASE, ChunkId, PackId, chunk_id_of, new_token
-from ckstore.io.backend import Backend, Distant
+from ckstore.io.backend import Backend
 from ckstore.io.buffers import BufferPool
 from ckstore.io.url import backend_for
 from ckstore.ops.pack_copies import PackCopy
 from ckstore.ops.repair_plan import Mend, Pick, RepairPlan, plan_repair
+from ckstore.ops.repair_segments import SegmentRepair, plan_segments, replace_segment
+from ckstore.ops.store_identity import record_or_remade, write_store_record
 from ckstore.store.chunk_index import LocatedFrame, locate
 from ckstore.store.damage import lost_frames
 from ckstore.store.manifests import DroppedError, quarantine_manifest, quarantine_pack, quarantined_names
@@ -97,6 +94,7 @@ class RepairReport:
         left: Sentences on what cannot be repaired.
         is_identity_made: ``store.json`` was missing, and was or would be made again from manifests and packs.
         packs_elsewhere: Number of packs in other tiers, which were not read.
+        segments: Damaged segments of journals.
     """
 
     is_dry_run: bool
@@ -108,6 +106,7 @@ class RepairReport:
     left: tuple[str, ...]
     is_identity_made: bool = False
     packs_elsewhere: int = 0
+    segments: tuple[SegmentRepair, ...] = ()
 
     __repr__ = repr_of_summary
 
@@ -116,7 +115,7 @@ class RepairReport:
         """Whether nothing was found damaged."""
         if self.is_identity_made:
             return False
-        return not (self.entries or self.packs or self.packs_rescued or self.claims_made or self.left)
+        return not (self.entries or self.packs or self.packs_rescued or self.claims_made or self.left or self.segments)
 
     @property
     def partial(self) -> tuple[RepairEntry, ...]:
@@ -145,9 +144,11 @@ def repair(
     """
     plan = plan_repair(repository, sources=sources, on_progress=on_progress)
     copies = Copies(repository, plan)
+    segments = plan_segments(repository, sources)
     if not dry_run:
         _act(repository, plan, copies)
-    report = _report(plan, copies, dry_run=dry_run)
+        segments = [_replace_segment(repository, segment, sources) for segment in segments]
+    report = replace(_report(plan, copies, dry_run=dry_run), segments=tuple(segments))
     if not any(entry.is_done and entry.action in ("revive", "bring back") for entry in report.entries):
         return report
     # The packs of these manifests were not checked yet.
@@ -159,6 +160,7 @@ def repair(
         packs_rescued=(*report.packs_rescued, *again.packs_rescued),
         claims_made=(*report.claims_made, *again.claims_made),
         bytes_copied=report.bytes_copied + again.bytes_copied,
+        segments=report.segments,
     )
 
 
@@ -215,6 +217,13 @@ def _writing(repository: Repository, run: str) -> Iterator[Repository]:
         yield other
     finally:
         other.lease.release()
+
+
+def _replace_segment(repository: Repository, segment: SegmentRepair, sources: Sequence[Backend]) -> SegmentRepair:
+    if not segment.sources:
+        return segment
+    with _writing(repository, segment.run) as run_repository:
+        return replace(segment, is_done=replace_segment(run_repository, segment, sources))
 
 
 def _mend_run(repository: Repository, mends: Sequence[Mend], plan: RepairPlan, copies: Copies) -> None:
@@ -455,86 +464,6 @@ class Copies:
         place = self._places[source]
         ref = FrameRef(pick.chunk_id, 0, place.offset, place.stored_nbytes)
         return LocatedFrame(ref, self._refs[place.pack.pack_id], base)
-
-
-def record_or_remade(backend: Backend, clock: Clock, sources: Sequence[Backend] = ()) -> tuple[StoreRecord, bool]:
-    """Return the record in ``store.json``, or one made again from manifests and packs, and whether it was made again.
-
-    Args:
-        backend: The store.
-        clock: The time of a new record.
-        sources: Copies of the store. If one has the same id, its record is used.
-
-    Raises:
-        NotFoundError: There is no store, and no file of one.
-        ConflictError: There are manifests or packs of several stores.
-        CorruptError: ``store.json`` is damaged, or no manifest and no pack can be read.
-    """
-    if backend.stat(paths.STORE_FILE) is not None:
-        return read_store_record(backend), False
-    found = list(_ids_of_manifests(backend)) or list(_ids_of_packs(backend))
-    ids = Counter(store_id for store_id, _ in found)
-    if not ids:
-        # Raises: there is no store, or nothing of it can be read.
-        return read_store_record(backend), False
-    if len(ids) > 1:
-        counted = ", ".join(f"{count} of store {store_id}" for store_id, count in ids.most_common())
-        raise ConflictError(
-            f"store.json is missing, and there are files of several stores: {counted}",
-            where=backend.root,
-            todo="move the files of the other stores out of manifests/ and packs/, then run `ckstore repair` again",
-        )
-    (store_id,) = ids
-    for source in sources:
-        with contextlib.suppress(CkstoreError):
-            record = read_store_record(source)
-            if record.store_id == store_id:
-                return record, True
-    limits = Limits()
-    return StoreRecord(
-        format_version=min(version for _, version in found),
-        store_id=store_id,
-        created_ns=clock.now_ns(),
-        chunk_nbytes_max=limits.chunk_nbytes_max,
-        pack_nbytes_max=limits.pack_nbytes_max,
-        manifest_nbytes_max=limits.manifest_nbytes_max,
-        depth_max=limits.depth_max,
-    ), True
-
-
-def write_store_record(backend: Backend, record: StoreRecord) -> None:
-    """Write ``store.json`` durably, unless another process has written it meanwhile."""
-    backend.make_folder(paths.TMP_FOLDER)
-    draft = paths.draft_name(new_token(), "store")
-    backend.create(draft, encode_record(record), sync=True)
-    with contextlib.suppress(FileExistsError):
-        backend.link(draft, paths.STORE_FILE)
-    backend.sync_folder("")
-    backend.unlink(draft)
-
-
-def _ids_of_manifests(backend: Backend) -> Iterator[tuple[str, int]]:
-    """Yield store id and format version of each manifest with a readable beginning."""
-    for run in filter(is_name, backend.list_names(paths.MANIFESTS_FOLDER)):
-        for file in backend.list_names(paths.manifests_folder(run)):
-            name = paths.parse_manifest_file(run, file)
-            if name is not None:
-                with contextlib.suppress(CorruptError, FileNotFoundError):
-                    where = backend.location_of(name.path)
-                    preamble = decode_preamble(backend.read_head(name.path, PREAMBLE_NBYTES), where=where)
-                    yield preamble.store_id.hex(), preamble.version
-
-
-def _ids_of_packs(backend: Backend) -> Iterator[tuple[str, int]]:
-    if isinstance(backend, Distant):
-        return
-    for folder in paths.pack_folders():
-        for file in backend.list_names(folder):
-            pack_id = paths.parse_pack_file(file)
-            if pack_id is not None:
-                with contextlib.suppress(CorruptError, FileNotFoundError):
-                    found = decode_superheader(backend.read_head(f"{folder}/{file}", SUPERHEADER_NBYTES))
-                    yield found.store_id.hex(), FORMAT_VERSION
 
 
 @contextmanager

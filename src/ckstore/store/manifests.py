@@ -21,7 +21,7 @@ from ckstore.config import Limits, check_name
 from ckstore.errors import CkstoreError, ConflictError, CorruptError, MalformedError, NotFoundError
 from ckstore.format import paths
 from ckstore.format.header import PREAMBLE_NBYTES, ManifestHeader, decode_header, decode_preamble, header_nbytes_needed
-from ckstore.format.paths import ManifestName
+from ckstore.format.paths import ManifestName, SegmentName
 from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Backend, Distant, map_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
@@ -425,6 +425,18 @@ def quarantine_manifest(backend: Backend, name: ManifestName) -> str | None:
 def quarantine_pack(backend: Backend, path: str, pack_id: PackId) -> str | None:
     """Move a pack into quarantine; return its new path, or None if it was already gone."""
     return _quarantine(backend, path, paths.quarantine_packs_folder(), paths.pack_file(pack_id))
+
+
+def quarantine_segment(backend: Backend, name: SegmentName) -> None:
+    """Give a segment of a journal a second name in quarantine. It stays in place until it is replaced."""
+    folder = paths.quarantine_journal_folder(name.run)
+    make_durable_folder(backend, folder)
+    try:
+        backend.link(name.path, f"{folder}/{name.file}")
+    except FileExistsError:
+        # It was quarantined before, perhaps with other bytes.
+        backend.link(name.path, f"{folder}/{name.file}{_TAKEN_SEPARATOR}{new_token()}")
+    backend.sync_folder(folder)
 
 
 def quarantined_names(backend: Backend, run: str) -> list[ManifestName]:

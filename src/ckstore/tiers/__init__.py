@@ -13,6 +13,7 @@ Start reading with one verb, then with the copying they share:
       put its manifest there           # copy.StoreCopy: the checkpoint now exists there
       publish its next generation here # which names the tier; gc then frees the local packs
 
+- ``segments.SegmentCopy`` copies the points of journals, after the checkpoints from which they are restored.
 - ``mirror.mirror`` copies all runs to another place and changes nothing here.
 - ``gc.collect_tier`` deletes dropped checkpoints and unreferenced packs in a tier.
 

@@ -98,7 +98,7 @@ JSON = {
     "repair": (
         "path is_dry_run is_clean is_identity_made checkpoints[run seq step action reason "
         "tensors[] is_done] packs(*) packs_rescued[] claims_made[] bytes_copied left[] "
-        "packs_elsewhere seconds"
+        "packs_elsewhere segments[] seconds"
     ),
     "quarantine": "path is_dry_run manifests(*) packs() left[]",
     "gc --dry-run": (
