@@ -36,7 +36,14 @@ TORCH_MODULES = (
     "ckstore.state.torch_shards",
     "ckstore.state.shard_adapters",
     "ckstore.background.cuda",
+    "ckstore.background.journal",
     "ckstore.background.optimizer_guard",
+    "ckstore.journal.drafting",
+    "ckstore.journal.environment",
+    "ckstore.journal.owned_memory",
+    "ckstore.journal.recorder",
+    "ckstore.journal.replay",
+    "ckstore.journal.restoring",
     "ckstore.ranks.dcp_",
 )
 
