@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -240,11 +240,18 @@ def decode_record_head(content: Buffer, *, limits: Limits = _DEFAULT_LIMITS, whe
 
 
 def read_heads(
-    read: Read, nbytes: int, segment: Segment, *, limits: Limits = _DEFAULT_LIMITS, where: object = None
+    read: Read,
+    nbytes: int,
+    segment: Segment,
+    *,
+    limits: Limits = _DEFAULT_LIMITS,
+    where: object = None,
+    continued: Container[bytes] = (),
 ) -> Iterator[PlacedHead]:
     """Yield the heads of a segment's whole records. The last one is read whole, because it may be torn.
 
     A record is begun when the one before it is durable. So a head shows that the record before it was acknowledged.
+    And so does a segment that continues a record: its writer has made this record durable first.
 
     Args:
         read: Reads bytes of the file.
@@ -252,6 +259,8 @@ def read_heads(
         segment: Its header.
         limits: Limits of the store.
         where: The file, for messages.
+        continued: Ids of records that other segments continue. If the last one is among them, its head is enough to
+            know that it is not torn. Damage behind the head is not found then.
 
     Raises:
         UnsupportedError: A newer version has written a record.
@@ -275,7 +284,7 @@ def read_heads(
             yield last
         last = PlacedHead(head, offset)
         previous, number, offset = head.record_id, head.number, offset + head.nbytes
-    if last is not None and _is_whole(read, last, limits, where):
+    if last is not None and (last.head.record_id in continued or _is_whole(read, last, limits, where)):
         yield last
 
 

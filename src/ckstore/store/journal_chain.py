@@ -157,6 +157,8 @@ class Journal:
         problems: Segments that cannot be used, and why. Damage that is found later is added.
         open_segment: Opens a segment for reading, also for callers; FileNotFoundError if it was removed meanwhile.
         limits: Limits of the store.
+        is_for_listing: Read the last record of a segment whole only if no other segment continues it. For callers that
+            read no bodies of records, or report their damage themselves.
     """
 
     def __init__(
@@ -166,6 +168,7 @@ class Journal:
         open_segment: Callable[[SegmentName], ReadFile],
         *,
         limits: Limits,
+        is_for_listing: bool = False,
     ) -> None:
         self.segments = dict(sorted(segments.items()))
         self.problems = dict(problems)
@@ -173,6 +176,8 @@ class Journal:
         self._limits = limits
         self._by_token = {name.token: name for name in self.segments}
         self._records: dict[SegmentName, SegmentRecords] = {}
+        previous = (segment.facts.previous for segment in segments.values() if is_for_listing)
+        self._continued = frozenset(place.record_id for place in previous if place is not None)
 
     def records(self, name: SegmentName) -> SegmentRecords:
         """Return the whole records of a segment. They are read once.
@@ -196,7 +201,9 @@ class Journal:
         segment, found = self.segments[name], []
         end, nbytes = SEGMENT_HEADER_NBYTES, file.nbytes
         try:
-            for head, offset in read_heads(file.read_at, nbytes, segment, limits=self._limits, where=name.path):
+            for head, offset in read_heads(
+                file.read_at, nbytes, segment, limits=self._limits, where=name.path, continued=self._continued
+            ):
                 found.append(ChainRecord(name, head, offset))
                 end = offset + head.nbytes
             number = found[-1].head.number if found else segment.facts.first - 1

@@ -98,11 +98,14 @@ class Journals:
         parsed = (paths.parse_segment_file(self._run, file) for file in files)
         return sorted(name for name in parsed if name is not None)
 
-    def read(self, elsewhere: Mapping[SegmentName, str] = MappingProxyType({})) -> Journal:
+    def read(
+        self, elsewhere: Mapping[SegmentName, str] = MappingProxyType({}), *, is_for_listing: bool = False
+    ) -> Journal:
         """Read the headers of all segments. Damaged ones, and those of a newer ckstore, are reported as problems.
 
         Args:
             elsewhere: Paths of other segments of the run, in the trash. One that is in place is read there.
+            is_for_listing: See ``Journal``.
 
         Raises:
             BackendError: A header cannot be read.
@@ -120,7 +123,11 @@ class Journals:
                 problems[name] = found
                 _log.warning("skipping a segment of the journal of run %r: %s", self._run, found)
         return Journal(
-            segments, problems, lambda name: self._backend.open_read(files[name]), limits=self._manifests.limits
+            segments,
+            problems,
+            lambda name: self._backend.open_read(files[name]),
+            limits=self._manifests.limits,
+            is_for_listing=is_for_listing,
         )
 
     def _header(self, name: SegmentName, path: str) -> Segment | CkstoreError | None:

@@ -14,6 +14,7 @@ import pytest
 import ckstore
 from ckstore.ops.inspect.report import embedded, page_of
 from support.browser import Browser, find_browser
+from support.journaled_runs import JournaledRun
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"alert(1)\">\u2028${1}`'\"&amp;"
 POLICY = ckstore.Policy(threads=1)
@@ -157,6 +158,29 @@ def test_report_of_an_empty_store_can_be_made(tmp_path):
     assert (data["runs"], data["tiers"]) == ([], [])
 
 
+@pytest.fixture(scope="module")
+def journaled_page(tmp_path_factory):
+    """A report on a run with two keyframes, and points after the first one; and the bytes of its journal."""
+    run = JournaledRun(tmp_path_factory.mktemp("report") / "store")
+    run.segment(1200, *range(1201, 1250))
+    run.segment(1250)
+    page = run.store.report()
+    nbytes = sum(run.repository.backend.stat(name.path).nbytes for name in run.segments())
+    run.store.close()
+    return page, nbytes
+
+
+def test_report_counts_points_and_bytes_of_journals(journaled_page):
+    page, nbytes = journaled_page
+    data = data_of(page)
+    assert data["journals"] == [{"segments": 2, "nbytes": nbytes}]
+    newest, oldest = data["runs"][0]["entries"]
+    assert "points" not in newest
+    points = oldest["points"]
+    assert (points["count"], points["first"], points["last"]) == (49, 1201, 1249)
+    assert 49 * 4096 <= points["nbytes"] < nbytes
+
+
 def test_report_changes_nothing(folder):
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     with ckstore.open(folder, create=False) as store:
@@ -191,6 +215,22 @@ def test_browser_shows_the_page_without_errors(browser_page, tmp_path):
     assert browser_page.complaints == []
     assert [url for url in browser_page.requests if not url.startswith("file:///")] == []
     assert len(browser_page.requests) == 1
+
+
+@needs_browser
+def test_page_shows_points_compactly(browser, journaled_page, tmp_path):
+    file = tmp_path / "journaled.html"
+    file.write_text(journaled_page[0])
+    browser.prefer("light")
+    browser.open(file.as_uri())
+    cells = browser.ask("[...document.querySelectorAll('#table tbody tr td:first-child')].map((td) => td.textContent)")
+    assert cells == ["1 250", "1 200 +49"]
+    browser.click("#table tr[data-seq='0'] button")
+    assert "49 points of the journal, steps 1 201 to 1 249" in browser.ask(
+        "document.querySelector('#selected').textContent"
+    )
+    assert "in journals, all runs" in browser.ask("document.querySelector('#tiles').textContent")
+    assert browser.complaints == []
 
 
 @needs_browser

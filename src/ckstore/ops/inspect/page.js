@@ -59,6 +59,7 @@
   const entries = () => run().entries;
   const chosen = () => entries().find((entry) => entry.seq === state.seq);
   const sum = (rows, name) => rows.reduce((total, row) => total + (row[name] || 0), 0);
+  const steps = (entry) => grouped(entry.step) + (entry.points ? " +" + grouped(entry.points.count) : "");
   const metrics = () => [...new Set(entries().flatMap((entry) => Object.keys(entry.metrics || {})))].sort();
   function verdict(entry) {
     const plan = data.gc && data.gc.runs[run().name];
@@ -74,8 +75,9 @@
     const found = [
       tile(ratio(plain, disk), "smaller than " + size(plain) + " of plain checkpoints", "lead"),
       tile(size(disk), "in packs, all runs"),
+      ...(data.journals || []).map((each) => tile(size(each.nbytes), "in journals, all runs")),
       tile(grouped(all.length), plural(data.runs.length, "run").replace(/^/, "checkpoints in ")),
-      newest ? tile("step " + grouped(newest.step), "newest of " + run().name + ", " + time(newest.time_ms)) : null,
+      newest ? tile("step " + steps(newest), "newest of " + run().name + ", " + time(newest.time_ms)) : null,
     ];
     if (data.gc) {
       const soon = data.gc.freed, later = data.gc.moved + data.gc.rewritten + data.gc.waiting;
@@ -216,6 +218,7 @@
     if (entry.damage) fact("damage", chip("damaged", "bad"), entry.damage);
     if (entry.id) {
       fact("committed", time(entry.time_ms) + (entry.parent === null ? "" : ", after seq " + entry.parent));
+      if (entry.points) fact("points", plural(entry.points.count, "point") + " of the journal, steps " + grouped(entry.points.first) + " to " + grouped(entry.points.last) + ", " + size(entry.points.nbytes));
       if (entry.tags.length) fact("tags", entry.tags.map((tag) => chip(tag, "tag")));
       const named = Object.entries(entry.metrics);
       if (named.length) fact("metrics", named.map(([name, value]) => chip(name + " = " + number(value), "")));
@@ -310,7 +313,7 @@
     });
     fill(byId("table").tBodies[0], rows.map((entry) =>
       make("tr", { "aria-current": entry.seq === state.seq ? "true" : null, "data-seq": entry.seq, onclick: () => choose(entry.seq) },
-        make("td", { class: "num" }, make("button", { type: "button", class: "row", "aria-label": "Select step " + entry.step + ", seq " + entry.seq }, grouped(entry.step))),
+        make("td", { class: "num" }, make("button", { type: "button", class: "row", "aria-label": "Select step " + entry.step + ", seq " + entry.seq }, steps(entry))),
         make("td", { class: "num" }, String(entry.seq)), make("td", { class: "when" }, moment(entry.time_ms)), make("td", { class: "num" }, size(entry.state)),
         make("td", { class: "num" }, size(entry.written)), make("td", { class: "num" }, entry.state === undefined ? "–" : ratio(entry.state, entry.written)),
         make("td", { class: "num" }, entry.depth === undefined ? "–" : String(entry.depth)),

@@ -28,6 +28,7 @@ from ckstore.format.tree import TensorNode, leaves_of
 from ckstore.hashing import PackId
 from ckstore.ops.gc.run import GcLimits, GcReport, collect_store
 from ckstore.ops.inspect.stats import group_of
+from ckstore.ops.inspect.usage import journal_usage
 from ckstore.ops.stored_policies import stored_policy
 from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.damage import lost_tensors
@@ -68,6 +69,7 @@ def gather(
         "made_ms": repository.clock.now_ns() // 10**6,
         "runs": [{"name": run, "entries": sorted(rows[run], key=lambda row: -int(row["seq"]))} for run in rows],
         "tiers": found.tiers(),
+        "journals": [{"segments": each.files, "nbytes": each.nbytes} for each in journal_usage(repository)],
         "gc": None if gc is None else _gc_facts(gc),
         "gc_problem": shown(gc_problem),
     }
@@ -95,6 +97,10 @@ class _Gatherer:
         if entry.info is None:
             return row
         row |= _facts_of(entry.info)
+        if entry.points:
+            steps = [point.step for point in entry.points]
+            nbytes = sum(point.nbytes for point in entry.points)
+            row["points"] = {"count": len(steps), "first": min(steps), "last": max(steps), "nbytes": nbytes}
         name = ManifestName(run, entry.seq, entry.step, entry.info.generation)
         try:
             manifest = self.repository.manifests_of(run).load(name)

@@ -139,7 +139,7 @@ def usage_of(repository: Repository) -> Usage:
         for name, refs in refs_of.items()
     }
     return Usage(
-        kinds=(*_kinds(found, sizes, users), *_journals(repository)),
+        kinds=(*_kinds(found, sizes, users), *journal_usage(repository)),
         runs=_runs(found.runs, needs, elsewhere, sizes),
         checkpoints=tuple(checkpoints),
         tiers=_tiers(elsewhere.values(), repository.tiers.addresses()),
@@ -164,7 +164,8 @@ def _kinds(found: Survey, sizes: Mapping[PackId, int], users: Mapping[PackId, in
     )
 
 
-def _journals(repository: Repository) -> Iterator[KindUsage]:
+def journal_usage(repository: Repository) -> Iterator[KindUsage]:
+    """Yield the segments of all journals and their bytes; nothing if there are none."""
     runs = filter(is_name, repository.backend.list_names(paths.JOURNALS_FOLDER))
     names = [name for run in runs for name in Journals(repository.manifests_of(run)).names()]
     infos = [info for name in names if (info := repository.backend.stat(name.path)) is not None]
