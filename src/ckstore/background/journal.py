@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from ckstore.background.commits import AsyncRequest, BackgroundCommits, LatePart
 from ckstore.background.device_copy import versions_of
 from ckstore.background.pending import Pending
 from ckstore.config import MIB, Policy
+from ckstore.display import size
 from ckstore.errors import CorruptError
 from ckstore.format.records import RecordPlace
 from ckstore.format.tree import ListNode, TensorNode
@@ -37,6 +39,8 @@ from ckstore.state.capture_cache import CaptureCache
 from ckstore.state.memory import keeps_of
 from ckstore.store.journals import WRITER_SECONDS, Journals
 from ckstore.store.repository import Repository
+
+_log = logging.getLogger("ckstore")
 
 _DECODE_NBYTES_PER_SECOND = 1e9
 """Reading and decoding gradients: a low estimate, so that replay stays within its time."""
@@ -87,6 +91,7 @@ class JournalSide:
         self._due: str | None = "it is the first one"
         self._continues: RecordPlace | None = None
         self._begins_segment = False
+        self._reported: set[str] = set()
         self._pid = os.getpid()
         self._inherited: object = None
         self.recorder = StepRecorder(self._wait_for_checksums)
@@ -125,7 +130,10 @@ class JournalSide:
         )
         rest_nbytes = sum(row.nbytes for row in drafted.draft.storages if row.source == "blob")
         if reason is None and rest_nbytes > self._options.rest_nbytes_max:
-            reason = f"{rest_nbytes} bytes outside of the optimizers have changed"
+            limit = size(self._options.rest_nbytes_max)
+            problem = reason = f"more than {limit} of the state that no optimizer of the journal owns have changed"
+        if problem is not None and self._due is None:
+            self._report(problem)
         self._note_cost(steps)
         begins_segment = begins_chain or self._continues is not None or self._begins_segment
         draft = drafted.draft._replace(
@@ -135,6 +143,12 @@ class JournalSide:
             environment=environment_of(self.recorder.optimizers) if begins_segment else {},
         )
         return PlannedRecord(captured, drafted._replace(draft=draft), reason)
+
+    def _report(self, problem: str) -> None:
+        """Log why a commit must store the whole state: each reason once, as a loop may have it at every step."""
+        if problem not in self._reported:
+            self._reported.add(problem)
+            _log.warning("a commit stores the whole state instead of a step of the journal: %s", problem)
 
     def _due_reason(self) -> str | None:
         every = self._options.keyframe_every

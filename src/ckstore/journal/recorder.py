@@ -153,11 +153,14 @@ class StepRecorder:
         The state that is committed now is what the next steps begin with.
         """
         if self._running:
-            self._note("a step has begun and not ended")
+            self._note("a step has begun and not ended; commit after the step")
         for index, optimizer in enumerate(self.optimizers):
             self._check_untouched(index, optimizer)
             if any(not each.is_unchanged for step in self._steps for each in step.gradients):
-                self._note("a gradient was changed between the step and the commit")
+                self._note(
+                    "a gradient was changed between the step and the commit; clear gradients with zero_grad(), which "
+                    "sets them to None, or commit first"
+                )
             self._shapes[index] = _shapes_of(optimizer)
         steps, problem = tuple(self._steps), self._problem
         self._steps, self._problem = [], None
@@ -181,7 +184,9 @@ class StepRecorder:
         nbytes = sum(gradient.nbytes for step in self._steps for gradient in step.gradients)
         if nbytes > sum(tensor.nbytes for optimizer in optimizers for tensor in owned_tensors(optimizer)):
             count = len(self._steps)
-            self._note(f"the gradients of {count} steps since the last commit are larger than the state")
+            self._note(
+                f"the gradients of {count} steps since the last commit are larger than the state; commit more often"
+            )
 
     def _before(self, index: int, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         wait = self._before_step()
@@ -191,10 +196,16 @@ class StepRecorder:
             return
         # The first argument may be the optimizer itself.
         if any(each is not None and each is not optimizer for each in (*arguments, *options.values())):
-            self._note("the optimizer was stepped with a closure, which computes gradients inside the step")
+            self._note(
+                "the optimizer was stepped with a closure, which computes gradients inside the step; compute them "
+                "before, and call step() without a closure"
+            )
             return
         if getattr(optimizer, "grad_scale", None) is not None:
-            self._note("the optimizer unscales gradients inside its step (a fused optimizer with a GradScaler)")
+            self._note(
+                "the optimizer unscales gradients inside its step (a fused optimizer with a GradScaler); call "
+                "scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
             return
         self._check_untouched(index, optimizer)
         if _is_skipped(optimizer):
@@ -202,7 +213,7 @@ class StepRecorder:
             return
         groups, gradients = _groups_of(optimizer), _gradients_of(optimizer)
         if groups is None:
-            self._note("a hyper-parameter is neither a number nor a text")
+            self._note("a hyper-parameter is neither a number nor a text; keep it outside of the groups")
         elif gradients is None:
             self._note("a gradient is neither dense nor in COO form, or is complex")
         else:
@@ -224,7 +235,7 @@ class StepRecorder:
             before = seen.get(number)
             is_same = gradient is None if before is None else gradient is not None and _is_same(gradient, before)
             if not is_same:
-                self._note("a gradient was replaced or changed inside the step")
+                self._note("a gradient was replaced or changed inside the step; change it before the step")
                 return
         self._steps.append(step._replace(seconds=SYSTEM_CLOCK.monotonic() - step.seconds))
         self._note_owned(index, optimizer)

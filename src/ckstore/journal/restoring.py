@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ckstore.errors import CkstoreError, NotFoundError, ReplayError, UsageError
-from ckstore.format.points import Point
+from ckstore.errors import CkstoreError, NotFoundError, ReplayError, UnsupportedError, UsageError
+from ckstore.format.points import Point, Step
 from ckstore.format.tensors import StorageSpec
 from ckstore.format.tree import TensorNode, leaves_of, place_of
 from ckstore.format.wire import xxh3_64
@@ -96,8 +96,7 @@ def restore_point(
             for step in stored.point.steps:
                 if step.optimizer >= len(optimizers):
                     raise _other_optimizers(len(optimizers), step.optimizer)
-                gradients = [load_gradient(each, stored.blobs) for each in step.gradients]
-                replay_step(optimizers[step.optimizer], step.groups, gradients)
+                _replay(optimizers[step.optimizer], step, stored, is_made_again=replay.optimizers is None)
             if replay.after_step is not None:
                 replay.after_step(stored.step)
             if replay.check == "each":
@@ -107,6 +106,23 @@ def restore_point(
     if replay.check == "last":
         live.require(last, f"after the replayed step {last.step}")
     return live.finish(last, rest)
+
+
+def _replay(optimizer: Any, step: Step, stored: StoredPoint, *, is_made_again: bool) -> None:
+    gradients = [load_gradient(each, stored.blobs) for each in step.gradients]
+    try:
+        replay_step(optimizer, step.groups, gradients)
+    except CkstoreError:
+        raise
+    except Exception as error:
+        if not is_made_again:
+            raise
+        # The journal has the tensors of its state only; SparseAdam counts its steps in a number.
+        raise UnsupportedError(
+            f"a {type(optimizer).__name__} cannot be made again from the journal "
+            f"(its step has raised {type(error).__name__}: {error})",
+            todo="call store.journal(optimizer) and then restore(into=state): then your own optimizer is called",
+        ) from error
 
 
 def _other_optimizers(count: int, index: int) -> CkstoreError:

@@ -80,6 +80,11 @@ def shape_changed(training):
     training.train(3)
 
 
+def layer_frozen(training):
+    training.model.bias.requires_grad_(False)
+    training.train(3)
+
+
 def changed_without_a_count(training):
     training.train(3)
     training.model.weight.data.mul_(0.5)
@@ -96,18 +101,19 @@ def infinite_and_nan(training):
 
 
 @pytest.mark.parametrize(
-    ("change", "is_whole"),
+    ("change", "reason"),
     [
-        (closure, True),
-        (gradient_replaced, True),
-        (group_added, True),
-        (shape_changed, True),
-        (changed_without_a_count, True),
-        (weights_clamped, True),
-        (infinite_and_nan, False),
+        (closure, "call step() without a closure"),
+        (gradient_replaced, "replaced or changed inside the step; change it before the step"),
+        (group_added, "groups or parameters of an optimizer have changed"),
+        (shape_changed, "groups or parameters of an optimizer have changed"),
+        (layer_frozen, "groups or parameters of an optimizer have changed"),
+        (changed_without_a_count, "changed outside of a step"),
+        (weights_clamped, "changed outside of a step"),
+        (infinite_and_nan, None),
     ],
 )
-def test_the_state_comes_back_whatever_happened_in_a_step(tmp_path, change, is_whole):
+def test_the_state_comes_back_whatever_happened_in_a_step(tmp_path, change, reason, caplog):
     training, expected = Training(), {}
     with ckstore.open(tmp_path / "store") as store:
         store.journal(training.optimizer)
@@ -118,9 +124,12 @@ def test_the_state_comes_back_whatever_happened_in_a_step(tmp_path, change, is_w
                 training.train(step)
             store.commit_async(training.state, step).result()
             expected[step] = bits(training.state)
-        assert sorted(info.step for info in store.log()) == ([1, 3] if is_whole else [1])
+        assert sorted(info.step for info in store.log()) == ([1, 3] if reason else [1])
         for step, found in expected.items():
             assert bits(store.restore(step)) == found, step
+    told = [record.message for record in caplog.records if "stores the whole state instead" in record.message]
+    assert len(told) == bool(reason)
+    assert all(reason in message for message in told)
 
 
 def write_three(place, training, **options):

@@ -1,0 +1,63 @@
+"""Protects journals of several optimizers: sparse gradients, frozen parameters, and steps that are not in turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ckstore
+from ckstore.errors import UnsupportedError
+from support.journaled_training import bits
+
+STEPS = 6
+
+
+class Training:
+    """An embedding with sparse gradients, a head with a frozen bias, and a critic that is trained every other step."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.table = torch.nn.Embedding(20, 4, sparse=True)
+        self.head = torch.nn.Linear(4, 2)
+        self.head.bias.requires_grad_(False)
+        self.critic = torch.nn.Linear(2, 1)
+        self.optimizers = [
+            torch.optim.SparseAdam(self.table.parameters(), 0.1),
+            torch.optim.SGD(self.head.parameters(), 0.1, momentum=0.9),
+            torch.optim.Adagrad(self.critic.parameters(), 0.1),
+        ]
+
+    @property
+    def state(self):
+        return {"table": self.table, "head": self.head, "critic": self.critic, "optimizers": self.optimizers}
+
+    def train(self, step):
+        torch.manual_seed(step)
+        made = self.head(self.table(torch.randint(0, 20, (8,))))
+        made.square().mean().backward()
+        # The critic's turn comes first, last, or not at all.
+        turns = [[0, 1, 2], [2, 1, 0], [1, 0]][step % 3]
+        self.critic(made.detach()).square().mean().backward()
+        for index in turns:
+            self.optimizers[index].step()
+            self.optimizers[index].zero_grad()
+
+
+def test_every_step_comes_back(tmp_path):
+    training, expected = Training(), {}
+    with ckstore.open(tmp_path / "store") as store:
+        store.journal(*training.optimizers)
+        for step in range(1, STEPS + 1):
+            training.train(step)
+            store.commit_async(training.state, step).result()
+            expected[step] = bits(training.state)
+        whole = sorted(info.step for info in store.log())
+    assert whole == [1]
+    other = Training()
+    with ckstore.open(tmp_path / "store", create=False) as store:
+        store.journal(*other.optimizers)
+        for step, found in expected.items():
+            store.restore(step, into=other.state)
+            assert bits(other.state) == found
+        with pytest.raises(UnsupportedError, match=r"SparseAdam cannot be made again .*restore\(into=state\)"):
+            store.restore(STEPS)
