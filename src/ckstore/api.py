@@ -296,7 +296,7 @@ class Store:
             replay_seconds: Store the whole state before a replay would take longer than this, as far as one can tell.
 
         Raises:
-            UsageError: An optimizer has no hooks, or is in the journal already.
+            UsageError: An optimizer has no hooks, or is in the journal already. Or the store was opened with ``ranks``.
         """
         from ckstore.background.journal import JournalOptions, JournalSide
 
@@ -304,7 +304,7 @@ class Store:
             self._check_open()
             if self._journal is None:
                 options = JournalOptions(keyframe_every, replay_seconds)
-                self._journal = JournalSide(self, self._repository, options)
+                self._journal = JournalSide(self, self._repository, options, self._job)
             for optimizer in optimizers:
                 self._journal.recorder.attach(optimizer)
 

@@ -26,7 +26,7 @@ from ckstore.background.device_copy import versions_of
 from ckstore.background.pending import Pending
 from ckstore.config import MIB, Policy
 from ckstore.display import size
-from ckstore.errors import CorruptError
+from ckstore.errors import CorruptError, UsageError
 from ckstore.format.records import RecordPlace
 from ckstore.format.tree import ListNode, TensorNode
 from ckstore.journal.clipping import take_factors
@@ -77,9 +77,20 @@ class JournalSide:
         owner: The ``Store``. When it is garbage collected, staged points are left to the saver.
         repository: The store and its run.
         options: When to store keyframes.
+        job: The job of many ranks, which cannot have a journal; None: there is none.
+
+    Raises:
+        UsageError: There is a job.
     """
 
-    def __init__(self, owner: object, repository: Repository, options: JournalOptions) -> None:
+    def __init__(
+        self, owner: object, repository: Repository, options: JournalOptions, job: object | None = None
+    ) -> None:
+        if job is not None:
+            raise UsageError(
+                "a journal is written by one process, and this store was opened with ranks=",
+                todo="commit without store.journal; or, if all ranks have the same state, open it on one rank only",
+            )
         self._owner = weakref.ref(owner)
         self._repository = repository
         self._options = options

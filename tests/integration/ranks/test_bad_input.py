@@ -239,6 +239,11 @@ def test_ranks_that_restore_different_checkpoints(job):
     assert {info.seq for info in job.stores_do(lambda store, rank: store.rewind("seq:0"))} == {2}
 
 
+def test_a_journal_of_many_ranks(job):
+    found = job.stores_do(lambda store, rank: store.journal())
+    check_errors(found, UsageError, "a journal is written by one process", "without store.journal")
+
+
 def test_state_that_does_not_fit_on_one_rank(job):
     check_receipts(job.commit(state))
     into = [{"w": torch.zeros(3 if rank == 1 else 1000), "step": 0} for rank in range(WORLD)]
