@@ -56,6 +56,8 @@ _HEAD = struct.Struct("<8sHHI6Q16s16s16s")
 _PLACE = struct.Struct("<16s3Q")
 _DEFAULT_LIMITS = Limits()
 _WINDOW_NBYTES = 1 << 20
+_CHECKED_NBYTES = 4 << 20
+"""Bytes of a record that are read by one request when all of it is checked."""
 
 Read = Callable[[int, int], "Buffer"]
 """Reads bytes of a segment, by offset and number; fewer at its end."""
@@ -331,6 +333,7 @@ def check_record(read: Read, placed: PlacedHead, *, limits: Limits = _DEFAULT_LI
         CorruptError: A byte is damaged or missing.
         UnsupportedError: A newer version has written a frame.
     """
+    read = _Window(read, placed.offset + placed.head.nbytes).read
     read_body(read, placed, where=where)
     for header, offset in read_frames(read, placed, limits=limits, where=where):
         rest = read(offset + FRAME_HEADER_NBYTES, frame_extent(header.stored_nbytes) - FRAME_HEADER_NBYTES)
@@ -340,6 +343,30 @@ def check_record(read: Read, placed: PlacedHead, *, limits: Limits = _DEFAULT_LI
     head = placed.head
     padding = read(placed.offset + head.frames_end, head.nbytes - head.frames_end)
     check_zero(exactly(padding, head.nbytes - head.frames_end, "a record of a journal", where), "its padding", where)
+
+
+class _Window:
+    """Reads the small parts of a record in few large requests.
+
+    Args:
+        read: Reads bytes of the segment.
+        end: Where the record ends.
+    """
+
+    def __init__(self, read: Read, end: int) -> None:
+        self._read = read
+        self._end = end
+        self._begin = 0
+        self._content = memoryview(b"")
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return these bytes; fewer only at the end of the file."""
+        begin = offset - self._begin
+        if not 0 <= begin <= begin + nbytes <= len(self._content):
+            count = max(nbytes, min(_CHECKED_NBYTES, self._end - offset))
+            self._begin, begin = offset, 0
+            self._content = memoryview(self._read(offset, count)).cast("B")
+        return self._content[begin : begin + nbytes]
 
 
 def read_body(read: Read, placed: PlacedHead, *, where: object = None) -> bytes:

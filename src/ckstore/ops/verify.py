@@ -9,7 +9,7 @@ Levels; each includes the ones before:
 
 Packs in other tiers are read only on request. A pack that is both here and in a tier is read here.
 
-A verify of the whole store also reads all journals (``verify_journals``).
+A verify of the whole store also reads all journals (``verify_journals``), on request also those in tiers.
 
 Files that can be lost without harm are not read: ``leases``, ``tmp``, ``trash``, ``reserve``, ``gc.lock``, the contents
 of drop marks, and packs that no manifest names.
@@ -17,17 +17,26 @@ of drop marks, and packs that no manifest names.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 from ckstore.concurrency import run_uninterrupted
 from ckstore.config import Policy, is_name
-from ckstore.errors import BackendError, CkstoreError, CorruptError, NotFoundError, UnsupportedError, UsageError
+from ckstore.errors import (
+    BackendError,
+    CkstoreError,
+    CorruptError,
+    NotFoundError,
+    UnreachableError,
+    UnsupportedError,
+    UsageError,
+)
 from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, FileRecord, HomeRecord, OwnerRecord, decode_record
 from ckstore.io.backend import Ageing
 from ckstore.io.remote import is_bucket_address
-from ckstore.ops.verify_journals import journal_audits
+from ckstore.ops.verify_journals import JournalAudit, journal_audits
 from ckstore.ops.verify_packs import Audit, ChainAudit, PackAudit
 from ckstore.store.damage import Damage, Report, Uses, label_of
 from ckstore.store.manifests import Manifests, missing_sentence
@@ -68,7 +77,7 @@ def verify(
         level: One of LEVELS.
         names: Run and name of each manifest; None: all runs.
         policy: Number of threads, and memory for them and for read buffers.
-        is_remote: Also read packs in other tiers.
+        is_remote: Also read packs and journals in other tiers.
         on_progress: Called after each read and each pack, with bytes done and the total.
     """
     if level not in LEVELS:
@@ -83,7 +92,9 @@ def verify(
     chains = ChainAudit(uses) if level == "decode" else None
     total = sum(next(iter(pack.refs.values())).nbytes for pack in uses.packs.values())
     total += chains.nbytes if chains is not None else 0
-    journals = [] if is_partial else list(journal_audits(repository, report))
+    journals = [] if is_partial else [*journal_audits(repository, report)]
+    if is_remote and not is_partial:
+        journals += _journals_in_tiers(repository, report)
     total += sum(journal.nbytes for journal in journals)
 
     def tell() -> None:
@@ -122,6 +133,13 @@ def _uses_of(
     report.packs_elsewhere = uses.elsewhere_count
     report.unreachable += reach.problems(uses)
     return uses
+
+
+def _journals_in_tiers(repository: Repository, report: Report) -> Iterator[JournalAudit]:
+    for tier in repository.tiers.addresses():
+        # A tier without a checkpoint of this store need not be reachable; the others are reported.
+        with contextlib.suppress(UnreachableError):
+            yield from journal_audits(Repository(repository.tiers.open(tier), repository.record, "main"), report)
 
 
 def _copied_ns(repository: Repository) -> int | None:

@@ -14,8 +14,9 @@ from ckstore.io.url import backend_for
 from ckstore.store import segment_copies
 from ckstore.store.journals import Journals
 from ckstore.store.manifests import Manifests
+from ckstore.store.segment_copies import check_segment
 from support.journaled_runs import JournaledRun
-from support.journals import steps_of
+from support.journals import append, steps_of
 
 STEPS = 8
 KEYFRAMES = (1, 6)
@@ -272,3 +273,37 @@ def test_a_tier_keeps_segments_that_only_it_has(run, folder, place):
     assert run.store.gc_tier(min_age=0).segments == {}
     assert run.store.pull().points_copied == 2
     assert steps_at(run, folder) == {1: [1, 2], 2: [3, 4]}
+
+
+def test_verify_reads_journals_in_tiers_on_request(run, place):
+    name, _ = run.segment(1, 2)
+    run.store.push(place, keep_local=0)
+    there = backend_for(place)
+    content = bytearray(content_of(run, name))
+    content[offsets_of(run, name)[0] + 300] ^= 1
+    there.unlink(name.path)
+    there.create(name.path, bytes(content), sync=True)
+    assert run.store.verify("read").is_clean
+    report = run.store.verify("read", remote=True)
+    assert [damage.where.startswith(there.location_of(name.path)) for damage in report.damage] == [True]
+    assert (report.segment_count, report.point_count) == (2, 4)
+
+
+def test_checks_of_a_segment_need_few_requests(run, place, monkeypatch):
+    """A record has many frames, each with a header of its own."""
+    run.start()
+    run.keyframe(1)
+    append(run.writer, 2, payloads=[bytes([number]) * 50 for number in range(200)], structure=run.structure)
+    run.store.mirror(place)
+    (name,) = run.segments()
+    file = backend_for(place).open_read(name.path)
+    counts = []
+    read_at = file.read_at
+    monkeypatch.setattr(type(file), "read_at", lambda self, *each: counts.append(each) or read_at(*each))
+    journal = journals_at(run, place).read()
+    check_segment(
+        file, journal.segments[name], run.writer.last, nbytes=run.writer.nbytes,
+        limits=run.repository.limits, where="there",
+    )  # fmt: skip
+    file.close()
+    assert len(counts) < 10
