@@ -72,22 +72,19 @@ def test_union_of_samples_covers_every_deep_test(request):
             assert visited == set(programme.case_ids), name
 
 
-@pytest.mark.parametrize("options", [[], ["-q"], ["-q", "-n2"]], ids=str)
+def run_pytest(folder, *options, **variables):
+    """Run pytest on a folder with the plugin of the sampling. Return what it prints."""
+    command = [sys.executable, "-m", "pytest", "-p", "support.sampling_plugin", "--rootdir", folder, *options, folder]
+    # Other plugins only take time to import.
+    own = {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {**os.environ, **own, **variables}
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("options", [[], ["-q"], ["-q", "-p", "xdist", "-n2"]], ids=str)
 def test_run_prints_how_to_repeat_it(tmp_path, options):
     (tmp_path / "test_one.py").write_text("def test_one(): pass")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "support.sampling_plugin",
-        "--rootdir",
-        tmp_path,
-        *options,
-        tmp_path,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), VARIABLE: "7:abc"}
-    printed = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
+    printed = run_pytest(tmp_path, *options, **{VARIABLE: "7:abc"})
     assert printed.count(f"repeat with {VARIABLE}=7:abc") == 1, printed
 
 
@@ -96,9 +93,7 @@ def test_slice_reads_only_files_with_programmes(tmp_path):
     (tmp_path / "test_long.py").write_text(
         "import pytest\n\n@pytest.mark.deep\ndef test_long(sample): pass\ndef test_short(): pass\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "support.sampling_plugin", "--depth=slice", "-q", tmp_path]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    printed = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
+    printed = run_pytest(tmp_path, "--depth=slice", "-q")
     assert "1 passed, 1 deselected" in printed, printed
 
 

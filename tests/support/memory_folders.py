@@ -42,14 +42,23 @@ def new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent()))
 
 
-@pytest.fixture
-def tmp_path():
-    """A folder in memory, or on the disk where memory cannot be used, that is removed after the test.
+@contextlib.contextmanager
+def temporary_folder():
+    """Yield a folder in memory, or on the disk where memory cannot be used. Remove it at the end.
 
     Its own name is always the same: ckstore reads steps in the names of folders, and a random name can contain one.
     """
     parent_folder = new_folder()
     folder = parent_folder / "folder"
     folder.mkdir()
-    yield folder
-    shutil.rmtree(parent_folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(parent_folder, ignore_errors=True)
+
+
+@pytest.fixture
+def tmp_path():
+    """A temporary folder in memory, for one test."""
+    with temporary_folder() as folder:
+        yield folder

@@ -23,6 +23,7 @@ from ckstore.errors import MissingChunkError  # noqa: E402
 from ckstore.ops.interop.export import export_safetensors  # noqa: E402
 from support.damaged_stores import frames_of, manifest_of  # noqa: E402
 from support.fake_ranks import mesh_of, placements_of, rank_of, sharded  # noqa: E402
+from support.memory_folders import temporary_folder  # noqa: E402
 from support.rank_jobs import PlayedJob  # noqa: E402
 
 pytestmark = [
@@ -71,10 +72,10 @@ def commit(path, steps, world=WORLD, **options):
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    path = tmp_path_factory.mktemp("ranks") / "store"
-    commit(path, STEPS)
-    return path
+def pristine():
+    with temporary_folder() as folder:
+        commit(folder / "store", STEPS)
+        yield folder / "store"
 
 
 @pytest.fixture
