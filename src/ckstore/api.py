@@ -1579,7 +1579,7 @@ class Store:
         """Restore a point of the journal; None: the reference names a checkpoint."""
         from ckstore.journal.history import ReplayRequest, restore_newest_or_step
 
-        if self._job is not None or request.only is not None:
+        if self._job is not None:
             return None
         journal = self._journal
         if journal is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckstore.config import Policy
-from ckstore.errors import CkstoreError, CorruptError, NotFoundError, ReplayError
+from ckstore.errors import CkstoreError, CorruptError, NotFoundError, ReplayError, UsageError
 from ckstore.format.journal import read_body, structure_of
 from ckstore.format.logical import encoded_tensors
 from ckstore.format.points import decode_point
@@ -281,10 +281,11 @@ def restore_newest_or_step(
 
     Raises:
         ReplayError: A step was named, and its replay has given other bytes.
+        UsageError: A part of a point was asked for.
         ConflictError: The journal's writer of a dead trainer still runs.
     """
     is_newest = ref in (None, "latest")
-    is_step = isinstance(ref, int) and not isinstance(ref, bool)
+    is_step = (isinstance(ref, int) and not isinstance(ref, bool)) or (isinstance(ref, str) and ref.isdecimal())
     if not (is_newest or is_step):
         return None
     # First: the saver of a handle that was dropped may be about to create the first segment.
@@ -296,5 +297,17 @@ def restore_newest_or_step(
         history.journals.wait_for_writer(seconds=WRITER_SECONDS)
     record = history.newest() if is_newest else history.of_step(int(ref or 0))
     if record is None:
+        return None
+    if request.only is not None:
+        if is_step:
+            raise UsageError(
+                f"step {record.head.step} is a point of the journal, and a point is restored as a whole",
+                todo="leave out only=",
+            )
+        _log.warning(
+            "only= restores from the newest checkpoint; the newest state is the point of step %d, which is restored "
+            "without only=",
+            record.head.step,
+        )
         return None
     return history.restore(record, policy, request, replay, may_fall_back=is_newest)

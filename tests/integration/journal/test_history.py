@@ -83,6 +83,21 @@ def test_a_tag_on_a_point_is_refused(store, ref):
     assert store.tags() == {}
 
 
+def test_a_part_of_the_newest_state_is_that_of_the_newest_checkpoint(store, caplog):
+    assert list(store.restore(only="model.*")) == ["model"]
+    assert store.restored.step == 6
+    assert "the newest state is the point of step 8" in caplog.text
+    with pytest.raises(UsageError, match=r"step 7 is a point .* Leave out only="):
+        store.restore(7, only="model.*")
+
+
+def test_the_command_line_restores_points(place, tmp_path):
+    ckstore_command("restore", place, "7", "-o", tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")
+    with ckstore.open(place, create=False) as store:
+        assert torch.equal(state["model"]["weight"], store.restore(7)["model"]["weight"])
+
+
 def test_verify_decodes_every_frame(store):
     report = store.verify("decode")
     assert report.is_clean
