@@ -127,9 +127,9 @@ def test_the_state_comes_back_whatever_happened_in_a_step(tmp_path, change, reas
         assert sorted(info.step for info in store.log()) == ([1, 3] if reason else [1])
         for step, found in expected.items():
             assert bits(store.restore(step)) == found, step
-    told = [record.message for record in caplog.records if "stores the whole state instead" in record.message]
-    assert len(told) == bool(reason)
-    assert all(reason in message for message in told)
+    warned = [record.message for record in caplog.records if "stores the whole state instead" in record.message]
+    assert len(warned) == bool(reason)
+    assert all(reason in message for message in warned)
 
 
 def write_three(place, training, **options):
