@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +16,7 @@ from ckstore.config import Limits
 from ckstore.errors import CkstoreError, ConflictError, CorruptError, UnsupportedError, counted
 from ckstore.format.journal import RECORD_HEAD_NBYTES, SEGMENT_HEADER_NBYTES
 from ckstore.format.paths import SegmentName
-from ckstore.io.backend import Backend, Distant, ReadFile
+from ckstore.io.backend import Backend, Distant, FileInfo, ReadFile, map_concurrent
 from ckstore.store.journal_chain import Journal, SegmentRecords
 from ckstore.store.journal_needs import JournalState
 from ckstore.store.journals import Journals
@@ -68,9 +68,13 @@ class SegmentCopy:
             CapacityError: The place is full.
             BackendError: The place does not respond.
         """
-        for name in sorted(names):
+        ordered = sorted(names)
+        target = self.target
+        # In a bucket, sizes are asked for concurrently. Most segments have been copied before.
+        infos = [None] * len(ordered) if target is None else map_concurrent(target, _stat_in(target), ordered)
+        for name, info in zip(ordered, [*infos], strict=True):
             try:
-                self._copy(journal, name)
+                self._copy(journal, name, info)
             except FileNotFoundError:
                 # It was collected since it was listed.
                 continue
@@ -96,7 +100,7 @@ class SegmentCopy:
             report=report,
         )
 
-    def _copy(self, journal: Journal, name: SegmentName) -> None:
+    def _copy(self, journal: Journal, name: SegmentName, info: FileInfo | None) -> None:
         if name in journal.problems:
             raise self._damage_error(name, journal.problems[name])
         found = journal.records(name)
@@ -104,6 +108,8 @@ class SegmentCopy:
             raise self._damage_error(name, journal.problems[name])
         if not found.nbytes:
             raise FileNotFoundError(name.path)
+        if info is not None and info.nbytes == found.end:
+            return
         with closing(self.source.open_read(name.path)) as file:
             there = None if self.target is None else self._records_there(self.target, name, found, file)
             if there is not None and (there >= len(found.records) or self.brings_back):
@@ -174,6 +180,10 @@ class SegmentCopy:
         if isinstance(error, UnsupportedError):
             return UnsupportedError(what, where=self.source.location_of(name.path), todo=error.todo)
         return CorruptError(what, where=self.source.location_of(name.path), todo=todo)
+
+
+def _stat_in(target: Backend) -> Callable[[SegmentName], FileInfo | None]:
+    return lambda name: target.stat(name.path)
 
 
 def segments_of(state: JournalState, seqs: Collection[int]) -> list[SegmentName]:

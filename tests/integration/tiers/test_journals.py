@@ -10,6 +10,7 @@ import torch
 
 import ckstore
 from ckstore.errors import ConflictError, CorruptError
+from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
 from ckstore.store import segment_copies
 from ckstore.store.journals import Journals
@@ -307,3 +308,18 @@ def test_checks_of_a_segment_need_few_requests(run, place, monkeypatch):
     )  # fmt: skip
     file.close()
     assert len(counts) < 10
+
+
+def test_a_mirror_reads_nothing_that_was_copied_before(run, place, monkeypatch):
+    for step in (1, 11, 21):
+        run.segment(step, step + 1, previous=run.writer and run.writer.last)
+    run.store.mirror(place)
+    opened = []
+    open_read = LocalBackend.open_read
+    monkeypatch.setattr(
+        LocalBackend, "open_read", lambda self, name: opened.append((self.root, name)) or open_read(self, name)
+    )
+    assert run.store.mirror(place).points_copied == 0
+    assert [name for root, name in opened if root == place] == []
+    # Heads only.
+    assert len([name for _, name in opened if name.endswith(".ckj")]) == 3
