@@ -26,7 +26,7 @@ from ckstore.format.journal import (
 from ckstore.format.logical import EXACT_FIDELITY
 from ckstore.format.paths import SegmentName
 from ckstore.format.records import RecordPlace
-from ckstore.io.backend import ReadFile
+from ckstore.io.backend import Backend, ReadFile, map_concurrent
 
 _log = logging.getLogger("ckstore")
 
@@ -196,6 +196,18 @@ class Journal:
             finally:
                 file.close()
         return self._records[name]
+
+    def read_all(self, backend: Backend) -> None:
+        """Read the records of all segments, concurrently in a bucket: each head is a request.
+
+        Args:
+            backend: Where the segments are.
+
+        Raises:
+            BackendError: A segment cannot be read.
+        """
+        for _ in map_concurrent(backend, self.records, self.segments):
+            pass
 
     def _read(self, name: SegmentName, file: ReadFile) -> SegmentRecords:
         segment, found = self.segments[name], []

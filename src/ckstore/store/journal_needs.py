@@ -19,7 +19,7 @@ from types import MappingProxyType
 from ckstore.errors import CkstoreError, ConflictError, CorruptError, UnsupportedError
 from ckstore.format.paths import SegmentName
 from ckstore.format.records import RecordPlace
-from ckstore.io.backend import Appending
+from ckstore.io.backend import Appending, map_concurrent
 from ckstore.store.journal_chain import (
     ChainRecord,
     Entry,
@@ -96,8 +96,7 @@ class JournalState:
         journal = journals.read(elsewhere, is_for_listing=is_for_listing)
         # Those that were created since they were listed.
         held |= journal.segments.keys() - set(names) - elsewhere.keys()
-        for name in journal.segments:
-            journal.records(name)
+        journal.read_all(repository.backend)
         entries = _entries_of(repository, is_strict=is_strict)
         structure_of = functools.cache(structures_of(repository.manifests, is_strict=is_strict))
         return cls(journal, entries, structure_of, frozenset(held))
@@ -154,15 +153,17 @@ def _held_segments(repository: Repository, names: Sequence[SegmentName], min_age
 
     A file system without locks leaves only the time.
     """
-    backend, now_ns, held = repository.backend, repository.clock.now_ns(), set[SegmentName]()
-    for name in names:
+    backend, now_ns = repository.backend, repository.clock.now_ns()
+
+    def is_held(name: SegmentName) -> bool:
         with contextlib.suppress(FileNotFoundError):
             info = backend.stat(name.path)
             # A time far in the future does not mean that the segment is in use.
             is_young = info is not None and abs(now_ns - info.modified_ns) < min_age_seconds * 1e9
-            if is_young or (isinstance(backend, Appending) and backend.is_locked(name.path)):
-                held.add(name)
-    return held
+            return is_young or (isinstance(backend, Appending) and backend.is_locked(name.path))
+        return False
+
+    return {name for name, each in zip(names, map_concurrent(backend, is_held, names), strict=True) if each}
 
 
 def keyframes_in(state: JournalState, names: Iterable[SegmentName]) -> list[int]:

@@ -59,8 +59,7 @@ def _superfluous_of_run(
         return
     highest = {name.seq: name for name in sorted(kept) if name.run == run}
     journal = journals.read()
-    for name in journal.segments:
-        journal.records(name)
+    journal.read_all(target)
     entries = [entry_of(manifests.header(name)) for name in highest.values()]
     structure_of = functools.cache(structures_of(manifests, is_strict=True))
     keyframes = journal.nearest_keyframes(entries, structure_of)

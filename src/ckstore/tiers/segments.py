@@ -196,8 +196,7 @@ def state_there(repository: Repository, place: Backend) -> JournalState:
     """Return the run's journal in another place, and the checkpoints here."""
     manifests = Manifests(place, repository.run, store_id=repository.store_id, limits=repository.limits)
     journal = Journals(manifests, clock=repository.clock).read()
-    for name in journal.segments:
-        journal.records(name)
+    journal.read_all(place)
     return replace(JournalState.read(repository, is_strict=False), journal=journal)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from ckstore.errors import ConflictError, CorruptError
 from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
 from ckstore.store import segment_copies
+from ckstore.store.journal_chain import Journal
 from ckstore.store.journals import Journals
+from ckstore.store.listing import log_of_store
 from ckstore.store.manifests import Manifests
 from ckstore.store.segment_copies import check_segment
 from support.journaled_runs import JournaledRun
@@ -323,3 +326,19 @@ def test_a_mirror_reads_nothing_that_was_copied_before(run, place, monkeypatch):
     assert [name for root, name in opened if root == place] == []
     # Heads only.
     assert len([name for _, name in opened if name.endswith(".ckj")]) == 3
+
+
+def test_segments_in_a_bucket_are_read_concurrently(run, address, monkeypatch):
+    for step in (1, 11, 21):
+        run.segment(step, step + 1)
+    run.store.mirror(address)
+    together = threading.Barrier(3, timeout=60)
+    records = Journal.records
+
+    def records_of_three(self, name):
+        if name not in self._records:
+            together.wait()
+        return records(self, name)
+
+    monkeypatch.setattr(Journal, "records", records_of_three)
+    assert [point.step for point in log_of_store(address)[0].entries[0].points] == [22]
