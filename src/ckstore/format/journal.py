@@ -293,7 +293,14 @@ def read_heads(
 def find_head_behind(
     read: Read, begin: int, end: int, number: int, *, limits: Limits = _DEFAULT_LIMITS
 ) -> RecordHead | None:
-    """Return a head behind the last whole record that cannot be part of a torn one; None if there is none.
+    """Return the first of ``heads_behind``; None if there is none."""
+    return next(heads_behind(read, begin, end, number, limits=limits), None)
+
+
+def heads_behind(
+    read: Read, begin: int, end: int, number: int, *, limits: Limits = _DEFAULT_LIMITS
+) -> Iterator[RecordHead]:
+    """Yield the heads behind the last whole record that cannot be part of a torn one.
 
     A record is begun when the one before it is durable. So only the next record can be torn, and the head of a later
     one shows that acknowledged bytes are damaged.
@@ -313,9 +320,8 @@ def find_head_behind(
                 with contextlib.suppress(CorruptError, UnsupportedError):
                     head = decode_record_head(content[at : at + RECORD_HEAD_NBYTES], limits=limits)
                     if head.number > number + 1:
-                        return head
+                        yield head
             at = content.find(RECORD_MAGIC, at + 1)
-    return None
 
 
 def _is_whole(read: Read, placed: PlacedHead, limits: Limits, where: object) -> bool:

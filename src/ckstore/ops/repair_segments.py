@@ -33,7 +33,7 @@ from ckstore.format.journal import (
     check_record,
     decode_record_head,
     decode_segment,
-    find_head_behind,
+    heads_behind,
 )
 from ckstore.format.paths import SegmentName
 from ckstore.format.records import RecordPlace
@@ -57,8 +57,8 @@ class SegmentRepair:
         path: Its path in the store.
         problem: What is damaged.
         sources: Where missing records were found: addresses of copies. Empty: nowhere, so the segment stays as it is.
-        lost_steps: Steps of points that cannot be restored, also after the repair. Those behind a damaged record of the
-            segment itself may be unknown.
+        lost_steps: Steps of points that cannot be restored, also after the repair. That of a record with a
+            damaged head is unknown.
         is_lost: Whether any record is lost, also after the repair.
         todo: What to do about these; empty if there are none.
         is_done: Whether it was written again.
@@ -83,7 +83,7 @@ class _Scan(NamedTuple):
         whole: How many of the records are whole.
         lost: Numbers of records of which no file has all bytes.
         last: Number of the last record.
-        behind: Number of a record behind the last one: those between are damaged. 0: there is none.
+        behind: Heads of records behind the last one: one between is damaged, and so all of them are lost.
     """
 
     segment: Segment
@@ -91,7 +91,7 @@ class _Scan(NamedTuple):
     whole: int
     lost: list[int]
     last: int
-    behind: int
+    behind: list[RecordHead]
 
     @property
     def end(self) -> int:
@@ -189,7 +189,7 @@ def _described(
     state = JournalState.read(repository, is_strict=False)
     for name, (problem, scan, used) in damaged.items():
         is_lost = scan is None or bool(scan.lost or scan.behind)
-        steps = _lost_steps(state, name, () if scan is None else scan.lost) if is_lost else ()
+        steps = _lost_steps(state, name, scan) if is_lost else ()
         todo = _todo(repository, name) if is_lost else ""
         yield SegmentRepair(repository.run, name.path, problem, used, steps, is_lost, todo)
 
@@ -202,10 +202,11 @@ def _todo(repository: Repository, name: SegmentName) -> str:
     return "repair with --from COPY if a copy of the store has the segment, or restore another step"
 
 
-def _lost_steps(state: JournalState, name: SegmentName, lost: Collection[int]) -> tuple[int, ...]:
-    """Return the steps of the points, also of other segments, that cannot be computed without these records."""
-    steps = set[int]()
+def _lost_steps(state: JournalState, name: SegmentName, scan: _Scan | None) -> tuple[int, ...]:
+    """Return the steps of the points, also of other segments, that cannot be computed without the lost records."""
+    lost = () if scan is None else scan.lost
     committed = {entry.step for entry in state.entries if not entry.is_archival}
+    steps = {head.step for head in (() if scan is None else scan.behind)} - committed
     for each, found in state.nearest_keyframes().items():
         for record, keyframe in zip(state.journal.records(each).records, found.of_records, strict=True):
             if record.head.step not in committed and _needs(state.journal, record, keyframe, name, lost):
@@ -294,13 +295,13 @@ def _scan(files: Sequence[ReadFile], name: SegmentName, repository: Repository, 
         offset += head.nbytes
         whole += is_whole
         lost += [] if is_whole else [number]
-    found = find_head_behind(home.read_at, offset, home.nbytes, number, limits=limits)
-    if lost and lost[-1] == number > required and found is None:
+    behind = list(heads_behind(home.read_at, offset, home.nbytes, number, limits=limits))
+    if lost and lost[-1] == number > required and not behind:
         # The end may be torn: then this record was never acknowledged.
         lost.pop()
         pieces.pop()
         number -= 1
-    return _Scan(segment, pieces, whole, lost, number, 0 if found is None else found.number)
+    return _Scan(segment, pieces, whole, lost, number, behind)
 
 
 def _record_at(

@@ -269,6 +269,22 @@ def test_collections_remove_segments_with_their_keyframes(run, place):
     assert steps_at(run, place) == {2: [3, 4], 3: [5, 6]}
 
 
+def test_a_tier_keeps_segments_that_the_store_needs(run, place):
+    """The next push would copy it again."""
+    run.segment(1, 2)
+    run.start()
+    run.keyframe(11)
+    run.points(12)
+    run.keyframe(13)
+    run.stop()
+    run.store.push(place, keep_local=1)
+    run.store.delete(1)
+    run.store.delete(11)
+    run.store.gc(now=True, min_age=0)
+    assert [name.order for name in run.segments()] == [2]
+    assert [name.order for name in run.store.gc_tier(min_age=0).segments] == [1]
+
+
 def test_a_tier_keeps_segments_that_only_it_has(run, folder, place):
     first, _ = run.segment(1, 2)
     run.segment(3, 4)

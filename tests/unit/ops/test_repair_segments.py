@@ -123,19 +123,20 @@ def test_points_of_segments_behind_a_damaged_one_are_named(run, segment):
     run.stop()
     flip(run, segment, offsets_of(run, segment)[1] + 40)
     (found,) = run.store.repair().segments
-    assert found.lost_steps == (5, 6)
+    assert found.lost_steps == (2, 3, 4, 5, 6)
     assert "the records behind it are lost with it" in found.problem
 
 
-def test_what_is_repaired_in_part_keeps_the_rest(run, segment, copy):
+@pytest.mark.parametrize(("part", "lost_steps"), [(300, (3, 4)), (40, (4,))], ids=["body", "head"])
+def test_what_is_repaired_in_part_keeps_the_rest(run, segment, copy, part, lost_steps):
     offsets = offsets_of(run, segment)
     with (Path(copy) / segment.path).open("r+b") as file:
         file.truncate(offsets[2])
     flip(run, segment, offsets[1] + 300)
-    flip(run, segment, offsets[3] + 300)
+    flip(run, segment, offsets[3] + part)
     before = file_of(run, segment).read_bytes()
     (found,) = run.store.repair(dry_run=False, sources=[copy]).segments
-    assert (found.is_done, found.lost_steps) == (True, (3, 4))
+    assert (found.is_done, found.is_lost, found.lost_steps) == (True, True, lost_steps)
     flip(run, segment, offsets[1] + 300)
     assert file_of(run, segment).read_bytes() == before
 
@@ -154,10 +155,11 @@ def test_a_last_record_that_a_copy_has_comes_back(run, segment, copy):
     assert file_of(run, segment).read_bytes() == before
 
 
-def test_records_that_the_store_never_had_stay_away(run, segment, copy):
+@pytest.mark.parametrize("torn_nbytes", [0, 300])
+def test_records_that_the_store_never_had_stay_away(run, segment, copy, torn_nbytes):
     """The store was set back."""
     with file_of(run, segment).open("r+b") as file:
-        file.truncate(offsets_of(run, segment)[3])
+        file.truncate(offsets_of(run, segment)[3] + torn_nbytes)
     assert run.store.repair(sources=[copy]).is_clean
 
 
