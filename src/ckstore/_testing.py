@@ -48,3 +48,10 @@ def saver_of(store: Store) -> Saver | None:
     """Return the saver process of an open store, or None if it was not started."""
     side = store._background
     return None if side is None or side._commits is None else side._commits._saver
+
+
+def journal_of(store: Store) -> BackgroundCommits:
+    """Return the background commits of an open store's journal. They exist after the first commit."""
+    commits = None if store._journal is None else store._journal._commits
+    assert commits is not None, "the store has no journal, or nothing was committed"
+    return commits

@@ -239,7 +239,8 @@ class Store:
             background = self._trainer_side()
             pending = None
             if self._journal is not None:
-                record = self._journal.plan(state, metrics=checked_metrics, has_tags=bool(checked_tags))
+                has_tags = bool(checked_tags)
+                record = self._journal.plan(state, metrics=checked_metrics, has_tags=has_tags, commits=background)
                 point = self._journal.submit(record, number, policy or self._policy)
                 if record.reason is None:
                     return point

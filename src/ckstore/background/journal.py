@@ -7,6 +7,8 @@ commit, for a saver process of the journal's own: a point need not wait while a 
 Invariants:
 - Every commit since the first is a record, in the order of the calls. After a record that was not stored, the next one
   begins a chain, with a keyframe.
+- A point is planned when the record before it is durable, and the keyframe that its chain begins with. So a point with
+  a receipt can be restored.
 - All methods are called under the lock of the ``Store``; callbacks of pending points only set flags.
 """
 
@@ -17,7 +19,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,6 +41,9 @@ from ckstore.state.capture_cache import CaptureCache
 from ckstore.state.memory import keeps_of
 from ckstore.store.journals import WRITER_SECONDS, Journals
 from ckstore.store.repository import Repository
+
+if TYPE_CHECKING:
+    from ckstore.background.trainer import TrainerSide
 
 _log = logging.getLogger("ckstore")
 
@@ -63,11 +68,13 @@ class PlannedRecord:
         captured: The state.
         drafted: Its draft, and what the draft needs.
         reason: Why this commit must store the whole state; None: it is a point.
+        is_after_commit: Its keyframe is durable before it is stored.
     """
 
     captured: Captured
     drafted: Drafted
     reason: str | None
+    is_after_commit: bool = False
 
 
 class JournalSide:
@@ -105,26 +112,33 @@ class JournalSide:
         self._reported: set[str] = set()
         self._pid = os.getpid()
         self._inherited: object = None
+        self._has_keyframe = True
+        """Whether the keyframe with which the chain begins was given to its saver."""
+        self._awaits_keyframe = False
+        """Whether the result of that keyframe is not known yet."""
         self.recorder = StepRecorder(self._wait_for_checksums)
 
     def plan_keyframe(self, state: Any, *, metrics: Mapping[str, float]) -> PlannedRecord:
         """Plan the record of a commit that stores the whole state in any case."""
-        return self.plan(state, metrics=metrics, has_tags=True)
+        return replace(self.plan(state, metrics=metrics, has_tags=True), is_after_commit=True)
 
-    def plan(self, state: Any, *, metrics: Mapping[str, float], has_tags: bool) -> PlannedRecord:
+    def plan(
+        self, state: Any, *, metrics: Mapping[str, float], has_tags: bool, commits: TrainerSide | None = None
+    ) -> PlannedRecord:
         """Take the noted steps, and decide what this commit becomes. The state must not change until ``submit``.
 
         Args:
             state: The state that is committed.
             metrics: Numbers to find the point by.
             has_tags: Whether the commit has tags. It then stores the whole state, which needs no replay.
+            commits: The background commits of keyframes; None: there are none in flight.
 
         Raises:
             UsageError: The state lacks tensors of an optimizer, or an optimizer is gone.
-            CkstoreError: An earlier point failed, and its result was never requested.
+            CkstoreError: An earlier point or keyframe failed, and its result was never requested.
         """
-        self.raise_unreported(call_did_nothing=True)
         captured = self._cache.capture(state, loaded_adapters())
+        self._settle(commits)
         steps, problem = self.recorder.take()
         begins_chain = self._continues is None and (problem is not None or self._due is not None)
         reason = problem or self._due or ("it has tags" if has_tags else None) or self._due_reason()
@@ -160,6 +174,18 @@ class JournalSide:
         if problem not in self._reported:
             self._reported.add(problem)
             _log.warning("a commit stores the whole state instead of a step of the journal: %s", problem)
+
+    def _settle(self, commits: TrainerSide | None) -> None:
+        """Wait until it is known whether the next commit can be a point."""
+        self.wait()
+        if commits is not None:
+            if self._awaits_keyframe:
+                commits.wait()
+            commits.raise_unreported(call_did_nothing=True)
+        self._awaits_keyframe = False
+        self.raise_unreported(call_did_nothing=True)
+        if not self._has_keyframe:
+            self.begin_again("the keyframe before was not stored")
 
     def _due_reason(self) -> str | None:
         every = self._options.keyframe_every
@@ -204,6 +230,7 @@ class JournalSide:
             self._points += 1
         else:
             self._points, self._replay_seconds = 0, 0.0
+            self._has_keyframe = record.is_after_commit or not record.drafted.draft.begins_chain
         # The caller waits for a keyframe itself. If only its record fails, the next commit is a keyframe again.
         pending.error_was_raised = record.reason is not None
         itself = weakref.ref(self)
@@ -226,12 +253,15 @@ class JournalSide:
 
     def note_keyframe(self, pending: Pending) -> None:
         """Go on in a new segment when a keyframe is durable, and repeat one that failed."""
-        itself = weakref.ref(self)
+        itself, begins_chain = weakref.ref(self), not self._has_keyframe
+        self._has_keyframe, self._awaits_keyframe = True, begins_chain
 
         def note(done: Pending) -> None:
             side = itself()
             if side is not None and done.error_or_none() is None:
                 side._begins_segment = True
+            elif side is not None and begins_chain:
+                side.begin_again("the keyframe before was not stored")
             elif side is not None:
                 side._replay_seconds = float("inf")
 
