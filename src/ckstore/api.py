@@ -37,10 +37,9 @@ from ckstore.interval import Costs, advice_for
 from ckstore.io.backend import Backend
 from ckstore.ops.gc.policy import Retention, seconds_of, span_seconds, span_words
 from ckstore.results import Info, Log
-from ckstore.store import history
+from ckstore.store import history, points
 from ckstore.store.listing import table_of_newest
 from ckstore.store.manifests import EmptyRunError, missing_sentence
-from ckstore.store.points import info_of_point, info_of_restored, points_by_keyframe, rewind_to_point
 from ckstore.store.refs import (
     Reference,
     header_or_none,
@@ -587,6 +586,7 @@ class Store:
             self._check_open()
             self._wait_for_background()
             self._repository.wait_for_orphan()
+            points.require_checkpoint(self._repository, ref, takes_latest=True)
             manifest = load_whole(self._repository, resolve(self._repository, ref), takes_lower=True)
             return export(self._repository, self._policy, manifest, self._info(manifest.header), to)
 
@@ -624,7 +624,7 @@ class Store:
                 manifest, skipped = newest_whole(self._repository)
             except EmptyRunError:
                 return None
-            return info_of_point(self._repository, "latest", self._info) or self._info(
+            return points.info_of_point(self._repository, "latest", self._info) or self._info(
                 manifest.header, warnings=skipped
             )
 
@@ -636,7 +636,7 @@ class Store:
         """
         with self._lock:
             self._check_open()
-            if self._job is None and (point := info_of_point(self._repository, ref, self._info)) is not None:
+            if self._job is None and (point := points.info_of_point(self._repository, ref, self._info)) is not None:
                 return point
             name = resolve(self._repository, ref)
             header = header_or_none(self._repository.manifests, name)
@@ -675,9 +675,9 @@ class Store:
             self._check_open()
             self._repository.require_same_store()
             self._repository.wait_for_orphan()
-            points = points_by_keyframe(self._repository).values()
+            found = points.points_by_keyframe(self._repository).values()
             steps = {name.step for name in self._repository.manifests.listing().names}
-            return sorted(steps.union(*({point.step for point in each} for each in points)))
+            return sorted(steps.union(*({point.step for point in each} for each in found)))
 
     def tags(self) -> dict[str, int]:
         """Return each tag with the seq that it points to."""
@@ -696,7 +696,7 @@ class Store:
         from ckstore.ops.inspect.contents import contents_of
 
         with self._lock:
-            point = info_of_point(self._repository, ref, self._info)
+            point = points.info_of_point(self._repository, ref, self._info)
             manifest = self._manifest(ref if point is None else f"seq:{point.seq}")
             return contents_of(manifest, point or self._info(manifest.header))
 
@@ -833,7 +833,7 @@ class Store:
             self._reclaim_lease()
             if self._journal is not None:
                 self._journal.leave_chain("the run was rewound")
-            if self._job is None and (point := rewind_to_point(self._repository, ref, self._info)) is not None:
+            if self._job is None and (point := points.rewind_to_point(self._repository, ref, self._info)) is not None:
                 self._continue_from(point.seq, None)
                 return point
             rewind = partial(history.rewind, self._repository, ref)
@@ -1507,6 +1507,7 @@ class Store:
 
     def _manifest(self, ref: Reference) -> Manifest:
         self._check_open()
+        points.require_checkpoint(self._repository, ref, takes_latest=True)
         name = resolve(self._repository, ref)
         try:
             return self._repository.manifests.load(name)
@@ -1592,7 +1593,7 @@ class Store:
             point = restore_newest_or_step(self._repository, self._policy, ref, request, replay)
         if point is not None:
             keyframe = self._info(point.keyframe.header, warnings=point.warnings)
-            self._restored = info_of_restored(keyframe, point.step)
+            self._restored = points.info_of_restored(keyframe, point.step)
             self._use_as_base(point.keyframe)
             self._continue_from(point.keyframe.header.seq, None)
             if journal is not None and request.into is not None:

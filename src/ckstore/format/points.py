@@ -22,6 +22,7 @@ from ckstore.format.records import (
     OptimizerRow,
     PointRecord,
     StepRow,
+    decode_inner,
     decode_stored,
     encode_inner,
 )
@@ -230,6 +231,15 @@ def decode_point(body: bytes | memoryview, *, limits: Limits = _DEFAULT_LIMITS, 
     )
     check_point(point, limits=limits, where=where)
     return point
+
+
+def metrics_of(body: bytes | memoryview, *, where: object = None) -> dict[str, float]:
+    """Return the metrics in the body of a record, without checking that its other fields fit together.
+
+    Raises:
+        MalformedError: It is no body.
+    """
+    return decode_inner(body, PointRecord, where=where).metrics
 
 
 def _storage_of(

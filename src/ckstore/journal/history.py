@@ -22,6 +22,7 @@ from ckstore.state.capture import loaded_adapters
 from ckstore.store.journal_chain import ChainRecord, Entry, Journal, Keyframe, entry_of
 from ckstore.store.journals import WRITER_SECONDS, Journals
 from ckstore.store.orphans import SaverPurpose
+from ckstore.store.points import find_point
 from ckstore.store.refs import Reference, headers_newest_first, load_whole, resolve
 from ckstore.store.repository import Repository
 
@@ -286,7 +287,8 @@ def restore_newest_or_step(
     """
     is_newest = ref in (None, "latest")
     is_step = (isinstance(ref, int) and not isinstance(ref, bool)) or (isinstance(ref, str) and ref.isdecimal())
-    if not (is_newest or is_step):
+    is_best = isinstance(ref, str) and ref.startswith("best:")
+    if not (is_newest or is_step or is_best):
         return None
     # First: the saver of a handle that was dropped may be about to create the first segment.
     repository.wait_for_orphan()
@@ -295,11 +297,15 @@ def restore_newest_or_step(
     history = History(repository)
     if not _has_live_trainer(repository):
         history.journals.wait_for_writer(seconds=WRITER_SECONDS)
-    record = history.newest() if is_newest else history.of_step(int(ref or 0))
+    if is_best:
+        found = find_point(repository, str(ref))
+        record = None if found is None else found.record
+    else:
+        record = history.newest() if is_newest else history.of_step(int(ref or 0))
     if record is None:
         return None
     if request.only is not None:
-        if is_step:
+        if not is_newest:
             raise UsageError(
                 f"step {record.head.step} is a point of the journal, and a point is restored as a whole",
                 todo="leave out only=",

@@ -6,21 +6,25 @@ journal, each function costs one listing of a folder that is not there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckstore.errors import UsageError, counted
+from ckstore.errors import CorruptError, NotFoundError, UsageError, counted
 from ckstore.format.header import ManifestHeader
 from ckstore.format.journal import read_body
-from ckstore.format.points import decode_point
+from ckstore.format.points import decode_point, metrics_of
 from ckstore.results import Info
 from ckstore.store.journal_chain import ChainRecord, Keyframe, Nearest
 from ckstore.store.journal_needs import JournalState, require_keyframe
 from ckstore.store.journals import WRITER_SECONDS, Journals
-from ckstore.store.refs import Reference, header_or_none, resolve
+from ckstore.store.refs import Reference, header_or_none, order_of, resolve
 from ckstore.store.repository import Repository
+
+_log = logging.getLogger("ckstore")
 
 
 class Point(NamedTuple):
@@ -65,36 +69,43 @@ def info_of_point(repository: Repository, ref: Reference, info_of: Callable[[Man
 
     Args:
         repository: The store and its run.
-        ref: A step without a checkpoint, or ``latest``. Other references mean checkpoints.
+        ref: A step without a checkpoint, ``latest`` or ``best:metric``. Other references mean checkpoints.
         info_of: Returns the facts about a checkpoint.
     """
-    found = _find(repository, ref)
+    found = find_point(repository, ref)
     if found is None:
         return None
-    state, record = found
-    keyframe = _keyframe_of(state, record)
-    if not keyframe.replayed:
-        # The checkpoint itself, which undelete has brought back.
-        return None
+    record, keyframe = found
     header = header_or_none(repository.manifests, resolve(repository, f"seq:{keyframe.entry.seq}"))
     return None if header is None else _described(repository, record, keyframe, info_of(header))
 
 
-def require_checkpoint(repository: Repository, ref: Reference, todo: str) -> None:
+_INSTEAD = "restore the point or rewind to it, or use its keyframe, which `ckstore show` names"
+
+
+def require_checkpoint(
+    repository: Repository, ref: Reference, todo: str = _INSTEAD, *, takes_latest: bool = False
+) -> None:
     """Check that a reference does not mean a point.
 
     Args:
         repository: The store and its run.
         ref: The reference.
         todo: What to do instead with a point.
+        takes_latest: ``latest`` means the newest checkpoint. Log a warning if a point is newer.
 
     Raises:
         UsageError: It means a point.
     """
-    found = _find(repository, ref)
-    if found is not None:
+    found = find_point(repository, ref)
+    if found is None:
+        return
+    step = found.record.head.step
+    if ref == "latest" and takes_latest:
+        _log.warning("this is about the newest checkpoint; the newest state is step %d, a point of the journal", step)
+    else:
         raise UsageError(
-            f"step {found[1].head.step} is a point of the journal, and this needs a checkpoint",
+            f"step {step} is a point of the journal, and this needs a checkpoint",
             where=repository.backend.root,
             todo=todo,
         )
@@ -107,18 +118,18 @@ def rewind_to_point(repository: Repository, ref: Reference, info_of: Callable[[M
         ConflictError: Another process writes to the run, or the point is being deleted.
         CapacityError: The disk is full.
     """
-    if _find(repository, ref) is None:
+    if find_point(repository, ref) is None:
         return None
     repository.prepare_run()
     repository.lease.take()
     journals = Journals(repository.manifests, clock=repository.clock)
     journals.wait_for_writer(seconds=WRITER_SECONDS)
     # Looked up again, because from now on no other process writes.
-    found = _find(repository, ref)
-    if found is None or not _keyframe_of(*found).replayed:
+    found = find_point(repository, ref)
+    if found is None:
         return None
     repository.lease.check()
-    writer = journals.open_writer(previous=found[1].place)
+    writer = journals.open_writer(previous=found.record.place)
     try:
         require_keyframe(repository, writer)
     finally:
@@ -126,17 +137,71 @@ def rewind_to_point(repository: Repository, ref: Reference, info_of: Callable[[M
     return info_of_point(repository, "latest", info_of)
 
 
-def _find(repository: Repository, ref: Reference) -> tuple[JournalState, ChainRecord] | None:
+class FoundPoint(NamedTuple):
+    """A point, and its nearest keyframe."""
+
+    record: ChainRecord
+    keyframe: Keyframe
+
+
+def find_point(repository: Repository, ref: Reference) -> FoundPoint | None:
+    """Return the point that a reference means; None if it means a checkpoint, or nothing."""
     is_step = (isinstance(ref, int) and not isinstance(ref, bool)) or (isinstance(ref, str) and ref.isdecimal())
-    if not (is_step or ref == "latest") or not has_journal(repository):
+    is_best = isinstance(ref, str) and ref.startswith("best:")
+    if not (is_step or is_best or ref == "latest") or not has_journal(repository):
         return None
     state = JournalState.read(repository, is_strict=False)
-    record = _of_step(state, int(ref)) if is_step else state.journal.newest(state.entries, state.structure_of)
-    return (state, record) if isinstance(record, ChainRecord) else None
+    if is_best:
+        record = _best(repository, state, str(ref))
+    elif is_step:
+        record = _of_step(state, int(ref))
+    else:
+        newest = state.journal.newest(state.entries, state.structure_of)
+        record = newest if isinstance(newest, ChainRecord) else None
+    if record is None:
+        return None
+    keyframe = next(state.journal.keyframes(record, state.entries, state.structure_of))
+    # Without steps it is the checkpoint itself, which undelete has brought back.
+    return FoundPoint(record, keyframe) if keyframe.replayed else None
 
 
-def _keyframe_of(state: JournalState, record: ChainRecord) -> Keyframe:
-    return next(state.journal.keyframes(record, state.entries, state.structure_of))
+def _best(repository: Repository, state: JournalState, ref: str) -> ChainRecord | None:
+    """Return the point with the best value of a metric; None: a checkpoint is as good, or ``resolve`` says why none is.
+
+    Of equal ones it is the newest. Of each step the newest point counts, as a restore takes it.
+    """
+    _, _, rest = ref.partition(":")
+    metric, _, order = rest.partition(":")
+    order = order or order_of(metric) or ""
+    best: tuple[float, int] | None = None
+    if order in {"min", "max"}:
+        with suppress(NotFoundError):
+            header = header_or_none(repository.manifests, resolve(repository, ref))
+            best = None if header is None else (_rank(header.metrics[metric], order), header.time_ns)
+    found, seen = None, {entry.step for entry in state.entries if not entry.is_archival}
+    for record, _ in _newest_first(state) if order in {"min", "max"} else ():
+        if record.head.step in seen:
+            continue
+        seen.add(record.head.step)
+        value = _metrics_of(repository, record).get(metric, math.nan)
+        rank = _rank(value, order), record.head.time_ns
+        if not math.isnan(value) and (best is None or rank > best):
+            best, found = rank, record
+    return found
+
+
+def _rank(value: float, order: str) -> float:
+    return value if order == "max" else -value
+
+
+def _metrics_of(repository: Repository, record: ChainRecord) -> Mapping[str, float]:
+    where = repository.backend.location_of(record.segment.path)
+    try:
+        with closing(repository.backend.open_read(record.segment.path)) as file:
+            return metrics_of(read_body(file.read_at, record.placed, where=where), where=where)
+    except CorruptError as error:
+        _log.warning("skipping the point of step %d: %s", record.head.step, error)
+        return {}
 
 
 def _of_step(state: JournalState, step: int) -> ChainRecord | None:

@@ -76,7 +76,30 @@ def test_restored_tells_the_step_of_the_point(store):
     assert (store.restored.step, store.restored.form) == (6, "whole")
 
 
-@pytest.mark.parametrize("ref", [8, "8", "latest"])
+def test_the_best_of_a_metric_may_be_a_point(store):
+    assert store.info("best:loss:max").form == "journal, 2 steps after 6"
+    store.restore("best:loss:max")
+    assert store.restored.step == STEPS
+    assert (store.info("best:loss").step, store.info("best:loss").form) == (1, "whole")
+    store.restore("best:loss")
+    assert store.restored.step == 1
+    with pytest.raises(ckstore.NotFoundError, match="Recorded metrics: loss"):
+        store.info("best:accuracy")
+
+
+def test_what_needs_a_checkpoint_refuses_points(store, tmp_path, caplog):
+    for act in (
+        lambda: store.stats(7),
+        lambda: store.diff(6, "best:loss:max"),
+        lambda: store.export_safetensors(7, tmp_path / "x.safetensors"),
+    ):
+        with pytest.raises(UsageError, match=r"is a point of the journal, and .* checkpoint.* Restore the point"):
+            act()
+    assert store.stats().info.step == 6
+    assert "the newest state is step 8" in caplog.text
+
+
+@pytest.mark.parametrize("ref", [8, "8", "latest", "best:loss:max"])
 def test_a_tag_on_a_point_is_refused(store, ref):
     with pytest.raises(UsageError, match="step 8 is a point of the journal"):
         store.tag(ref, "good")
