@@ -358,3 +358,23 @@ def test_segments_in_a_bucket_are_read_concurrently(run, address, monkeypatch):
 
     monkeypatch.setattr(Journal, "records", records_of_three)
     assert [point.step for point in log_of_store(address)[0].entries[0].points] == [22]
+
+
+def test_training_goes_on_in_a_mirror(trained, folder, tmp_path):
+    copy = tmp_path / "copy"
+    with ckstore.open(folder) as store:
+        store.mirror(str(copy))
+    shutil.rmtree(folder)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+    state = {"model": model, "optimizer": optimizer}
+    with ckstore.open(copy) as store:
+        store.journal(optimizer, keyframe_every=5)
+        store.restore(into=state)
+        assert store.restored.step == STEPS
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = bits({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        assert store.commit_async(state, STEPS + 1).result().point == STEPS + 1
+    assert_points(copy, {**trained, STEPS + 1: expected}, range(1, STEPS + 2))
