@@ -1138,10 +1138,10 @@ class Store:
         """Repair damage in all runs of the store, from other frames and packs and from copies elsewhere.
 
         Reads every frame that a checkpoint needs. Damaged or missing frames are searched for in all packs, in the
-        trash, in quarantine and in ``sources``. If a frame is found nowhere, its checkpoint becomes partial:
-        ``restore(only=...)`` returns the rest, a full restore raises and names what is missing, and a later repair
-        makes it whole if the same bytes were committed again. Damaged files are moved to ``quarantine/``; nothing is
-        deleted.
+        trash, in quarantine and in ``sources``, damaged records of journals in ``sources`` and in tiers. If a frame is
+        found nowhere, its checkpoint becomes partial: ``restore(only=...)`` returns the rest, a full restore raises and
+        names what is missing, and a later repair makes it whole if the same bytes were committed again. Damaged files
+        are moved to ``quarantine/``; nothing is deleted.
 
         Args:
             dry_run: Only report what would be done.
@@ -1211,7 +1211,7 @@ class Store:
         self, address: str | None = None, *, keep_local: int = 1, older_than: str | float | None = None,
         tier: str | None = None, read_back: bool = False, dry_run: bool = False, on_progress: Progress | None = None,
     ) -> PushReport:  # fmt: skip
-        """Move old checkpoints of the run to a bucket. They stay in the history and restore as before.
+        """Move old checkpoints of the run to a bucket, and copy their points. All stay and restore as before.
 
         A local pack is released only after its copy was seen in the tier; the next collection frees it. Training may
         continue meanwhile.
@@ -1248,7 +1248,7 @@ class Store:
         dry_run: bool = False,
         on_progress: Progress | None = None,
     ) -> PullReport:
-        """Copy checkpoints back from other tiers; the copies there stay.
+        """Copy checkpoints, and their missing points, back from other tiers; the copies there stay.
 
         Args:
             refs: Which checkpoints. None: all of the run.
