@@ -12,7 +12,7 @@ import torch
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import CapacityError, ReplayError, UsageError
-from ckstore.format.journal import RECORD_HEAD_NBYTES
+from ckstore.format.journal import RECORD_HEAD_NBYTES, SEGMENT_HEADER_NBYTES
 from ckstore.format.wire import sealed
 from ckstore.journal.history import History
 from ckstore.state.capture import capture, loaded_adapters
@@ -219,6 +219,24 @@ def test_a_record_of_a_newer_version_ends_the_journal_with_a_warning(tmp_path, c
         assert bits(store.restore()) == expected[2]
     assert "a journal ends early" in caplog.text
     assert "Upgrade ckstore" in caplog.text
+
+
+def test_a_segment_of_a_newer_version_is_skipped_with_a_warning(tmp_path, caplog):
+    expected = write_three(tmp_path / "store", Training())
+    segments = sorted((tmp_path / "store" / "journals").rglob("*.ckj"))
+    for path in segments:
+        content = bytearray(path.read_bytes())
+        head = content[:SEGMENT_HEADER_NBYTES]
+        head[8] = 0xFF
+        content[:SEGMENT_HEADER_NBYTES] = sealed(bytes(head[:-8]), SEGMENT_HEADER_NBYTES)
+        path.write_bytes(content)
+    with ckstore.open(tmp_path / "store", create=False) as store:
+        assert bits(store.restore()) == expected[1]
+        assert "skipping a segment of the journal" in caplog.text
+        assert "Upgrade ckstore" in caplog.text
+        store.gc(min_age=0)
+    assert segments
+    assert all(path.exists() for path in segments), "a newer version can read them"
 
 
 def limit_files(pid, nbytes):
