@@ -38,6 +38,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "ranks_identity",
         "ranks_one",
     ),
+    "journal": ("journal_bits", "journal_step", "journal_restore", "journal_replay"),
 }
 """Section of docs/BENCH.md -> its cases, in order."""
 
@@ -80,6 +81,10 @@ TITLES = {
     "ranks_reshard": "Bytes that ranks of another layout read, alone or on one host, per byte that they need",
     "ranks_identity": "Unchanged state after a change of the ranks: share of its bytes that is written again",
     "ranks_one": "One process: without ranks, and as the only rank of a job",
+    "journal_bits": "Bits that each training step takes, exactly stored, and state bytes / stored bytes",
+    "journal_step": "A step between backward and the next forward, with and without a journal",
+    "journal_restore": "Restore of a point, by the steps after its keyframe",
+    "journal_replay": "Words that differ after 50 replayed steps",
 }
 COMMANDS = {"tiers": "python -m bench.tiers"}
 """Cases that ``bench.run`` does not know."""
@@ -225,6 +230,22 @@ def _with_waits(record: Record) -> Cells:
     return cells
 
 
+def _with_ratios(record: Record) -> Cells:
+    """Return the medians of participants, each with the ratio that it reaches."""
+    return {
+        name: f"{_short(found['median'])}; {_fact(record, name, 'ratio'):.2f}x"
+        for name, found in record["participants"].items()
+    }
+
+
+def _replays(record: Record) -> Cells:
+    """Return the words that differ, or that a replay was refused."""
+    return {
+        name: "refused: `ReplayError`" if _fact(record, name, "refused") else text
+        for name, text in _values(record).items()
+    }
+
+
 def _fact(record: Record, name: str, fact: str) -> float:
     return statistics.median(sample[fact] for sample in record["participants"][name]["samples"])
 
@@ -252,5 +273,7 @@ CELLS: dict[str, tuple[str, Callable[[Record], Cells]]] = {
     "ranks_async": ("s", _with_waits),
     "ranks_reshard": ("read / needed", _by_layout),
     "ranks_identity": ("1 is everything", _by_layout),
+    "journal_bits": ("bits/parameter; ratio", _with_ratios),
+    "journal_replay": ("words", _replays),
 }
 """Case -> unit and cells, where these are not the participants' values."""

@@ -323,6 +323,7 @@ class Life:
             self.refusals.append(message["text"])
         elif event == "restored":
             self.restored = step, message["digest"]
+            self.steps["begun"] = step
         elif event == "ended":
             self.ended = message["digest"]
         self._counts[event] = self._counts.get(event, 0) + 1
