@@ -16,7 +16,7 @@ from ckstore.background.saver.job import SaverRank
 from ckstore.commit.pipeline import WriteBlocks
 from ckstore.concurrency import ThreadLimit, noop
 from ckstore.config import MIB, Policy
-from ckstore.errors import CapacityError, CkstoreError, ConflictError
+from ckstore.errors import CapacityError, CkstoreError, ConflictError, SaverError
 from ckstore.ranks import work
 from ckstore.ranks.capture import RankCapture
 from ckstore.ranks.link import listen
@@ -237,7 +237,17 @@ def test_training_that_has_gone_back_continues_from_the_older_checkpoint(open_jo
 def test_a_promise_outlives_the_trainer_when_its_commit_is_repeated():
     # A private method, because the moment between the two attempts cannot be hit from outside.
     dead = SimpleNamespace(_hold_lease=lambda ticket: False, _trainer=SimpleNamespace(is_alive=False))
-    for was_promised in (False, True):
-        ticket = SimpleNamespace(may_outlive_trainer=was_promised, check=noop)
+    Committer._take_run_of_job(dead, SimpleNamespace(may_outlive_trainer=True, check=noop))
+
+
+def test_rank_0_takes_no_part_without_its_trainer_even_if_its_death_is_not_noted_yet():
+    # The other trainers would be promised a checkpoint that rank 0 gives up as soon as the death is noted.
+    dead = SimpleNamespace(_hold_lease=lambda ticket: False, _trainer=SimpleNamespace(is_alive=False))
+    ticket = SimpleNamespace(
+        may_outlive_trainer=False,
+        check=noop,
+        given_up_error=lambda: SaverError("the trainer died", todo="commit again"),
+    )
+    with pytest.raises(SaverError, match="the trainer died"):
         Committer._take_run_of_job(dead, ticket)
-        assert ticket.may_outlive_trainer == was_promised
+    assert not ticket.may_outlive_trainer

@@ -318,12 +318,20 @@ class Committer:
         return set_tags(self._repository, receipt, ticket.head.tags) if job.is_first else receipt
 
     def _take_run_of_job(self, ticket: Ticket) -> None:
-        """Take the lease before this rank begins. So the commit may outlive the trainer as soon as all is staged."""
+        """Take the lease before this rank begins. So the commit may outlive the trainer as soon as all is staged.
+
+        Raises:
+            SaverError: The trainer is dead, and the commit was not promised.
+        """
         was_transferred = self._hold_lease(ticket)
         # The trainer is checked after the lease was taken: one that starts from now on finds the lease, and waits.
         # What was promised before the commit is repeated stays promised.
         is_seen = was_transferred or self._trainer.is_alive
-        ticket.may_outlive_trainer = ticket.may_outlive_trainer or is_seen
+        if not (ticket.may_outlive_trainer or is_seen):
+            # The listening thread may not have noted the death yet. If this rank went on until it does, the other
+            # trainers could be promised a checkpoint that is then given up.
+            raise ticket.given_up_error()
+        ticket.may_outlive_trainer = True
         ticket.check()
 
     def _structure_of(self, head: Head) -> Structure:

@@ -227,11 +227,12 @@ class Ticket:
         if self.stop_limit is not None and not self._is_known_whole:
             self._check_stop(self.stop_limit)
         if self.is_given_up:
-            raise SaverError(
-                f"the commit of step {self.head.step} was given up "
-                + ("by the trainer" if self.is_aborted else "because the trainer died before it was staged"),
-                todo="commit again",
-            )
+            raise self.given_up_error()
+
+    def given_up_error(self) -> SaverError:
+        """Return the error of a ticket that is given up because of its trainer."""
+        why = "by the trainer" if self.is_aborted else "because the trainer died before it was staged"
+        return SaverError(f"the commit of step {self.head.step} was given up {why}", todo="commit again")
 
     def wait_whole(self) -> None:
         """Wait until all bytes are staged.
