@@ -38,7 +38,7 @@ from ckstore.io.backend import Backend
 from ckstore.ops.gc.policy import Retention, seconds_of, span_seconds, span_words
 from ckstore.results import Info, Log
 from ckstore.store import history, points
-from ckstore.store.listing import table_of_newest
+from ckstore.store.listing import infos_of_run, table_of_newest
 from ckstore.store.manifests import EmptyRunError, missing_sentence
 from ckstore.store.refs import (
     Reference,
@@ -48,8 +48,8 @@ from ckstore.store.refs import (
     newest_whole,
     resolve,
     tiers_of,
-    tiers_of_each,
 )
+from ckstore.store.replay_bases import info_with_form
 from ckstore.store.repository import Repository
 from ckstore.store.reserve import with_reserve
 
@@ -477,6 +477,7 @@ class Store:
     def restore(
         self, ref: Reference | None = None, *, into: Any = None, only: str | Sequence[str] | None = None,
         device: Any = None, exact: bool = False, fallback: bool = False, on_progress: Progress | None = None,
+        replay: Callable[[Any, int], Any] | None = None,
         replay_check: Literal["each", "last"] = "each", after_step: Callable[[int], object] | None = None,
     ) -> Any:  # fmt: skip
         """Return a state as it was committed, or raise. Bit for bit, unless the checkpoint was stored with a loss.
@@ -494,12 +495,14 @@ class Store:
             fallback: If the newest checkpoint is damaged, restore the newest readable one, with a warning. Not with
                 ``ref``, except ``"latest"``. ``restored`` shows which it was.
             on_progress: Called with bytes restored and bytes in total, from any thread.
+            replay: For a checkpoint in replay form: your training code. It gets an earlier state and the step to reach.
+                It returns the state at that step; None: it has trained in place. Every bit of it is compared.
             replay_check: For a point of a journal: compare checksums after each replayed step, or after the last.
             after_step: For a point of a journal: called with each step that was replayed, for what the loop updates.
 
         Raises:
             NotFoundError: There is no such checkpoint, or nothing matches ``only``.
-            ReplayError: The point at this step was replayed, and got other bytes than the run had.
+            ReplayError: Steps or training were replayed, and got other bytes than the run had.
             CorruptError: Stored bytes are damaged. Names pack, offset, tensor, and the newest other checkpoint that can
                 be read (``whole_step``, ``whole_seq``). ``into`` may be partly overwritten.
             UsageError: ``into`` does not fit; nothing was written. Or ``load_state_dict`` of the object at ``path``
@@ -515,7 +518,7 @@ class Store:
                 raise UsageError(what, where=f"restore({ref!r})", todo=todo)
             self._wait_for_background()
             place = None if self._job is None else self._job.place
-            request = RestoreRequest(into, only, device, exact, on_progress, place)
+            request = RestoreRequest(into, only, device, exact, on_progress, place, train_until=replay)
             point = self._restored_point(ref, request, replay_check, after_step)
             if point is not None:
                 return point.state
@@ -524,7 +527,7 @@ class Store:
                 self._journal.continue_from(None)
             self._restored = self._info(header := restored.manifest.header, warnings=restored.warnings)
             if only is None:
-                self._use_as_base(restored.manifest)
+                self._use_as_base(restored.base or restored.manifest)
                 self._continue_from(header.seq, None)
             return restored.state
 
@@ -656,18 +659,7 @@ class Store:
         with self._lock:
             self._check_open()
             self._repository.require_same_store()
-            by_seq: dict[int, list[str]] = {}
-            for name, record in self._repository.tags.all().items():
-                by_seq.setdefault(record.seq, []).append(name)
-            headers = headers_newest_first(self._repository.manifests)
-            if missing := self._repository.manifests.listing().missing:
-                _log.warning("%s", missing_sentence(self.run, missing))
-            tiers = tiers_of_each(self._repository.manifests, headers)
-            infos = (
-                Info.of(header, tags=sorted(by_seq.get(header.seq, ())), tiers=each)
-                for header, each in zip(headers, tiers, strict=True)
-            )
-            return Log(infos, title=f"run {self.run}")
+            return Log(infos_of_run(self._repository), title=f"run {self.run}")
 
     def steps(self) -> list[int]:
         """Return the steps that can be restored, ascending, each once. Waits as ``latest`` does."""
@@ -775,13 +767,9 @@ class Store:
             return report_page(self._repository, on_progress)
 
     def verify(
-        self,
-        level: str = "read",
-        *,
-        ref: Reference | None = None,
-        remote: bool = False,
-        on_progress: Progress | None = None,
-    ) -> Report:
+        self, level: str = "read", *, ref: Reference | None = None, remote: bool = False,
+        replay: Callable[[Any, int], Any] | None = None, on_progress: Progress | None = None,
+    ) -> Report:  # fmt: skip
         """Read the store and report every error; nothing is changed.
 
         Args:
@@ -789,16 +777,24 @@ class Store:
                 that a restore would read, decoded.
             ref: One checkpoint. None: the whole store, all runs.
             remote: Also read packs in other tiers.
+            replay: Your training code, as for ``restore``. It trains from the newest whole checkpoint before ``ref``
+                (None: before the newest) to that one, and every bit is compared.
             on_progress: Called with bytes read and bytes in total.
+
+        Raises:
+            ReplayError: Training makes another state: it is not deterministic, or hardware has failed.
         """
+        from ckstore.ops.replay_form import verify_replayed
         from ckstore.ops.verify import verify
 
         with self._lock:
             self._check_open()
             names = None if ref is None else [(self.run, resolve(self._repository, ref))]
-            return verify(
-                self._repository, level, names, policy=self._policy, is_remote=remote, on_progress=on_progress
-            )
+            call = partial(verify, policy=self._policy, is_remote=remote, on_progress=on_progress)
+            report = call(self._repository, level, names)
+            if replay is not None:
+                report.replayed = verify_replayed(self._repository, self._policy, ref, replay)
+            return report
 
     # Change the history
 
@@ -1056,12 +1052,9 @@ class Store:
             )
 
     def demote(
-        self,
-        *refs: Reference,
-        policy: DemotePolicy | Mapping[str, Any] | None = None,
-        dry_run: bool = False,
-        on_progress: Progress | None = None,
-    ) -> DemoteReport:
+        self, *refs: Reference, policy: DemotePolicy | Mapping[str, Any] | None = None,
+        replay: Callable[[Any, int], Any] | None = None, dry_run: bool = False, on_progress: Progress | None = None,
+    ) -> DemoteReport:  # fmt: skip
         """Store old checkpoints again with a loss. Their steps, seqs and metrics do not change; their ids do.
 
         The newest checkpoints, every n-th of the others, and all that have a tag stay exact. Each checkpoint is
@@ -1073,6 +1066,8 @@ class Store:
             *refs: Demote exactly these, even the newest. Without any: those that the policy selects.
             policy: Which checkpoints stay exact, and how the others are stored: a ``DemotePolicy`` or its rules. None:
                 the stored policy, else ``DemotePolicy()``.
+            replay: Your training code, as for ``restore``. Checkpoints that it makes again are put in replay form, from
+                the newest whole one before each. Never the newest.
             dry_run: Only report what would be done.
             on_progress: Called with checkpoints done and checkpoints in total.
 
@@ -1083,6 +1078,7 @@ class Store:
             UsageError: The policy is not valid.
             CorruptError: A checkpoint of the run is damaged.
             CapacityError: The disk is full. Every checkpoint is in its old or its new form.
+            ReplayError: Training does not make a named checkpoint again. It stays as it is.
         """
         from ckstore.ops.demote import demote, names_newest
         from ckstore.ops.stored_policies import demotion_given, stored_demotion
@@ -1095,14 +1091,10 @@ class Store:
                 if names_newest(self._repository, refs):
                     self._reclaim_lease()
                 self._bases = None
-            return demote(
-                self._repository,
-                wanted or stored_demotion(self._repository) or DemotePolicy(),
-                self._policy,
-                refs=refs,
-                dry_run=dry_run,
-                on_progress=on_progress,
-            )
+            chosen = wanted or stored_demotion(self._repository) or DemotePolicy()
+            chosen = chosen if replay is None else dataclasses.replace(chosen, form="replay")
+            call = partial(demote, refs=refs, dry_run=dry_run, train_until=replay, on_progress=on_progress)
+            return call(self._repository, chosen, self._policy)
 
     @property
     def demotion(self) -> DemotePolicy | None:
@@ -1503,7 +1495,8 @@ class Store:
 
     def _info(self, header: ManifestHeader, *, warnings: Sequence[str] = ()) -> Info:
         tags, tiers = self._repository.tags.names_of(header.seq), tiers_of(self._repository.manifests, header)
-        return Info.of(header, tags=tags, warnings=warnings, tiers=tiers)
+        info = Info.of(header, tags=tags, warnings=warnings, tiers=tiers)
+        return info_with_form(self._repository.manifests, header, info)
 
     def _manifest(self, ref: Reference) -> Manifest:
         self._check_open()
@@ -1604,6 +1597,13 @@ class Store:
         """Restore a checkpoint; if it is damaged, raise an error that names another one, or restore that one."""
         from ckstore.restore.restore import restore_reference
 
+        if request.train_until is not None and ref is not None:
+            from ckstore.ops.replay_form import restore_replayed
+
+            with contextlib.nullcontext() if self._journal is None else self._journal.recorder.paused():
+                trained = restore_replayed(self._repository, self._policy, ref, request, request.train_until)
+            if trained is not None:
+                return trained
         if self._job is not None:
             return self._job.restore(self._policy, ref, request, fallback=fallback)
         started: list[int] = []

@@ -492,6 +492,9 @@ class RepackPolicy:
         _check_range(self, "saving_min", self.saving_min, 0, 1)
 
 
+DemotedForm = Literal["lossy", "replay"]
+
+
 @dataclass(frozen=True, slots=True)
 class DemotePolicy:
     """Which checkpoints of a run ``demote`` rewrites as lossy ones. It never rewrites the newest one or tagged ones.
@@ -502,6 +505,8 @@ class DemotePolicy:
         fidelity: How the rest is stored. The default, ``Residual.near()``, is meant for resuming.
         compression: Compression of the tensors that stay exact: ``"fast"``, or ``"best"`` for more CPU time.
         saving_min: Share of its bytes that demoting a checkpoint must save; otherwise it stays exact.
+        form: ``"lossy"``, or ``"replay"``: nothing but hashes of the tensors is kept, and your training code makes the
+            checkpoint again, bit for bit, from one that stays whole. ``demote(replay=...)`` proves that first.
 
     Raises:
         UsageError: A field has an invalid value.
@@ -512,6 +517,7 @@ class DemotePolicy:
     fidelity: Residual = field(default_factory=Residual.near)
     compression: Literal["fast", "best"] = "fast"
     saving_min: float = 0.03
+    form: DemotedForm = "lossy"
 
     __repr__ = repr_of_changes
 
@@ -519,6 +525,7 @@ class DemotePolicy:
         if not isinstance(self.fidelity, Residual):
             raise UsageError(f"fidelity must be {_RESIDUALS}", where=f"DemotePolicy(fidelity={self.fidelity!r})")
         _check_one_of(self, "compression", self.compression, ("fast", "best"))
+        _check_one_of(self, "form", self.form, ("lossy", "replay"))
         _check_range(self, "keep_newest", self.keep_newest, 1, 1_000_000)
         _check_range(self, "keep_every", self.keep_every, 0, 1_000_000)
         _check_range(self, "saving_min", self.saving_min, 0, 1)

@@ -48,7 +48,8 @@ class Info:
         tiers: Tiers that hold its packs; ``"local"`` is the store itself.
         form: ``"whole"`` for a checkpoint. For a point of a journal, which steps of training lead to it:
             ``"journal, 17 steps after 1200"``. Then step, time, metrics and bytes are the point's, and everything else
-            is that of its keyframe, the checkpoint of step 1200.
+            is that of its keyframe, the checkpoint of step 1200. For a checkpoint in replay form, where its training
+            begins: ``"replay, from step 1200"``.
     """
 
     step: int

@@ -28,11 +28,21 @@ from ckstore.format.many_ranks import (
 from ckstore.format.pack import decode_directory, decode_superheader, decode_tail, scan_frames
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import FORMAT_VERSION, READABLE_VERSIONS, decode_record, encode_record
+from ckstore.format.replay_form import replay_form_of
 from ckstore.format.tree import ValueNode
 from ckstore.format.zstd import plain_section
 from ckstore.hashing import digest_of
 from support import format_example
-from support.format_samples import PACK_ID, STORE_ID, sample_frames, sample_manifest, sample_pack, sample_records
+from support.format_samples import (
+    PACK_ID,
+    STORE_ID,
+    sample_frames,
+    sample_manifest,
+    sample_pack,
+    sample_records,
+    sample_replay_form,
+    sample_replay_manifest,
+)
 from support.rank_parts import sample_ranks_manifest
 
 GOLDEN = Path(__file__).parent
@@ -88,6 +98,15 @@ def test_golden_manifest_of_many_ranks():
     assert storages == [storages[0], storages[0] + 1, storages[0], storages[0]]
     plain = plain_manifest(found)
     assert (plain.tensors[1].shape, plain.tensors[1].cuts) == ((4, 6), ((), (2, 4)))
+
+
+def test_golden_manifest_in_replay_form():
+    golden = (FOLDER / "replay.ckm").read_bytes()
+    found = decode_manifest(golden, expect=sample_replay_manifest().header.name)
+    assert plain_bytes(encode_manifest(sample_replay_manifest())) == plain_bytes(golden)
+    assert replay_form_of(found) == sample_replay_form()
+    assert found.header.may_be_in_replay_form
+    assert found.header.origin_id == sample_manifest().checkpoint_id
 
 
 def plain_bytes(encoded):

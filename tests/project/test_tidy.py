@@ -105,6 +105,7 @@ LAZY = {
     "ranks/commits.py": "only a full disk loads the collector",
     "results.py": "listing a store loads no tree",
     "store/manifests.py": "listing a store reads headers, and loads no manifest decoder",
+    "store/replay_bases.py": "the same",
     "store/repository.py": "the same",
 }
 """Modules that import modules of ckstore inside functions, and why. Optional libraries are in DOORS."""

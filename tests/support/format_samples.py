@@ -28,6 +28,7 @@ from ckstore.format.records import (
     TagRecord,
     TierTurns,
 )
+from ckstore.format.replay_form import HashedStorage, ReplayBase, ReplayForm, in_replay_form
 from ckstore.format.tensors import Piece, StorageSpec, TensorSpec
 from ckstore.format.tree import ConvertedNode, DictNode, ListNode, TensorNode, TupleNode, ValueNode
 from ckstore.format.wire import align_up, xxh3_64
@@ -192,3 +193,38 @@ def sample_records() -> list[FileRecord]:
         HomeRecord(home_id="1" * 32, place="inode 77", tiers={"cold": TierTurns(tier_id="2" * 32, turns=("3" * 32,))}),
         OwnerRecord(home_id="1" * 32, tier_id="2" * 32, turn="3" * 32),
     ]
+
+
+def sample_replay_form() -> ReplayForm:
+    """Return a checkpoint in replay form: tensors of two libraries that share a storage, a scalar, and a long text."""
+    text = sample_plain(7, 96)
+    names = ("model", "again", "count", "text", "lr")
+    children = (
+        ListNode((TensorNode(0), TensorNode(1))),
+        TensorNode(0),
+        TensorNode(2),
+        ConvertedNode("ckstore:str", TensorNode(3)),
+        ValueNode("float", bytes(8)),
+    )
+    return ReplayForm(
+        base=ReplayBase(2, 40_000, digest_of(b"base")),
+        environment={"torch": "2.9.0", "threads": "8"},
+        tree=DictNode("dict", names, children),
+        tensors=(
+            TensorSpec("torch", "bfloat16", (2, 4), (4, 1), 0, 0, is_parameter=True, requires_grad=True),
+            TensorSpec("torch", "bfloat16", (4,), (2,), 0, 2),
+            TensorSpec("numpy", "<i8", (), (), 1, 0),
+            TensorSpec("bytes", "", (96,), (1,), 2, 0),
+        ),
+        storages=(
+            HashedStorage(16, 2, True, digest_of(b"first")),
+            HashedStorage(8, 8, False, digest_of(b"second")),
+            HashedStorage(96, 1, False, digest_of(text)),
+        ),
+        values={2: text},
+    )
+
+
+def sample_replay_manifest() -> Manifest:
+    """Return the manifest of ``sample_replay_form``."""
+    return in_replay_form(sample_manifest(), sample_replay_form())

@@ -34,10 +34,10 @@ from ckstore.format.tree import ListNode, TensorNode
 from ckstore.journal.clipping import take_factors
 from ckstore.journal.drafting import Drafted, checksums_of, draft_point
 from ckstore.journal.encoding import ArrayPlace
-from ckstore.journal.environment import environment_of
 from ckstore.journal.recorder import RecordedStep, StepRecorder
 from ckstore.state.capture import Captured, loaded_adapters
 from ckstore.state.capture_cache import CaptureCache
+from ckstore.state.environment import environment_of
 from ckstore.state.memory import keeps_of
 from ckstore.store.journals import WRITER_SECONDS, Journals
 from ckstore.store.repository import Repository

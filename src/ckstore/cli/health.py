@@ -13,7 +13,7 @@ import typer
 
 import ckstore
 from ckstore.cli import completion, render
-from ckstore.cli.parser import AsJson, OnlyRun, Run, Shared, StorePath, opened
+from ckstore.cli.parser import AsJson, OnlyRun, Run, Shared, StorePath, opened, training_code
 from ckstore.cli.render import Column, Table, count, json_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import BackendError, CorruptError, NotFoundError, UnreachableError, UsageError
@@ -137,6 +137,12 @@ def verify(
     decode: Annotated[bool, typer.Option("--decode", help="The same as --level decode.")] = False,
     run: Run = "main",
     remote: Annotated[bool, typer.Option("--remote", help="Also check packs in other tiers.")] = False,
+    replay: Annotated[
+        str | None,
+        typer.Option(
+            "--replay", metavar="SCRIPT", help="Also train a stretch again: a file with train_until(state, step)."
+        ),
+    ] = None,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
@@ -152,8 +158,13 @@ def verify(
             with a loss is compared with the recorded reconstruction
 
     REF is looked up in the run that --run names. Without REF, all runs are verified.
+
+    With --replay, the function train_until of SCRIPT then trains from the newest whole checkpoint before REF (default:
+    the newest of the run) to REF, and what it makes is compared bit for bit. A difference means that hardware has
+    failed silently, or that training is not deterministic. Exit code 19: it differs.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     chosen_level = _level_of(level, is_decode=decode)
+    train_until = training_code(replay)
     start = SYSTEM_CLOCK.monotonic()
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
@@ -161,7 +172,7 @@ def verify(
     ):
         # Level quick reads little of each pack, so bytes would show no progress.
         advance = None if chosen_level == "quick" else on_progress
-        report = store.verify(chosen_level, ref=ref, remote=remote, on_progress=advance)
+        report = store.verify(chosen_level, ref=ref, remote=remote, replay=train_until, on_progress=advance)
     seconds = SYSTEM_CLOCK.monotonic() - start
     if as_json:
         render.print_json(_json_of_verified(path, report, seconds))
@@ -212,7 +223,7 @@ def _json_of_verified(path: str, report: Report, seconds: float) -> dict[str, An
         "path": path,
         **json_of(report, "level", "is_clean", *counts, "copied_ns"),
         "seconds": seconds,
-        **json_of(report, "damage", "refused", "unreachable", "segment_count", "point_count", "notes"),
+        **json_of(report, "damage", "refused", "unreachable", "segment_count", "point_count", "notes", "replayed"),
     }
 
 
@@ -232,6 +243,8 @@ def _print_verified(report: Report, seconds: float) -> None:
         render.say(f"Note: {note}.")
     if report.is_clean:
         render.say(f"No damage. Level {report.level}: {checked}; read {spent}.")
+        if report.replayed:
+            render.say(f"{report.replayed[0].upper()}{report.replayed[1:]}.")
         return
     verdict = "DAMAGE" if report.damage else "NO ACCESS to some places; no damage in the rest"
     render.say(f"{verdict}. Level {report.level}: {checked}; read {spent}.")

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from ckstore.results import Info
     from ckstore.store.listing import Entry, RunLog
+    from ckstore.store.plain_listing import PlainInfo
 
 ROWS_ON_TERMINAL = 30
 
@@ -46,6 +48,10 @@ def _step_and_points(entry: Entry | PlainEntry) -> str:
     return f"{entry.step} +{len(entry.points)}" if entry.points else str(entry.step)
 
 
+def _how_stored(info: Info | PlainInfo) -> str:
+    return info.fidelity if info.form == "whole" else info.form
+
+
 _COLUMNS = (
     SEQ,
     Column("step", _step_and_points, is_number=True),
@@ -57,7 +63,7 @@ _COLUMNS = (
     Column("new/reused", "info", lambda info: f"{info.chunks_new}/{info.chunks_reused}", is_number=True, worth=1),
     Column("metrics", "info.metrics", metrics_of, worth=6, is_elastic=True),
     Column("tags", "info.tags", worth=9, is_elastic=True),
-    Column("fidelity", "info", lambda info: f"{info.fidelity}{', archival' * info.is_archival}", worth=5),
+    Column("fidelity", "info", lambda info: f"{_how_stored(info)}{', archival' * info.is_archival}", worth=5),
     Column("parent", "info.parent", is_number=True, worth=2),
     Column("lies in", "info.tiers", worth=5),
 )

@@ -20,6 +20,7 @@ from ckstore.errors import CkstoreError, UsageError
 
 if TYPE_CHECKING:
     from ckstore.api import Store
+    from ckstore.ops.replay_form import TrainUntil
 
 
 StorePath = Annotated[str, typer.Argument(metavar="PATH", help="Folder of the store, or s3://bucket/prefix (gs, az).")]
@@ -71,6 +72,15 @@ def opened(path: str, *, run: str, allow_shared_folder: bool) -> Iterator[Store]
     """Open an existing store, and close it at the end."""
     with ckstore.open(path, run=run, create=False, allow_shared_folder=allow_shared_folder) as store:
         yield store
+
+
+def training_code(script: str | None) -> TrainUntil | None:
+    """Return the function of a script that --replay names; None without a script."""
+    if script is None:
+        return None
+    from ckstore.ops.replay_form import train_until_of
+
+    return train_until_of(script)
 
 
 def followed(path: str, run: str, ref: str | None) -> tuple[str, str, str | None]:

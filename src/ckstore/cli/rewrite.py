@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckstore.cli import completion, render
-from ckstore.cli.parser import AsJson, Run, Shared, StorePath, confirm, opened
+from ckstore.cli.parser import AsJson, Run, Shared, StorePath, confirm, opened, training_code
 from ckstore.cli.render import SEQ, STEP, Column, Table, json_of, size, three_digits
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import NAMED_RESIDUALS, DemotePolicy, RepackPolicy
@@ -17,6 +17,7 @@ from ckstore.errors import UsageError
 if TYPE_CHECKING:
     from ckstore.ops.demote import DemoteEntry, DemoteReport
     from ckstore.ops.repack import RepackReport
+    from ckstore.ops.replay_form import TrainUntil
 
 
 _REPACKED = Table(
@@ -129,6 +130,13 @@ Every = Annotated[
         "--keep-every", min=0, metavar="M", help="Seqs that are multiples of M stay exact; 0: none. [default: 10]"
     ),
 ]
+To = Annotated[
+    str, typer.Option("--to", metavar="FORM", help="lossy, or replay: without bytes; see above. [default: lossy]")
+]
+Replay = Annotated[
+    str | None,
+    typer.Option("--replay", metavar="SCRIPT", help="For --to replay: a Python file with train_until(state, step)."),
+]
 Save = Annotated[bool, typer.Option("--save-policy", help="Store these rules, for demotions without rules.")]
 Forget = Annotated[bool, typer.Option("--forget-policy", help="Remove the stored rules.")]
 
@@ -149,6 +157,8 @@ def demote(
     keep_every: Every = None,
     save_policy: Save = False,
     forget_policy: Forget = False,
+    to: To = "lossy",
+    replay: Replay = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would be done, with new sizes and errors.")
     ] = False,
@@ -167,22 +177,22 @@ def demote(
     \b
     near       for resuming: about 50 times smaller than the state
     small      for history and evaluation: about 100 times smaller
+    replay     --to replay: no bytes of tensors, and still exact. Training must give the
+               same bits now, and again for each restore; see --replay
     rms error  largest of any tensor, relative to the RMS of its values
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    given = {"fidelity": fidelity, "keep_newest": keep_newest, "keep_every": keep_every}
-    rules = {name: value for name, value in given.items() if value is not None}
-    if save_policy and not rules:
-        raise UsageError("--save-policy needs rules", todo="for example --keep-newest 5 --keep-every 20")
+    rules = _rules_of(save_policy, fidelity=fidelity, keep_newest=keep_newest, keep_every=keep_every)
     # Without stored rules the defaults apply.
     policy = _policy_of(rules) if rules or forget_policy else None
+    train_until = _training_code(to, replay, is_lossy=fidelity is not None or save_policy)
     start = SYSTEM_CLOCK.monotonic()
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         if not (dry_run or yes or as_json) and render.is_terminal() and sys.stdin.isatty():
-            _ask(store.demote(*(refs or ()), policy=policy, dry_run=True))
+            _ask(store.demote(*(refs or ()), policy=policy, replay=train_until, dry_run=True))
             start = SYSTEM_CLOCK.monotonic()
         if forget_policy and not dry_run:
             store.set_demotion(None)
-        report = store.demote(*(refs or ()), policy=policy, dry_run=dry_run)
+        report = store.demote(*(refs or ()), policy=policy, replay=train_until, dry_run=dry_run)
         if save_policy and not dry_run:
             store.set_demotion(policy)
     seconds = SYSTEM_CLOCK.monotonic() - start
@@ -192,11 +202,36 @@ def demote(
         _print_demoted(report, seconds)
 
 
+def _rules_of(save_policy: bool, **given: Any) -> dict[str, Any]:
+    rules = {name: value for name, value in given.items() if value is not None}
+    if save_policy and not rules:
+        raise UsageError("--save-policy needs rules", todo="for example --keep-newest 5 --keep-every 20")
+    return rules
+
+
 def _policy_of(rules: dict[str, Any]) -> DemotePolicy:
     name = rules.pop("fidelity", "near")
     if name not in NAMED_RESIDUALS:
         raise UsageError("not a fidelity", where=f"--fidelity {name}", todo="choose near or small")
     return DemotePolicy(**rules, fidelity=NAMED_RESIDUALS[name]())
+
+
+def _training_code(to: str, script: str | None, *, is_lossy: bool) -> TrainUntil | None:
+    """Return the function of the script that --to replay needs; None for a demotion with a loss.
+
+    Raises:
+        UsageError: The options contradict each other, or the script has no such function.
+    """
+    if to not in ("lossy", "replay"):
+        raise UsageError("not a form", where=f"--to {to}", todo="choose lossy or replay")
+    if (to == "replay") != (script is not None):
+        raise UsageError("--to replay and --replay SCRIPT need each other", todo="give both, or neither")
+    if script is not None and is_lossy:
+        raise UsageError(
+            "--to replay stores nothing with a loss, and runs only with its script",
+            todo="leave out --fidelity and --save-policy",
+        )
+    return training_code(script)
 
 
 def _ask(report: DemoteReport) -> None:
@@ -206,7 +241,12 @@ def _ask(report: DemoteReport) -> None:
         return
     _print_demoted(report, 0.0)
     these = "this checkpoint" if chosen == 1 else f"these {chosen} checkpoints"
-    confirm(f"Store {these} with a loss ({report.fidelity})?", unchanged="nothing was demoted")
+    how = (
+        f"with a loss ({report.fidelity})"
+        if report.form == "lossy"
+        else "without bytes of tensors, if training proves it"
+    )
+    confirm(f"Store {these} {how}?", unchanged="nothing was demoted")
 
 
 def _print_demoted(report: DemoteReport, seconds: float) -> None:
@@ -215,9 +255,10 @@ def _print_demoted(report: DemoteReport, seconds: float) -> None:
         return
     chosen = [entry for entry in report.entries if (entry.action == "demote" if report.is_dry_run else entry.is_done)]
     would = "would be" if report.is_dry_run else "were"
-    fidelity = f" to fidelity {report.fidelity}" if chosen else ""
+    wanted = f"fidelity {report.fidelity}" if report.form == "lossy" else "replay form"
+    fidelity = f" to {wanted}" if chosen else ""
     title = f"run {report.run}: {len(chosen)} of {len(report.entries)} checkpoints {would} demoted{fidelity}"
-    _demoted_table(is_dry_run=report.is_dry_run).print(report.entries, title=title)
+    _demoted_table(report).print(report.entries, title=title)
     for warning in report.warnings:
         render.say(f"Warning: {warning}.")
     if not chosen:
@@ -226,7 +267,10 @@ def _print_demoted(report: DemoteReport, seconds: float) -> None:
     before, after = sum(entry.stored_before for entry in chosen), sum(entry.stored_after for entry in chosen)
     error = max(entry.worst_rel_rms for entry in chosen)
     sizes = f"{render.size(before)} {'become about' if report.is_dry_run else 'became'} {render.size(after)}"
-    render.say(f"{sizes}; the largest RMS error of a tensor is {error:.3g} of the RMS of its values.")
+    if report.form == "lossy":
+        render.say(f"{sizes}; the largest RMS error of a tensor is {error:.3g} of the RMS of its values.")
+    else:
+        render.say(f"{sizes} of tensors. To restore one, pass the training code: restore(STEP, replay=train_until).")
     if report.is_dry_run:
         return
     packs = f"{render.size(report.packs_before)} of packs before, {render.size(report.packs_after)} after a gc"
@@ -235,16 +279,16 @@ def _print_demoted(report: DemoteReport, seconds: float) -> None:
     render.say("Until the trash is emptied, `ckstore undelete PATH seq:N` makes a checkpoint exact again.")
 
 
-def _demoted_table(*, is_dry_run: bool) -> Table:
+def _demoted_table(report: DemoteReport) -> Table:
     def size_after(entry: DemoteEntry) -> str:
-        is_estimate = is_dry_run and entry.action == "demote"
+        is_estimate = report.is_dry_run and entry.action == "demote" and report.form == "lossy"
         return f"{'~' if is_estimate else ''}{size(entry.stored_after)}"
 
     return Table(
         SEQ,
         STEP,
         Column("action"),
-        Column("fidelity", worth=3),
+        Column("fidelity", worth=3) if report.form == "lossy" else Column("form", worth=3),
         Column("state", "bytes_state", size, is_number=True, worth=1),
         Column("stored now", "stored_before", size, is_number=True),
         Column("then", size_after, is_number=True),
@@ -255,7 +299,7 @@ def _demoted_table(*, is_dry_run: bool) -> Table:
 
 def _json_of_demoted(report: DemoteReport, seconds: float) -> dict[str, Any]:
     return {
-        **json_of(report, "run", "is_dry_run", "fidelity", "packs_before", "packs_after", "bytes_written"),
+        **json_of(report, "run", "is_dry_run", "form", "fidelity", "packs_before", "packs_after", "bytes_written"),
         "seconds": seconds,
         "warnings": report.warnings,
         "checkpoints": report.entries,

@@ -103,6 +103,12 @@ class ManifestHeader:
         """The name that the manifest's file must have."""
         return ManifestName(self.run, self.seq, self.step, self.generation)
 
+    @property
+    def may_be_in_replay_form(self) -> bool:
+        """Whether the manifest may be in replay form (docs/FORMAT.md, section 15). Then its tree decides."""
+        is_empty = self.tensor_count == self.chunk_count == 0
+        return self.generation > 0 and is_empty and self.origin_id is not None and self.fidelity == "exact"
+
 
 def encode_preamble(preamble: Preamble) -> bytes:
     """Return the first 128 bytes."""

@@ -174,7 +174,7 @@ def header_of(facts: LogicalRecord, checkpoint_id: bytes, **others: Any) -> Mani
     return ManifestHeader(checkpoint_id=checkpoint_id, **repeated, **others)
 
 
-def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -> Manifest:
+def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool, generation: int = 0) -> Manifest:
     """Return the checkpoint as a new entry of its run, with the same frames; nothing is written to packs."""
     header = entry.header
     return build_manifest(
@@ -192,6 +192,7 @@ def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -
         frames=entry.frames,
         bytes_written=0,
         chunks_new=0,
+        generation=generation,
         origin_id=header.checkpoint_id,
         is_archival=is_archival,
         fidelity=header.fidelity,

@@ -56,6 +56,9 @@ BUILT_IN = "ckstore:"
 RANKS, PER_RANK, TILES = f"{BUILT_IN}ranks", f"{BUILT_IN}per_rank", f"{BUILT_IN}torch.tiles"
 """Names that only checkpoints by many ranks have; see many_ranks.py."""
 
+REPLAY = f"{BUILT_IN}replay"
+"""Name of the root of a checkpoint in replay form; see replay_form.py."""
+
 Value = bool | int | str | bytes | None
 
 DEPTH_MAX = 100
@@ -280,6 +283,11 @@ def libraries_of(node: Node) -> set[str]:
             found.add(library)
         pending.extend([part for part in parts_of(top) if not is_bare_tensor(part)])
     return found
+
+
+def is_in_replay_form(tree: Node) -> bool:
+    """Say whether a tree is that of a checkpoint in replay form."""
+    return isinstance(tree, ConvertedNode) and tree.name == REPLAY
 
 
 def is_bare_tensor(node: Node) -> TypeGuard[TensorNode]:

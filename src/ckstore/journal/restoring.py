@@ -15,10 +15,10 @@ from ckstore.format.tree import TensorNode, leaves_of, place_of
 from ckstore.format.wire import xxh3_64
 from ckstore.journal.blobs import BlobReader
 from ckstore.journal.drafting import checksums_of, owned_storages, storage_paths
-from ckstore.journal.environment import differences, environment_of
 from ckstore.journal.gradients import load_gradient
 from ckstore.journal.replay import kept_gradients, made_again, replay_step
 from ckstore.state.capture import Captured, capture
+from ckstore.state.environment import differences, environment_of
 from ckstore.state.placement import prepare_restore
 from ckstore.state.tensors import LeafAdapter
 

@@ -7,6 +7,7 @@ after the plan.
   after every N commits.
 - commit (``commit.py``): free space and commit again when the disk is full; load quantization only if it is wanted.
 - demote (``demote.py``): store old checkpoints with a bounded loss.
+- ``replay_form.py``: checkpoints without bytes of tensors, which the user's training code makes again.
 - repack (``repack.py``, ``repack_plan.py``): code a run again, so that the newest checkpoints are restored fastest.
 - verify (``verify.py``, ``verify_packs.py``): read everything, and report damage. ``fallback.py``: after a restore met
   damage, find an older checkpoint that is readable.

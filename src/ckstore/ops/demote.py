@@ -29,7 +29,7 @@ from ckstore.commit.base_selection import paths_of_storages, select_bases
 from ckstore.commit.chunk_writer import WriteResult
 from ckstore.commit.chunking import plan_commit
 from ckstore.commit.unpublished import Unpublished, packs_removed_on_failure, remove_packs
-from ckstore.config import GIB, DemotePolicy, Policy, Residual
+from ckstore.config import GIB, DemotedForm, DemotePolicy, Policy, Residual
 from ckstore.delta.base_cache import BaseCache, first_paths
 from ckstore.display import repr_of_summary
 from ckstore.errors import (
@@ -40,6 +40,8 @@ from ckstore.errors import (
     CorruptError,
     MissingChunkError,
     NotFoundError,
+    ReplayError,
+    UnsupportedError,
     UsageError,
 )
 from ckstore.format import paths
@@ -48,18 +50,29 @@ from ckstore.format.logical import EXACT_FIDELITY, fidelity_of
 from ckstore.format.manifest import Manifest, build_manifest
 from ckstore.format.many_ranks import plain_manifest
 from ckstore.format.paths import ManifestName
-from ckstore.format.tree import Path
+from ckstore.format.replay_form import in_replay_form
+from ckstore.format.tree import Path, is_in_replay_form
 from ckstore.io.backend import Backend, Distant
 from ckstore.io.memory import DiscardingBackend
+from ckstore.ops.replay_form import (
+    TrainUntil,
+    choose_base,
+    form_of_stored,
+    no_base_error,
+    reproduce,
+    require_function,
+)
 from ckstore.ops.stored_checkpoint import IsolatedRepository, is_replaced, rewrite_policy, stored_state
 from ckstore.quant.warnings import diverged_warnings, named_nothing, tensor_words
 from ckstore.quant.writer import ResidualCommit
+from ckstore.restore.restore import RestoreRequest
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import LOST_TIER, ChunkIndex, locate
 from ckstore.store.journal_needs import needed_keyframes
 from ckstore.store.manifests import DroppedError, EmptyRunError
 from ckstore.store.memory_budget import QUANTIZE
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
+from ckstore.store.replay_bases import ReplayEntries
 from ckstore.store.repository import Repository, finish_interrupted_replacements, finish_replacement
 
 _log = logging.getLogger("ckstore")
@@ -83,6 +96,7 @@ class DemoteEntry:
         worst_rel_rms: Largest relative RMS error of a tensor; in a dry run, the expected one.
         is_done: Whether it was demoted by this call.
         is_final: Whether it could not be demoted, and cannot be by the same policy.
+        form: Its form afterwards: ``"whole"``, or for example ``"replay, from step 100"``.
     """
 
     seq: int
@@ -96,6 +110,7 @@ class DemoteEntry:
     worst_rel_rms: float = 0.0
     is_done: bool = False
     is_final: bool = False
+    form: str = "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +126,8 @@ class DemoteReport:
         packs_after: The same afterwards. gc frees packs that are no longer referenced.
         bytes_written: Bytes of new packs.
         warnings: Rules of the fidelity that match no tensor of any demoted checkpoint; tensors that stayed exact, and
-            why; tensors that contain NaN or infinity.
+            why; tensors that contain NaN or infinity; checkpoints that training does not make again.
+        form: The requested form, as in the policy.
     """
 
     run: str
@@ -122,6 +138,7 @@ class DemoteReport:
     bytes_written: int
     warnings: tuple[str, ...] = ()
     fidelity: str = ""
+    form: DemotedForm = "lossy"
 
     __repr__ = repr_of_summary
 
@@ -134,6 +151,7 @@ def demote(
     refs: Sequence[Reference] = (),
     passed_over: Collection[int] = (),
     dry_run: bool,
+    train_until: TrainUntil | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DemoteReport:
     """Choose checkpoints and, unless it is a dry run, demote them.
@@ -145,15 +163,17 @@ def demote(
         refs: Demote exactly these checkpoints.
         passed_over: Seqs to skip, because they could not be demoted before.
         dry_run: Only estimate.
+        train_until: The user's training code, for replay form; a dry run does not call it.
         on_progress: Called with the number of checkpoints done and the total.
 
     Raises:
         ConflictError: A checkpoint in ``refs`` is tagged. Or another live process writes the run, and the store is in a
             bucket or ``refs`` contains the newest checkpoint.
-        CorruptError: A checkpoint of the run is damaged.
-        CapacityError: The disk is full. After any error, each checkpoint is in its old or its new form.
+        CkstoreError: As for ``Store.demote``. After any error, each checkpoint is in its old or its new form.
     """
     report_progress = on_progress or (lambda done, total: None)
+    if demote_policy.form == "replay":
+        _check_replay(repository, refs, train_until)
     if dry_run:
         entries = plan_demotion(repository, demote_policy, refs, passed_over)
         return _dry_run(repository, demote_policy, policy, entries, report_progress)
@@ -164,11 +184,9 @@ def demote(
         repository.lease.take()
     finish_interrupted_replacements(repository)
     entries = plan_demotion(repository, demote_policy, refs, passed_over)
-    rule_warnings = plan_warnings(repository, demote_policy.fidelity, entries)
-    for warning in rule_warnings:
-        _log.warning("%s", warning)
+    rule_warnings = _rule_warnings(repository, demote_policy, entries)
     packs_before = packs_nbytes(repository)
-    demoter = _Demoter(repository, demote_policy, policy, is_named=bool(refs))
+    demoter = _demoter(repository, demote_policy, policy, is_named=bool(refs), train_until=train_until)
     try:
         done = demoter.run(entries, report_progress)
     finally:
@@ -182,8 +200,31 @@ def demote(
         packs_after=packs_nbytes(repository),
         bytes_written=demoter.written_nbytes,
         warnings=(*rule_warnings, *demoter.warnings),
-        fidelity=demote_policy.fidelity.name,
+        fidelity=demote_policy.fidelity.name if demote_policy.form == "lossy" else EXACT_FIDELITY,
+        form=demote_policy.form,
     )
+
+
+def _rule_warnings(
+    repository: Repository, demote_policy: DemotePolicy, entries: Sequence[DemoteEntry]
+) -> tuple[str, ...]:
+    """Return and log a warning for each rule of a lossy demotion that matches no tensor."""
+    if demote_policy.form != "lossy":
+        return ()
+    warnings = plan_warnings(repository, demote_policy.fidelity, entries)
+    for warning in warnings:
+        _log.warning("%s", warning)
+    return warnings
+
+
+def _check_replay(repository: Repository, refs: Sequence[Reference], train_until: object) -> None:
+    require_function(train_until)
+    if names_newest(repository, refs):
+        raise ConflictError(
+            "the newest checkpoint is stored whole, so that training can resume from it without training code",
+            where=repository.backend.root,
+            todo="demote older checkpoints",
+        )
 
 
 def _dry_run(
@@ -195,6 +236,9 @@ def _dry_run(
 ) -> DemoteReport:
     """Code checkpoints as ``demote`` would, without writing, and report the expected result."""
     packs = packs_nbytes(repository)
+    if demote_policy.form == "replay":
+        planned = tuple(_planned_replays(repository, entries))
+        return DemoteReport(repository.run, True, planned, packs, packs, 0, (), EXACT_FIDELITY, "replay")
     nowhere = Repository(
         cast(Backend, DiscardingBackend(repository.backend)), repository.record, repository.run, clock=repository.clock
     )
@@ -243,7 +287,7 @@ def plan_demotion(
         if (header := header_or_none(repository.manifests, name))
     ]
     newest = [header.seq for header in reversed(headers) if not header.is_archival]
-    needed = needed_keyframes(repository)
+    needed = _needed(repository)
     entries = []
     for header in reversed(headers):
         reason = _reason_to_keep(header, demote_policy, newest, tags.get(header.seq, []), named)
@@ -253,7 +297,7 @@ def plan_demotion(
             raise ConflictError(
                 f"seq {header.seq} (step {header.step}) stays exact: {needed[header.seq]}",
                 where=repository.backend.root,
-                todo="commit a newer checkpoint with `commit` first",
+                todo="commit a newer checkpoint with `commit`, or delete what needs this one, first",
             )
         if not reason and header.seq in passed_over:
             reason = "it could not be demoted before"
@@ -270,12 +314,42 @@ def plan_demotion(
     return entries
 
 
+def _needed(repository: Repository) -> dict[int, str]:
+    """Return the seqs of checkpoints that must stay exact, and why. Call it after an intent, before publishing."""
+    return {**ReplayEntries(repository).needed(), **needed_keyframes(repository)}
+
+
+def _planned_replays(repository: Repository, entries: Sequence[DemoteEntry]) -> list[DemoteEntry]:
+    """Return what a demotion to replay form would do if training made every checkpoint again, newest first."""
+    leaving: set[int] = set()
+    bases: set[int] = set()
+    planned: list[DemoteEntry] = []
+    for entry in reversed(entries):
+        if entry.action == "demote":
+            base = choose_base(repository, load_whole(repository, resolve(repository, f"seq:{entry.seq}")), leaving)
+            if base is None:
+                entry = replace(entry, action="keep", reason=_NO_BASE)
+            else:
+                leaving.add(entry.seq)
+                bases.add(base.header.seq)
+                entry = replace(entry, form=_form_from(base), stored_after=0)
+        planned.append(entry)
+    assert not leaving & bases, "a base stays whole"
+    return planned[::-1]
+
+
+def _form_from(base: Manifest) -> str:
+    return f"replay, from step {base.header.step}"
+
+
 def _reason_to_keep(
     header: ManifestHeader, demote_policy: DemotePolicy, newest: Sequence[int], tags: Sequence[str], named: set[int]
 ) -> str:
     """Return why a checkpoint is not demoted; empty if it is."""
     if header.fidelity != EXACT_FIDELITY:
         return "it is already stored with a loss"
+    if header.may_be_in_replay_form:
+        return "it is already in replay form"
     if named:
         return "" if header.seq in named else "it was not named"
     if tags:
@@ -329,6 +403,7 @@ def packs_nbytes(repository: Repository) -> int:
 
 
 _NEWEST = "it is now the newest checkpoint"
+_NO_BASE = "no exact, whole checkpoint of a lower step precedes it"
 
 _ESTIMATE_NBYTES = 4 * GIB
 
@@ -476,7 +551,7 @@ class _Demoter:
 
         Call this while the intent exists.
         """
-        return needed_keyframes(self._repository).get(entry.seq, "") or (_NEWEST if self._is_newest(entry) else "")
+        return _needed(self._repository).get(entry.seq, "") or (_NEWEST if self._is_newest(entry) else "")
 
     def _is_newest(self, entry: DemoteEntry) -> bool:
         """Return whether a checkpoint chosen by rule is the newest one that stays; those with an intent do not count.
@@ -492,7 +567,9 @@ class _Demoter:
             if name.seq <= entry.seq:
                 break
             header = header_or_none(repository.manifests, name)
-            if header is None or header.is_archival or repository.tags.intents_on(name.seq):
+            if header is None or header.is_archival or header.may_be_in_replay_form:
+                continue
+            if repository.tags.intents_on(name.seq):
                 continue
             if self._is_whole(name):
                 return False
@@ -523,7 +600,8 @@ class _Demoter:
             # The newer checkpoints may have been deleted while this one was coded.
             remove_packs(self._repository, stored.pack_names)
             return replace(entry, action="keep", reason=reason)
-        replacement = self._publish(manifest, new_form, intent)
+        replacement = _replacement(manifest, new_form, self._demote_policy)
+        self._publish(manifest, replacement, stored.pack_names, intent)
         self.written_nbytes += stored.nbytes_written
         return replace(
             entry,
@@ -570,13 +648,11 @@ class _Demoter:
             _log.warning("step %d: %s", step, warning)
             self.warnings.append(f"step {step}: {warning}")
 
-    def _publish(self, manifest: Manifest, new_form: Unpublished, intent: str) -> Manifest:
+    def _publish(self, manifest: Manifest, replacement: Manifest, pack_names: Collection[str], intent: str) -> Manifest:
         repository = self._repository
-        pack_names = new_form.stored.pack_names
         with packs_removed_on_failure(repository, pack_names, lambda: is_replaced(repository, manifest)):
             if repository.lease.is_held:
                 repository.lease.check()
-            replacement = _replacement(manifest, new_form, self._demote_policy)
             try:
                 name = repository.manifests.publish(replacement)
             except (ConflictError, FileNotFoundError) as error:
@@ -589,6 +665,71 @@ class _Demoter:
             _log.warning("%s", error)
             raise _OutrunError(error.what) from error
         return replacement
+
+
+class _ReplayDemoter(_Demoter):
+    """Puts checkpoints into replay form, each after training has made it again.
+
+    Args:
+        repository: The store and its run.
+        demote_policy: Which checkpoints are kept as they are.
+        policy: Threads and memory.
+        is_strict: Raise if training does not make a checkpoint again, instead of keeping it.
+        train_until: The user's training code.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        demote_policy: DemotePolicy,
+        policy: Policy,
+        *,
+        is_strict: bool,
+        train_until: TrainUntil,
+    ) -> None:
+        # Not even by name is the newest checkpoint put into this form.
+        super().__init__(repository, demote_policy, policy, is_named=False)
+        self._is_strict = is_strict
+        self._train_until = train_until
+
+    def _code_and_replace(self, entry: DemoteEntry, previous: ManifestName | None, intent: str) -> DemoteEntry:
+        repository = self._repository
+        manifest = load_whole(repository, resolve(repository, f"seq:{entry.seq}"))
+        if manifest.losses or is_in_replay_form(manifest.tree):
+            return replace(entry, action="keep", reason="another process has already demoted it")
+        base = choose_base(repository, manifest)
+        if base is None and self._is_strict:
+            raise no_base_error(repository, manifest)
+        if base is None:
+            return replace(entry, action="keep", reason=_NO_BASE)
+        request = RestoreRequest(into=None, only=None, device=None, exact=True, on_progress=None)
+        try:
+            form = form_of_stored(repository, self._policy, manifest, base)
+            reproduce(repository, self._policy, (manifest, form), request, self._train_until)
+        except (ReplayError, UnsupportedError) as error:
+            if self._is_strict:
+                raise
+            self.warnings.append(f"step {entry.step}: {error.what}")
+            _log.warning("step %d: %s", entry.step, error)
+            return replace(entry, action="keep", reason=error.what, is_final=True)
+        if reason := self._reason_to_stay(entry):
+            # The newer checkpoints may have been deleted during training.
+            return replace(entry, action="keep", reason=reason)
+        self._publish(manifest, in_replay_form(manifest, form), (), intent)
+        return replace(entry, form=_form_from(base), stored_after=0, is_done=True)
+
+
+def _demoter(
+    repository: Repository,
+    demote_policy: DemotePolicy,
+    policy: Policy,
+    *,
+    is_named: bool,
+    train_until: TrainUntil | None,
+) -> _Demoter:
+    if train_until is None or demote_policy.form == "lossy":
+        return _Demoter(repository, demote_policy, policy, is_named=is_named)
+    return _ReplayDemoter(repository, demote_policy, policy, is_strict=is_named, train_until=train_until)
 
 
 def _hops_of(manifest: Manifest) -> int:

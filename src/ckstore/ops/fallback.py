@@ -15,6 +15,7 @@ from ckstore.config import Policy
 from ckstore.errors import BackendError, CkstoreError, CorruptError, UsageError
 from ckstore.format.manifest import Manifest
 from ckstore.format.paths import ManifestName
+from ckstore.format.tree import is_in_replay_form
 from ckstore.ops.verify import verify
 from ckstore.restore.restore import Restored, RestoreRequest, restore_manifest
 from ckstore.store.chunk_index import LOST_TIER
@@ -88,7 +89,7 @@ def fallback_candidates(repository: Repository, damaged: int | None, error: Ckst
         except CkstoreError as problem:
             _log.warning("seq %d (step %d) was skipped: %s", name.seq, name.step, problem)
             continue
-        is_lost = any(pack.tier == LOST_TIER for pack in manifest.packs)
+        is_lost = any(pack.tier == LOST_TIER for pack in manifest.packs) or is_in_replay_form(manifest.tree)
         if not (manifest.header.is_archival or is_lost or _needs(manifest, place)):
             yield manifest
 

@@ -30,7 +30,13 @@ from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
 from ckstore.ops.gc.policy import Retention, span_words
 from ckstore.ops.gc.run import GcLimits, collect_store, collection_obstacle
-from ckstore.ops.stored_policies import policy_of_rules, rules_of, stored_demotion, stored_trash_seconds
+from ckstore.ops.stored_policies import (
+    policy_of_rules,
+    require_lossy,
+    rules_of,
+    stored_demotion,
+    stored_trash_seconds,
+)
 from ckstore.processes import start_python
 from ckstore.store.repository import Repository
 from ckstore.store.store_config import read_store_record
@@ -268,6 +274,8 @@ class AutomaticDemotion(AfterCommits):
                 where=repository.backend.root,
                 todo="open the store without demotion=, and run `ckstore demote` when no trainer runs",
             )
+        if isinstance(wanted, DemotePolicy):
+            require_lossy(wanted)
         self._wanted = wanted
         self._policy = policy
         self._tried: set[int] = set()
@@ -317,6 +325,7 @@ def _demoted(repository: Repository, wanted: DemotePolicy | None, policy: Policy
     """Demote, and return the seqs that cannot be demoted by this policy."""
     if wanted is None:
         return []
+    require_lossy(wanted)
     from ckstore.ops.demote import demote
 
     report = demote(repository, wanted, policy, passed_over=tried, dry_run=False)

@@ -77,7 +77,9 @@ def set_stored_trash_seconds(repository: Repository, seconds: float | None) -> N
     change_config(repository.backend, change)
 
 
-_RULES = tuple(field.name for field in dataclasses.fields(DemotePolicy))
+_FORM = "form"
+_RULES = tuple(field.name for field in dataclasses.fields(DemotePolicy) if field.name != _FORM)
+"""Rules that can be stored. Replay form needs training code, which is given when a demotion runs."""
 _FIDELITY = "fidelity"
 _KEY = "demotion"
 
@@ -99,7 +101,7 @@ def policy_of_rules(rules: Mapping[str, Any], *, where: object = None) -> Demote
     """
     given: dict[str, Any] = {}
     for name, value in rules.items():
-        if name not in _RULES:
+        if name not in (*_RULES, _FORM):
             near = difflib.get_close_matches(str(name), _RULES, n=1, cutoff=0.0)
             raise UsageError(
                 f"{str(name)[:80]!r} is not a demotion rule", where=where, todo=f"did you mean {near[0]!r}?"
@@ -134,6 +136,20 @@ def demotion_given(policy: object) -> DemotePolicy | None:
     )
 
 
+def require_lossy(policy: DemotePolicy) -> None:
+    """Refuse replay form where no training code can be run.
+
+    Raises:
+        UsageError: The policy is for replay form.
+    """
+    if policy.form != "lossy":
+        raise UsageError(
+            "automatic demotion has no training code, which replay form needs",
+            where=f"DemotePolicy(form={policy.form!r})",
+            todo="run `ckstore demote --to replay --replay SCRIPT`, or call demote(replay=...)",
+        )
+
+
 def stored_demotion(repository: Repository) -> DemotePolicy | None:
     """Return the demotion policy in ``config.json``; None if there is none.
 
@@ -151,7 +167,13 @@ def stored_demotion(repository: Repository) -> DemotePolicy | None:
 
 
 def set_stored_demotion(repository: Repository, policy: DemotePolicy | None) -> None:
-    """Write the demotion policy into ``config.json``, durably; None removes it."""
+    """Write the demotion policy into ``config.json``, durably; None removes it.
+
+    Raises:
+        UsageError: It is for replay form.
+    """
+    if policy is not None:
+        require_lossy(policy)
     rules = None if policy is None else rules_of(policy)
 
     def change(record: ConfigRecord) -> ConfigRecord:

@@ -34,12 +34,14 @@ from ckstore.errors import (
 from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, FileRecord, HomeRecord, OwnerRecord, decode_record
+from ckstore.format.replay_form import replay_form_of
 from ckstore.io.backend import Ageing
 from ckstore.io.remote import is_bucket_address
 from ckstore.ops.verify_journals import JournalAudit, journal_audits
 from ckstore.ops.verify_packs import Audit, ChainAudit, PackAudit
 from ckstore.store.damage import Damage, Report, Uses, label_of
 from ckstore.store.manifests import Manifests, missing_sentence
+from ckstore.store.replay_bases import find_base
 from ckstore.store.repository import Repository
 from ckstore.store.tags import Tags
 
@@ -253,6 +255,7 @@ def _check_manifest(manifests: Manifests, name: ManifestName, uses: Uses, report
     where = manifests.backend.location_of(manifests.path_of(name))
     try:
         manifest = manifests.load(name)
+        form = replay_form_of(manifest, where)
     except FileNotFoundError:
         # It was deleted or replaced meanwhile.
         return
@@ -261,3 +264,6 @@ def _check_manifest(manifests: Manifests, name: ManifestName, uses: Uses, report
         return
     report.checkpoint_count += 1
     uses.add(name, manifest)
+    if form is not None and find_base(manifests, form.base) is None:
+        what = f"step {form.base.step} (seq {form.base.seq}), from which a checkpoint in replay form begins, is missing"
+        report.damage.append(Damage(what, where, (label_of(name),)))

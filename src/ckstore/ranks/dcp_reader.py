@@ -50,6 +50,7 @@ from ckstore.results import Info
 from ckstore.state.placement import prepare_restore
 from ckstore.state.torch_adapter import DTYPES, TorchAdapter
 from ckstore.store.refs import Reference, load_whole, newest_whole, resolve
+from ckstore.store.replay_bases import require_stored
 from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
@@ -80,6 +81,7 @@ class _Contents:
     @classmethod
     def of(cls, manifest: Manifest, rank: RankPlace) -> _Contents:
         check_tree(manifest.tree, len(manifest.tensors))
+        require_stored(manifest, f"step {manifest.header.step}")
         facts, plain = facts_of(manifest.tree), plain_manifest(manifest)
         # A value of each rank that a user committed again is the same value in any world.
         own = OwnValues(world_of(manifest.tree) or World(rank.world, b""), rank, leaves_missing=True)

@@ -46,6 +46,7 @@ from ckstore.store.damage import require_complete
 from ckstore.store.memory_budget import read_buffer_nbytes
 from ckstore.store.pack_reader import distant_packs
 from ckstore.store.refs import Reference, load_whole, newest_whole, resolve
+from ckstore.store.replay_bases import require_stored
 from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class RestoreRequest:
     """This process's place among the ranks of a job; None: it is the only one."""
     sharing: ChunkSharing | None = None
     """How the ranks of a host read together; None: each reads alone."""
+    train_until: Callable[[Any, int], Any] | None = None
+    """The user's training code, for a checkpoint in replay form; see ``ops/replay_form.py``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +80,13 @@ class Restored:
         state: The state.
         manifest: The checkpoint; only the requested leaves where ``only`` was given.
         warnings: Why newer checkpoints were skipped, and what did not fit exactly.
+        base: What the next commit is coded against, if that is another checkpoint.
     """
 
     state: Any
     manifest: Manifest
     warnings: tuple[str, ...]
+    base: Manifest | None = None
 
 
 def restore_reference(
@@ -129,6 +134,7 @@ def restore_manifest(
     Raises:
         CkstoreError: As for ``Store.restore``.
     """
+    require_stored(manifest, repository.backend.root)
     if request.exact:
         require_exact(manifest.header, repository.backend.root)
     plain = plain_manifest(manifest)

@@ -78,6 +78,8 @@ class Report:
     """When the store was copied here, if packs are torn and file times show that it is a copy."""
     unreachable: list[Damage] = field(default_factory=list)
     """Tiers that checkpoints need and that cannot be reached. Their content is unknown."""
+    replayed: str = ""
+    """What training has made again, in a sentence; empty if no training code was given."""
     segment_count: int = 0
     """Segments of journals."""
     point_count: int = 0

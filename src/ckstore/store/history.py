@@ -14,6 +14,7 @@ Invariants:
   older.
 - The checkpoint that becomes the newest through a drop is not being demoted: a demotion checks after its intent, too.
 - The keyframe of the newest point of a journal is not dropped. A writer that continues a point checks intents, too.
+- The base of a checkpoint in replay form is not dropped before that checkpoint is.
 - A drop mark is permanent. A marked checkpoint that a crash left in place is moved by the next collection.
 - An undeleted checkpoint is published like a commit: claim, link, then check its packs, also in the trash.
 - Undelete needs no lease. A claim makes a seq exclusive, a generation's name makes a replacement exclusive, and a
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -39,16 +40,19 @@ from ckstore.errors import (
     counted,
     is_disk_full,
 )
+from ckstore.format.header import ManifestHeader
 from ckstore.format.location import PackTable, decode_pack_table
 from ckstore.format.logical import EXACT_FIDELITY
 from ckstore.format.manifest import Manifest, decode_manifest, republished
 from ckstore.format.paths import ManifestName
+from ckstore.format.tree import is_in_replay_form
 from ckstore.io.backend import for_each_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.journal_needs import needed_keyframes, put_back_points_of
 from ckstore.store.points import require_checkpoint
 from ckstore.store.reachability import UNREADABLE
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
+from ckstore.store.replay_bases import ReplayEntries, require_stored
 from ckstore.store.repository import Repository, finish_replacement
 from ckstore.store.trash import TrashedManifest
 
@@ -177,15 +181,37 @@ def _drop_batch(
                 done.spared[name] = spared_steps[name.step]
             else:
                 to_drop.append(name)
+        replayed = ReplayEntries(repository)
+        for name, reason in _bases_that_stay(replayed, to_drop).items():
+            done.spared[name] = spared_steps[name.step] = reason
+            to_drop.remove(name)
         if to_drop:
             paths = {name.seq: intent for name, intent in zip(batch, intents, strict=True)}
-            repository.manifests.mark_dropped({name.seq: paths[name.seq] for name in to_drop})
+            _mark(repository, {name.seq: paths[name.seq] for name in to_drop}, replayed.seqs)
             repository.manifests.move_to_trash(frozenset(name.seq for name in to_drop))
             done.names += to_drop
     finally:
         # The next collection removes an intent that stays, once this process has ended.
         with contextlib.suppress(CkstoreError):
             for_each_concurrent(repository.backend, repository.tags.retract, intents)
+
+
+def _bases_that_stay(replayed: ReplayEntries, to_drop: Collection[ManifestName]) -> dict[ManifestName, str]:
+    """Return those that checkpoints in replay form need which are not dropped with them, and why."""
+    stay: dict[ManifestName, str] = {}
+    while True:
+        needed = replayed.needed({name.seq for name in to_drop if name not in stay})
+        found = {name: needed[name.seq] for name in to_drop if name.seq in needed and name not in stay}
+        if not found:
+            return stay
+        stay |= found
+
+
+def _mark(repository: Repository, intents: Mapping[int, str], replayed: Collection[int]) -> None:
+    """Create drop marks, those of checkpoints in replay form before those of their bases."""
+    for chosen in (intents.keys() & replayed, intents.keys() - replayed):
+        if chosen:
+            repository.manifests.mark_dropped({seq: intents[seq] for seq in sorted(chosen)})
 
 
 def tag(repository: Repository, name: str, reference: Reference) -> ManifestName:
@@ -230,6 +256,7 @@ def rewind(repository: Repository, reference: Reference) -> Manifest:
     repository.prepare_run()
     repository.lease.take()
     entry = load_whole(repository, resolve(repository, reference))
+    require_stored(entry, repository.backend.root, what="published again")
     repository.lease.check()
     seq = repository.manifests.claim(repository.seq_next())
     repository.note_seq(seq)
@@ -298,14 +325,8 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
                 where=repository.backend.root,
                 todo="try again when that has ended",
             )
-        needed = needed_keyframes(repository)
-        for name in names:
-            if name.seq in needed:
-                raise ConflictError(
-                    f"seq {name.seq} (step {name.step}) is a keyframe: {needed[name.seq]}",
-                    where=repository.backend.root,
-                    todo="commit a newer checkpoint with `commit`, or rewind to an older one, then delete it",
-                )
+        _require_unneeded(repository, names)
+        # One after another: of one step, an older entry is marked before a newer one.
         for name, intent in zip(names, intents, strict=True):
             repository.manifests.mark_dropped({name.seq: intent})
         repository.manifests.move_to_trash(frozenset(name.seq for name in names))
@@ -313,6 +334,29 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
         for intent in intents:
             repository.tags.retract(intent)
     return Deleted(tuple(name.seq for name in names), tuple(sorted({name.step for name in names})))
+
+
+def _require_unneeded(repository: Repository, names: Sequence[ManifestName]) -> None:
+    """Refuse to delete what the journal, or a checkpoint in replay form, needs. Call it after the intents are durable.
+
+    Raises:
+        ConflictError: One of them is needed.
+    """
+    needed = needed_keyframes(repository)
+    bases = ReplayEntries(repository).needed({name.seq for name in names})
+    for name in names:
+        if name.seq in needed:
+            raise ConflictError(
+                f"seq {name.seq} (step {name.step}) is a keyframe: {needed[name.seq]}",
+                where=repository.backend.root,
+                todo="commit a newer checkpoint with `commit`, or rewind to an older one, then delete it",
+            )
+        if name.seq in bases:
+            raise ConflictError(
+                f"seq {name.seq} (step {name.step}) is needed: {bases[name.seq]}",
+                where=repository.backend.root,
+                todo="delete that one first, or restore it with replay= and commit it",
+            )
 
 
 TrashKind = Literal["dropped", "demoted", "made exact", "pushed", "pulled", "rewritten", "replaced", "stray"]
@@ -352,16 +396,19 @@ def exact_in_trash(repository: Repository) -> list[TrashedManifest]:
 
 
 def is_exact_form(repository: Repository, trashed: TrashedManifest, in_place: ManifestName) -> bool:
-    """Whether a manifest in the trash is the exact form of a lossy checkpoint in place."""
+    """Whether a manifest in the trash is the exact form of a demoted checkpoint in place."""
     if trashed.name.generation >= in_place.generation:
         return False
     try:
-        if repository.manifests.header(in_place).fidelity == EXACT_FIDELITY:
-            return False
+        header = repository.manifests.header(in_place)
     except (FileNotFoundError, *UNREADABLE):
         return False
+    if not _is_demoted(header):
+        return False
     table = table_of(repository, trashed)
-    return table is not None and table.header.fidelity == EXACT_FIDELITY
+    if table is None or _is_demoted(table.header):
+        return False
+    return header.fidelity != EXACT_FIDELITY or header.origin_id == table.header.checkpoint_id
 
 
 def find_in_trash(repository: Repository, reference: Reference) -> TrashedManifest:
@@ -454,7 +501,10 @@ def undelete(repository: Repository, trashed: TrashedManifest) -> Manifest:
     listing = manifests.listing()
     seqs: Iterable[int] = (name.seq for name in (*listing.names, *listing.lower))
     seq = manifests.claim(max([listing.claimed_max, *listing.dropped, *seqs]) + 1)
-    again = republished(entry, seq=seq, time_ns=repository.clock.now_ns(), is_archival=True)
+    # Names of files show which manifests may be in replay form: their generation is not 0.
+    generation = int(is_in_replay_form(entry.tree))
+    now_ns = repository.clock.now_ns()
+    again = republished(entry, seq=seq, time_ns=now_ns, is_archival=True, generation=generation)
     name = manifests.publish(again)
     gone = repository.rescue_packs(again.packs)
     if gone:
@@ -500,12 +550,16 @@ def kind_in_trash(repository: Repository, trashed: TrashedManifest) -> TrashKind
         return "replaced"
     if table is None:
         return "replaced"
-    if (table.header.fidelity == EXACT_FIDELITY) != (header.fidelity == EXACT_FIDELITY):
-        return "demoted" if table.header.fidelity == EXACT_FIDELITY else "made exact"
+    if _is_demoted(table.header) != _is_demoted(header):
+        return "demoted" if _is_demoted(header) else "made exact"
     before = set(table.tiers)
     if tiers != before:
         return "pulled" if LOCAL_TIER in tiers - before else "pushed"
     return "rewritten"
+
+
+def _is_demoted(header: ManifestHeader) -> bool:
+    return header.fidelity != EXACT_FIDELITY or header.may_be_in_replay_form
 
 
 def _emptied(trashed: TrashedManifest, where: str) -> NotFoundError:

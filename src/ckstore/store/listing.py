@@ -9,6 +9,7 @@ much as reading one file.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,9 +25,12 @@ from ckstore.io.url import backend_for
 from ckstore.results import HEADINGS, Info, cells_of
 from ckstore.store.manifests import missing_sentence
 from ckstore.store.points import Point, points_by_keyframe
-from ckstore.store.refs import header_or_none, tiers_of
+from ckstore.store.refs import header_or_none, headers_newest_first, tiers_of, tiers_of_each
+from ckstore.store.replay_bases import info_with_form
 from ckstore.store.repository import Repository
 from ckstore.store.store_config import read_store_record
+
+_log = logging.getLogger("ckstore")
 
 
 def manifests_in(backend: Backend) -> set[ManifestName]:
@@ -200,6 +204,19 @@ def log_of_run(repository: Repository, *, limit: int | None = None, skips_archiv
     return RunLog(repository.run, len(names), tuple(entries), *problems, missing, all_tags)
 
 
+def infos_of_run(repository: Repository) -> Iterator[Info]:
+    """Yield every entry of the run, newest first. Damaged and missing entries are left out, with a warning."""
+    manifests, by_seq = repository.manifests, dict[int, list[str]]()
+    for name, record in repository.tags.all().items():
+        by_seq.setdefault(record.seq, []).append(name)
+    headers = headers_newest_first(manifests)
+    if missing := manifests.listing().missing:
+        _log.warning("%s", missing_sentence(repository.run, missing))
+    for header, tiers in zip(headers, tiers_of_each(manifests, headers), strict=True):
+        info = Info.of(header, tags=sorted(by_seq.get(header.seq, ())), tiers=tiers)
+        yield info_with_form(manifests, header, info)
+
+
 HTML_ROWS = 10
 """Checkpoints in the table of ``table_of_newest``."""
 
@@ -223,6 +240,7 @@ def _entry(repository: Repository, name: ManifestName, tags: dict[int, list[str]
         if header is None:
             return None
         info = Info.of(header, tags=sorted(tags.get(header.seq, ())), tiers=tiers_of(repository.manifests, header))
+        info = info_with_form(repository.manifests, header, info)
     except UNREADABLE as error:
         damage, refused = ("", str(error)) if is_refused(error) else (str(error), "")
         return Entry(name.seq, name.step, None, damage, refused)

@@ -28,6 +28,7 @@ from ckstore.errors import (
 )
 from ckstore.format.header import ManifestHeader
 from ckstore.format.paths import ManifestName
+from ckstore.format.tree import is_in_replay_form
 from ckstore.io.backend import map_concurrent
 from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.manifests import DroppedError, Manifests, missing_sentence, no_checkpoint_error
@@ -214,9 +215,17 @@ def _names(repository: Repository) -> tuple[ManifestName, ...]:
 def _latest(repository: Repository) -> ManifestName:
     for name in reversed(_names(repository)):
         header = header_or_none(repository.manifests, name)
-        if header is not None and not header.is_archival:
+        if header is not None and not header.is_archival and not _is_in_replay_form(repository.manifests, header):
             return ManifestName(repository.run, header.seq, header.step, header.generation)
     raise no_checkpoint_error(repository.run, repository.backend.root)
+
+
+def _is_in_replay_form(manifests: Manifests, header: ManifestHeader) -> bool:
+    """Return whether a checkpoint has no bytes of tensors, so that it is not the newest one that can be resumed."""
+    try:
+        return header.may_be_in_replay_form and is_in_replay_form(manifests.load(header.name).tree)
+    except FileNotFoundError:
+        return False
 
 
 def _by_step(repository: Repository, step: int) -> ManifestName:
@@ -400,6 +409,9 @@ def newest_whole(repository: Repository) -> tuple[Manifest, list[str]]:
             skipped.append(f"seq {name.seq} (step {name.step}) was skipped: {error}")
             continue
         if manifest.header.is_archival:
+            continue
+        if is_in_replay_form(manifest.tree):
+            skipped.append(f"seq {name.seq} (step {name.step}) was skipped: it is in replay form")
             continue
         if any(pack.tier == LOST_TIER for pack in manifest.packs):
             skipped.append(f"seq {name.seq} (step {name.step}) was skipped: some of its tensors are lost")

@@ -32,6 +32,7 @@ from ckstore.errors import (
 from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.format.records import StoreRecord
+from ckstore.format.tree import is_in_replay_form
 from ckstore.hashing import PackId
 from ckstore.io.backend import Ageing, Backend, Distant, Probing
 from ckstore.store.chunk_index import LOCAL_TIER, ChunkIndex
@@ -375,6 +376,13 @@ def finish_replacement(
         raise DroppedError(
             f"seq {header.seq} was deleted while its manifest was replaced", where=repository.backend.root
         )
+    if problem := base_problem(repository, manifest):
+        _withdraw(repository, name)
+        raise ConflictError(
+            f"seq {header.seq} was put in replay form, and {problem}; the replacement was withdrawn",
+            where=repository.backend.root,
+            todo="try again: it stays as it was",
+        )
     if intent is not None:
         # If the intent is still in place after publishing, every accepted tag was set after that.
         try:
@@ -383,6 +391,27 @@ def finish_replacement(
             _withdraw(repository, name)
             raise
     manifests.move_lower_to_trash(name)
+
+
+def base_problem(repository: Repository, manifest: Manifest) -> str:
+    """Return why a manifest in replay form must not replace the exact one now; empty for every other manifest.
+
+    Call this after it was published: a process that drops or demotes its base either sees it, or its intent is seen.
+    """
+    if not is_in_replay_form(manifest.tree):
+        return ""
+    from ckstore.format.replay_form import replay_form_of
+
+    form = replay_form_of(manifest)
+    assert form is not None
+    base = next((name for name in repository.manifests.listing().names if name.seq == form.base.seq), None)
+    try:
+        is_same = base is not None and repository.manifests.header(base).checkpoint_id == form.base.checkpoint_id
+    except (FileNotFoundError, CorruptError):
+        is_same = False
+    if not is_same or repository.tags.intents_on(form.base.seq):
+        return f"seq {form.base.seq} (step {form.base.step}), from which it begins, is being changed or deleted"
+    return ""
 
 
 def _withdraw(repository: Repository, name: ManifestName) -> None:
@@ -422,6 +451,8 @@ def finish_interrupted_replacements(repository: Repository, unreachable: dict[st
                 raise
             unreachable |= dict.fromkeys(tiers, str(error))
             continue
-        if not lost:
+        if not lost and base_problem(repository, manifest):
+            _withdraw(repository, name)
+        elif not lost:
             count += repository.manifests.move_lower_to_trash(name)
     return count

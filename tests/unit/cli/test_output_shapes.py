@@ -66,7 +66,7 @@ JSON = {
     "verify": (
         "path level is_clean checkpoint_count pack_count frame_count bytes_read packs_elsewhere "
         "files_torn copied_ns seconds damage[what where checkpoints[] tensors[]] refused[] "
-        "unreachable[] segment_count point_count notes[]"
+        "unreachable[] segment_count point_count notes[] replayed"
     ),
     "restore": "seq step checkpoint_id run file nbytes seconds notes()",
     "export": "seq step checkpoint_id run file tensor_count nbytes seconds shared(*) left_out(* note)",
@@ -91,9 +91,9 @@ JSON = {
         "stored_after read_before read_after is_done]"
     ),
     "demote --dry-run": (
-        "run is_dry_run fidelity packs_before packs_after bytes_written seconds warnings[] "
+        "run is_dry_run form fidelity packs_before packs_after bytes_written seconds warnings[] "
         "checkpoints[seq step action reason fidelity bytes_state stored_before stored_after "
-        "worst_rel_rms is_done is_final]"
+        "worst_rel_rms is_done is_final form]"
     ),
     "repair": (
         "path is_dry_run is_clean is_identity_made checkpoints[run seq step action reason "

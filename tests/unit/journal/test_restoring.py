@@ -22,10 +22,10 @@ from ckstore.format.records import SegmentRecord
 from ckstore.journal.blobs import BlobReader
 from ckstore.journal.drafting import draft_point
 from ckstore.journal.encoding import PointDraft, PointEncoder
-from ckstore.journal.environment import environment_of
 from ckstore.journal.recorder import StepRecorder
 from ckstore.journal.restoring import Replay, StoredPoint, restore_point
 from ckstore.state.capture import capture, loaded_adapters
+from ckstore.state.environment import environment_of
 from support.format_samples import STORE_ID
 
 LIMITS = Limits()

@@ -34,6 +34,7 @@ class Entry:
         is_partial: A repair has recorded that some of its tensors are lost.
         problem: Why it is incomplete; empty if it is complete.
         needed: Why points of the journal need it; empty if the newest ones do not.
+        base: The seq of the checkpoint that must stay with it, because it is in replay form; None: it is stored whole.
     """
 
     seq: int
@@ -45,6 +46,7 @@ class Entry:
     is_partial: bool = False
     problem: str = ""
     needed: str = ""
+    base: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def plan_run(
     run_entries.keep_always()
     for name, rule in _rules_of(policy):
         run_entries.apply(name, rule)
-    run_entries.keep_newer_of_kept_steps()
+    run_entries.keep_what_kept_ones_need()
     return RunPlan(run, rules, tuple(run_entries.verdicts()), notes=tuple(run_entries.notes(policy)))
 
 
@@ -159,7 +161,20 @@ class _RunEntries:
             else:
                 self._against[entry.seq].append(f"{name}: {why_not(entry)}")
 
-    def keep_newer_of_kept_steps(self) -> None:
+    def keep_what_kept_ones_need(self) -> None:
+        """Keep bases of kept entries in replay form, and newer entries of kept steps, until none is missing."""
+        kept_count = -1
+        while kept_count != (kept_count := sum(map(bool, self._for.values()))):
+            self._keep_newer_of_kept_steps()
+            self._keep_bases()
+
+    def _keep_bases(self) -> None:
+        """Keep the base of every kept entry in replay form."""
+        for entry in self.ordered:
+            if self._for[entry.seq] and entry.base in self._for and not self._for[entry.base]:
+                self._for[entry.base].append(f"step {entry.step}, which is kept in replay form, begins from it")
+
+    def _keep_newer_of_kept_steps(self) -> None:
         """Keep every entry that is newer than a kept entry of the same step."""
         oldest_kept: dict[int, int] = {}
         for entry in self.ordered:

@@ -42,6 +42,7 @@ from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.journal_needs import needed_keyframes
 from ckstore.store.lease import Lease
 from ckstore.store.reachability import MarkedManifest, Marker
+from ckstore.store.replay_bases import ReplayEntries
 from ckstore.store.repository import Repository
 from ckstore.store.reserve import fill_reserve, with_reserve
 from ckstore.store.tier_checks import Unproven, unproven_packs
@@ -261,7 +262,9 @@ def _segment_plan(
 def _run_plan(
     repository: Repository, facts: RunFacts, policy: Retention | None, now_ns: int, lost: frozenset[int]
 ) -> RunPlan:
-    needed = {} if policy is None or facts.blocked else needed_keyframes(repository.for_run(facts.run))
+    has_rules = policy is not None and not facts.blocked
+    needed = needed_keyframes(repository.for_run(facts.run)) if has_rules else {}
+    bases = ReplayEntries(repository.for_run(facts.run)).bases if has_rules else {}
     entries = [
         Entry(
             seq=marked.name.seq,
@@ -273,6 +276,7 @@ def _run_plan(
             is_partial=bool(lost) and not lost.isdisjoint(marked.packs),
             problem=facts.problem_of(marked.name),
             needed=needed.get(marked.name.seq, ""),
+            base=bases.get(marked.name.seq),
         )
         for marked in facts.highest
     ]

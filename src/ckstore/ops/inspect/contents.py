@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ckstore.display import repr_of_summary
 from ckstore.format.manifest import Manifest
 from ckstore.format.many_ranks import World, plain_manifest, world_of
+from ckstore.format.replay_form import described, replay_form_of
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import TensorNode, format_path, leaves_of
 from ckstore.results import Info
@@ -108,6 +109,9 @@ class Contents:
 
 def contents_of(manifest: Manifest, info: Info) -> Contents:
     """Return the contents of a checkpoint."""
+    form = replay_form_of(manifest)
+    if form is not None:
+        manifest = described(manifest, form)
     world, manifest = world_of(manifest.tree), plain_manifest(manifest)
     own = {chunk.chunk_id for chunk in manifest.chunks}
     base_nbytes = sum(frame.frame_nbytes for frame in manifest.frames if frame.chunk_id not in own)

@@ -28,6 +28,7 @@ from ckstore.quant.error_stats import Distance, distance_of, floats_of
 from ckstore.results import Info
 from ckstore.state.tensors import HostStorage
 from ckstore.state.values import decode_plain
+from ckstore.store.replay_bases import require_stored
 from ckstore.store.repository import Repository
 
 Status = Literal["equal", "changed", "added", "removed", "other kind"]
@@ -141,6 +142,8 @@ def diff_of(
         NotFoundError: Nothing matches ``only``.
         CorruptError: Part of them is damaged.
     """
+    for manifest in manifests:
+        require_stored(manifest, repository.backend.root, what="compared")
     plain = plain_manifest(manifests[0]), plain_manifest(manifests[1])
     selection = None if only is None else Selection(only, *(manifest.tree for manifest in plain))
     chosen = [_leaves(manifest, selection) for manifest in plain]

@@ -31,6 +31,7 @@ from ckstore.ops.stored_checkpoint import StoredState, stored_state
 from ckstore.results import Info
 from ckstore.store.memory_budget import MEASURE
 from ckstore.store.pack_reader import open_pack
+from ckstore.store.replay_bases import require_stored
 from ckstore.store.repository import Repository
 
 CodingKind = Literal["plain", "coded", "delta", "rounded", "quantized"]
@@ -126,6 +127,7 @@ def coding_of(repository: Repository, manifest: Manifest, info: Info) -> Coding:
     Raises:
         CorruptError: A header is damaged, or a pack is missing.
     """
+    require_stored(manifest, repository.backend.root, what="measured")
     chunks = chunk_codings(repository, manifest)
     decisions = manifest.decisions
     tensors = tuple(
@@ -336,6 +338,7 @@ def stats_of(
     Raises:
         CorruptError: Part of it is damaged.
     """
+    require_stored(manifest, repository.backend.root, what="measured")
     codings = chunk_codings(repository, manifest)
     coding = coding_of(repository, manifest, info)
     bounds = _Measurement(repository, manifest, codings, is_exact, on_progress).run(policy)

@@ -37,6 +37,7 @@ from ckstore.ops.interop.stored_tensors import TensorReader, groups_of
 from ckstore.ops.interop.target_folder import WEIGHTS, TargetFolder, sync_file, write_synced
 from ckstore.ops.interop.weights import Weight, select_weights, shards_of, tied_names
 from ckstore.results import Info
+from ckstore.store.replay_bases import require_stored
 from ckstore.store.repository import Repository
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -103,6 +104,7 @@ def export_model_folder(
         CapacityError: The disk is full. The folder is unchanged.
         CkstoreError: As for ``Store.restore``.
     """
+    require_stored(manifest, repository.backend.root, what="exported")
     return _Export(repository, policy, plain_manifest(manifest), info, request).run()
 
 

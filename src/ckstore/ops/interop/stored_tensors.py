@@ -33,6 +33,7 @@ from ckstore.ops.interop.export import Exported, StoredTensor, TensorItem, expor
 from ckstore.ops.interop.weights import weight_of
 from ckstore.restore.restore import RestoreRequest, restore_manifest
 from ckstore.results import Info
+from ckstore.store.replay_bases import require_stored
 from ckstore.store.repository import Repository
 
 GROUP_NBYTES = 64 * MIB
@@ -63,6 +64,7 @@ def export_file(
         CapacityError: The disk is full. The file is unchanged.
         CkstoreError: As for ``Store.restore``.
     """
+    require_stored(manifest, repository.backend.root, what="exported")
     reader = TensorReader(repository, policy, plain_manifest(manifest))
     origin = {"checkpoint_id": info.checkpoint_id, "run": info.run, "step": str(info.step)}
     exported = export_safetensors(

@@ -142,3 +142,19 @@ def test_large_history_is_planned_quickly():
     policy = Retention(keep_last=3, keep_every=1000, keep_within="1h", keep_hourly=24, keep_best="loss:5")
     plan = plan_run("main", entries, policy, now_ns=NOW_NS)
     assert len(plan.verdicts) == 20_000
+
+
+def test_a_kept_entry_in_replay_form_keeps_its_base():
+    """Of entries that a base keeps because it is older and of the same step, the bases are kept, too."""
+    entries = [
+        Entry(seq, step, NOW_NS, base=base)
+        for seq, step, base in ((0, 1, None), (1, 2, None), (2, 2, 0), (3, 3, 1), (4, 4, None), (5, 5, 4), (6, 6, None))
+    ]
+    plan = plan_run("main", entries, Retention.of({"keep_every": 3}), now_ns=NOW_NS)
+    assert {verdict.seq for verdict in plan.kept} == {0, 1, 2, 3, 6}
+    reasons = reasons_of(plan)
+    assert reasons[1] == ("step 3, which is kept in replay form, begins from it",)
+    assert reasons[2] == ("seq 1, an older entry of this step, is kept",)
+    assert reasons[0] == ("step 2, which is kept in replay form, begins from it",)
+    plan = plan_run("main", entries, Retention.of({"keep_last": 1}), now_ns=NOW_NS)
+    assert {verdict.seq for verdict in plan.kept} == {6}

@@ -6,7 +6,7 @@ import torch
 
 from ckstore.format.journal import Segment, decode_segment, encode_segment
 from ckstore.format.records import SegmentRecord
-from ckstore.journal.environment import differences, environment_of
+from ckstore.state.environment import differences, environment_of
 from support.format_samples import STORE_ID
 
 
@@ -30,7 +30,7 @@ def test_only_facts_that_differ_are_named():
     now = {"torch": "2", "threads": "8"}
     assert differences({"torch": "2", "threads": "4", "host": "a"}, now) == "threads 4 then, 8 now"
     assert differences(now, now) == "then and now: torch 2; threads 8"
-    assert differences({}, now) == "the journal does not say where it was written"
+    assert differences({}, now) == "it is unknown where it was written"
 
 
 def test_the_facts_of_many_optimizers_fit_into_a_header():

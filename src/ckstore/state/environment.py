@@ -1,15 +1,15 @@
-"""Facts of a process that may change the result of an optimizer's step, as texts for people.
+"""Facts of a process that may change the result of a training step, as texts for people.
 
-A segment of a journal says them in its header. A replay that gives other bytes names those that differ.
+A segment of a journal says them in its header, and a checkpoint in replay form in its root. A replay that gives other
+bytes names those that differ.
 """
 
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 """Arguments of torch's optimizers that choose an implementation."""
@@ -19,21 +19,24 @@ _TEXT_LENGTH_MAX = 300
 
 
 def environment_of(optimizers: Sequence[Any]) -> dict[str, str]:
-    """Return the facts of this process.
+    """Return the facts of this process. Those about torch need that it is loaded.
 
     Args:
-        optimizers: The optimizers whose steps are recorded or replayed.
+        optimizers: The optimizers whose steps are recorded or replayed; none: the user's own code makes the steps.
     """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {"machine": platform.machine(), "python": platform.python_version()}
     parameters = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
     facts = {
-        "torch": torch.__version__,
-        "device": _joined(_device_name(parameter.device) for parameter in parameters),
+        "torch": str(torch.__version__),
+        "device": _joined(_device_name(torch, parameter.device) for parameter in parameters) or _device_in_use(torch),
         "machine": platform.machine(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "interop threads": str(torch.get_num_interop_threads()),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "float32 matmul precision": _matmul_precision(),
+        "float32 matmul precision": _matmul_precision(torch),
         "optimizers": _joined(_implementation_of(optimizer) for optimizer in optimizers),
     }
     return {name: text[:_TEXT_LENGTH_MAX] for name, text in facts.items() if text}
@@ -45,7 +48,7 @@ def differences(then: Mapping[str, str], now: Mapping[str, str]) -> str:
     if facts:
         return "; ".join(facts)
     known = [f"{name} {text}" for name, text in now.items() if name in then]
-    return f"then and now: {'; '.join(known)}" if known else "the journal does not say where it was written"
+    return f"then and now: {'; '.join(known)}" if known else "it is unknown where it was written"
 
 
 def _joined(texts: Iterable[str]) -> str:
@@ -53,16 +56,20 @@ def _joined(texts: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(texts))
 
 
-def _matmul_precision() -> str:
+def _matmul_precision(torch: Any) -> str:
     try:
-        return torch.get_float32_matmul_precision()
+        return str(torch.get_float32_matmul_precision())
     except RuntimeError:
         # torch refuses to answer after its older and its newer settings were mixed.
         return ""
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def _device_name(torch: Any, device: Any) -> str:
+    return str(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+
+
+def _device_in_use(torch: Any) -> str:
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_initialized() else "cpu"
 
 
 def _implementation_of(optimizer: Any) -> str:
