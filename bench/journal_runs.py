@@ -12,6 +12,7 @@ import torch
 from examples.train_gpt import GPT, Settings, Trainer
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.training import Arrays
 
@@ -76,11 +77,28 @@ class Experts(nn.Module):
         """Transform a batch of sequences (batch, time, width)."""
         shares = self.router(x.mean(1)).softmax(-1)
         chosen = shares.argmax(-1)
-        made = []
-        for row, expert in enumerate(chosen.tolist()):
-            hidden = functional.gelu(x[row] @ self.up[expert])
-            made.append(hidden @ self.down[expert] * shares[row, expert])
-        return x + torch.stack(made).to(x.dtype)
+        made = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            rows = (chosen == expert).nonzero().flatten()
+            hidden = functional.gelu(x[rows] @ self.up[expert])
+            found = hidden @ self.down[expert] * shares[rows, expert].view(-1, 1, 1)
+            made = made.index_copy(0, rows, found.to(x.dtype))
+        return x + made
+
+
+class RoundedProducts(TorchDispatchMode):
+    """Compute products of bf16 matrices in fp32, and round them once, as GPUs do.
+
+    torch's own kernel takes 20 times as long on processors without instructions for bf16.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call an operator of torch."""
+        if func is torch.ops.aten.mm.default and args[0].dtype == torch.bfloat16:
+            return torch.mm(args[0].float(), args[1].float()).bfloat16()
+        return func(*args, **(kwargs or {}))
 
 
 class Seen(NamedTuple):
@@ -147,10 +165,10 @@ class JournaledRun:
 
         for _ in range(self.kind.micro_count):
             tokens, targets = self._data._next_batch()
-            precision = torch.autocast("cpu", torch.bfloat16) if self.kind.is_bf16 else contextlib.nullcontext()
-            with precision:
-                loss = self.model(tokens, targets)
-            (loss / self.kind.micro_count).backward()
+            with RoundedProducts() if self.kind.is_bf16 else contextlib.nullcontext():
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.kind.is_bf16):
+                    loss = self.model(tokens, targets)
+                (loss / self.kind.micro_count).backward()
         self.on_gradients()
         if self.kind.clip is not None:
             ckstore.clip_grad_norm_(self.model.parameters(), self.kind.clip)
