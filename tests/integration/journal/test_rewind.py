@@ -9,6 +9,7 @@ import pytest
 import ckstore
 from ckstore.cli.main import run as run_command
 from ckstore.errors import ConflictError, UsageError
+from ckstore.store import points
 from support.journaled_training import JournaledTraining, bits
 
 
@@ -99,7 +100,8 @@ def test_a_rewind_to_a_point_survives_a_collection(place):
         assert bits(store.restore()) == old.expected[2]
 
 
-def test_a_rewind_while_another_process_trains_is_a_conflict(place):
+def test_a_rewind_while_another_process_trains_is_a_conflict(place, monkeypatch):
+    monkeypatch.setattr(points, "WRITER_SECONDS", 0.1)
     trained(place)
     training = JournaledTraining()
     with ckstore.open(place, create=False) as trainer, ckstore.open(place, create=False) as store:
@@ -109,6 +111,7 @@ def test_a_rewind_while_another_process_trains_is_a_conflict(place):
         with pytest.raises(ConflictError):
             store.rewind(2)
         assert bits(trainer.restore()) == training.expected[7]
+        trainer.commit(training.state, 8)
 
 
 def test_the_command_line_rewinds_to_points_and_does_not_delete_them(place, capsys):
