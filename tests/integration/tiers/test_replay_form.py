@@ -49,11 +49,11 @@ def test_a_store_in_a_bucket(address):
 def test_a_base_in_a_tier_and_a_mirror(tmp_path):
     with filled(tmp_path / "store") as store:
         store.demote(2, replay=train_until)
-        report = store.push(tmp_path / "attic", keep_local=1)
+        report = store.push(str(tmp_path / "attic"), keep_local=1)
         assert [(entry.step, entry.action) for entry in report.entries] == [(1, "push"), (2, "keep"), (3, "keep")]
         store.gc(min_age=0, trash_for=0)
         assert_made_again(store)
-        store.mirror(tmp_path / "mirror")
+        store.mirror(str(tmp_path / "mirror"))
         store.repack()
         assert_made_again(store)
         assert store.verify("decode", remote=True).is_clean
