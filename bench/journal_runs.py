@@ -98,6 +98,8 @@ class RoundedProducts(TorchDispatchMode):
         """Call an operator of torch."""
         if func is torch.ops.aten.mm.default and args[0].dtype == torch.bfloat16:
             return torch.mm(args[0].float(), args[1].float()).bfloat16()
+        if func is torch.ops.aten.addmm.default and args[0].dtype == torch.bfloat16:
+            return torch.addmm(*(each.float() for each in args), **(kwargs or {})).bfloat16()
         return func(*args, **(kwargs or {}))
 
 
@@ -175,8 +177,11 @@ class JournaledRun:
 
     def update(self) -> None:
         """Take the steps of the optimizers."""
-        for optimizer in self.optimizers:
-            optimizer.step()
+        # Muon computes products of bf16 matrices. A replay would do that without this mode.
+        is_rounded = self.kind.is_bf16 and self.kind.optimizer == "Muon"
+        with RoundedProducts() if is_rounded else contextlib.nullcontext():
+            for optimizer in self.optimizers:
+                optimizer.step()
         self.step_done += 1
 
     def zero_grad(self) -> None:
