@@ -28,6 +28,7 @@ TREE = {
     "BoundError": ("CkstoreError", "bound", 16),
     "SaverError": ("CkstoreError", "saver", 17),
     "RankError": ("CkstoreError", "rank", 18),
+    "ReplayError": ("CkstoreError", "replay", 19),
     "UsageError": ("CkstoreError", "usage", 2),
     "LeafTypeError": ("UsageError", "leaf-type", 2),
 }

@@ -143,10 +143,11 @@ def rewind(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Make an older checkpoint, or a point of a journal, the newest again.
+    """Make an older checkpoint the newest again.
 
-    Training then resumes from it. A checkpoint is published again under a new seq, without copying data. The newer
-    checkpoints and points stay in the history. Refused while a trainer is writing to this run.
+    Training then resumes from it. REF may also be a point of a journal. A checkpoint is published again under a new
+    seq, without copying data. The newer checkpoints and points stay in the history. Refused while a trainer is writing
+    to this run.
     """
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         before = store.info(ref)

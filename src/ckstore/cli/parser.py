@@ -156,7 +156,8 @@ REF names a checkpoint: a step (3000), a tag, latest, best:METRIC[:min|max], seq
 
 Exit codes: 0 done; 1 unexpected error, or declined; 2 wrong usage; 3 imported in part; 4 the newest checkpoint is too
 old for `status --max-age`; 10 not found; 11 conflict; 12 damage found; 13 not supported here; 14 disk or memory full;
-15 disk or server failed; 16 a bound is not met; 17 the saver died; 130 interrupted.
+15 disk or server failed; 16 a bound is not met; 17 the saver died; 18 a rank of the job failed; 19 a replay made
+other bytes; 130 interrupted.
 """
 
 

@@ -177,8 +177,8 @@ def demote(
     \b
     near       for resuming: about 50 times smaller than the state
     small      for history and evaluation: about 100 times smaller
-    replay     --to replay: no bytes of tensors, and still exact. Training must give the
-               same bits now, and again for each restore; see --replay
+    replay     --to replay: no bytes of tensors, and still exact. Training must
+               give the same bits now, and again for each restore; see --replay
     rms error  largest of any tensor, relative to the RMS of its values
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     rules = _rules_of(save_policy, fidelity=fidelity, keep_newest=keep_newest, keep_every=keep_every)

@@ -92,6 +92,7 @@ def test_demote_matches_its_dry_run(call, aged):
         *(
             "run",
             "is_dry_run",
+            "form",
             "fidelity",
             "packs_before",
             "packs_after",
@@ -104,7 +105,7 @@ def test_demote_matches_its_dry_run(call, aged):
     assert [entry["action"] for entry in planned["checkpoints"]] == [entry["action"] for entry in done["checkpoints"]]
     assert [entry["seq"] for entry in done["checkpoints"] if entry["is_done"]] == [4, 2, 1]
     assert set(done["checkpoints"][0]) == {
-        *("seq", "step", "action", "reason", "fidelity", "bytes_state", "stored_before", "stored_after"),
+        *("seq", "step", "action", "reason", "form", "fidelity", "bytes_state", "stored_before", "stored_after"),
         *("worst_rel_rms", "is_done", "is_final"),
     }
     with ckstore.open(aged) as store:
