@@ -130,9 +130,7 @@ Every = Annotated[
         "--keep-every", min=0, metavar="M", help="Seqs that are multiples of M stay exact; 0: none. [default: 10]"
     ),
 ]
-To = Annotated[
-    str, typer.Option("--to", metavar="FORM", help="lossy, or replay: without bytes; see above. [default: lossy]")
-]
+To = Annotated[str, typer.Option("--to", metavar="FORM", help="lossy, or replay: without bytes; see above.")]
 Replay = Annotated[
     str | None,
     typer.Option("--replay", metavar="SCRIPT", help="For --to replay: a Python file with train_until(state, step)."),

@@ -29,6 +29,10 @@ ones may have lost bits as subnormal numbers."""
 ROWS_MIN = 1 / 16
 """Zero rows are left out if they are at least this part of all rows."""
 
+PIECE_COUNT = 32 * 1024
+"""Elements that are narrowed and widened at a time, so that what is computed on the way stays in the cache."""
+_FIRST_COUNT = 16
+"""Elements of each row that are looked at first: most rows have one there that is not zero."""
 _ULPS = 2
 """Neighbours of g / b, to either side, that are tried. b is in [1, 2), so the interval of f has at most this many."""
 
@@ -67,20 +71,22 @@ def form_of(gradient: NDArray[np.generic], factors: Iterable[np.float32] = ()) -
     if gradient.dtype != np.float32 or not values.size:
         return Form("plain", None, rows, values)
     numbers = np.ascontiguousarray(values).view(np.float32)
-    sample = _sample_of(numbers)
-    for kind, factor in _candidates(sample, factors):
-        # The sample rules out nearly all that fail.
-        if _narrowed(sample, kind, factor) is not None:
+    for kind, factor in _candidates(numbers, factors):
+        # The first elements rule out nearly all that fail.
+        if _narrowed(numbers[:SAMPLE_COUNT], kind, factor) is not None:
             narrow = _narrowed(numbers, kind, factor)
             if narrow is not None:
                 return Form(kind, factor, rows, narrow)
     return Form("plain", None, rows, values)
 
 
-def _candidates(sample: NDArray[np.float32], factors: Iterable[np.float32]) -> Iterator[tuple[Kind, np.float32 | None]]:
+def _candidates(
+    numbers: NDArray[np.float32], factors: Iterable[np.float32]
+) -> Iterator[tuple[Kind, np.float32 | None]]:
     for factor in (None, *factors):
         for kind in _MANTISSA_BITS:
             yield kind, factor
+    sample = _sample_of(numbers)
     for kind in _MANTISSA_BITS:
         for found in factors_of(sample, kind):
             yield kind, found
@@ -94,7 +100,12 @@ def gradient_of(form: Form, shape: tuple[int, ...], dtype: np.dtype[np.generic])
         shape: Shape of the gradient.
         dtype: Element type of the gradient; float32 for a form that is not plain.
     """
-    values = form.values if form.kind == "plain" else _widened(form.values.view(np.uint16), form.kind, form.factor)
+    values = form.values
+    if form.kind != "plain":
+        values = np.empty(form.values.size, np.float32)
+        for begin in range(0, values.size, PIECE_COUNT):
+            piece = form.values[begin : begin + PIECE_COUNT].view(np.uint16)
+            values[begin : begin + PIECE_COUNT] = _widened(piece, form.kind, form.factor)
     if form.rows is None:
         return values.reshape(shape)
     gradient = np.zeros(shape, dtype)
@@ -117,7 +128,10 @@ def _without_zero_rows(gradient: NDArray[np.generic]) -> tuple[NDArray[np.uint8]
         return None, gradient
     # Compared as bits: -0.0 is not zero.
     plain = np.ascontiguousarray(gradient)
-    kept: NDArray[np.bool_] = np.any(plain.reshape(plain.shape[0], -1).view(np.uint8), axis=1)
+    words = plain.reshape(plain.shape[0], -1).view(f"u{min(8, plain.dtype.itemsize)}")
+    kept: NDArray[np.bool_] = np.any(words[:, :_FIRST_COUNT], axis=1)
+    open_rows = np.flatnonzero(~kept)
+    kept[open_rows] = np.any(words[open_rows], axis=1)
     if np.count_nonzero(kept) > (1 - ROWS_MIN) * len(kept):
         return None, plain
     return np.packbits(kept), plain[kept]
@@ -137,21 +151,31 @@ def _sample_of(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def _narrowed(numbers: NDArray[np.float32], kind: Kind, factor: np.float32 | None) -> NDArray[np.uint16] | None:
     """Return the numbers of two bytes that give exactly these, or None."""
-    with np.errstate(all="ignore"):
-        quotients = numbers if factor is None else np.divide(numbers, factor, dtype=np.float32)
-        narrow = _rounded(quotients, kind)
-        again = _widened(narrow, kind, factor)
-    return narrow if np.array_equal(again.view(np.uint32), numbers.view(np.uint32)) else None
+    if kind == "bf16" and factor is None:
+        lower, upper = numbers.view(np.uint16).reshape(-1, 2).T
+        return None if lower.any() else upper.copy()
+    narrow = np.empty(numbers.size, np.uint16)
+    for begin in range(0, numbers.size, PIECE_COUNT):
+        piece = numbers[begin : begin + PIECE_COUNT]
+        with np.errstate(all="ignore"):
+            quotients = piece if factor is None else np.divide(piece, factor, dtype=np.float32)
+            found = _rounded(quotients, kind)
+            again = _widened(found, kind, factor)
+        if not np.array_equal(again.view(np.uint32), piece.view(np.uint32)):
+            return None
+        narrow[begin : begin + PIECE_COUNT] = found
+    return narrow
 
 
 def _rounded(numbers: NDArray[np.float32], kind: Kind) -> NDArray[np.uint16]:
-    """Return the bits of the nearest numbers of two bytes, ties to even. NaN and infinity keep their upper bits."""
+    """Return the bits of the nearest numbers of two bytes.
+
+    Only numbers that such a one times a factor gives are of interest: their quotients are at most two float32 numbers
+    from it. So it does not matter how ties are rounded, nor that some kinds of NaN become other ones.
+    """
     if kind == "fp16":
         return numbers.astype(np.float16).view(np.uint16)
-    bits = numbers.view(np.uint32)
-    is_finite = (bits & 0x7F800000) != 0x7F800000
-    nearest = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    narrow: NDArray[np.uint16] = (np.where(is_finite, nearest, bits) >> np.uint32(16)).astype(np.uint16)
+    narrow: NDArray[np.uint16] = ((numbers.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
     return narrow
 
 
