@@ -248,7 +248,7 @@ def _timed_steps(
         before: Called and timed before the update.
         after: Called after the update.
     """
-    seconds = []
+    seconds, seconds_after = [], []
     for _ in range(COST_STEPS + 2):
         run.backward()
         began = time.perf_counter()
@@ -259,11 +259,16 @@ def _timed_steps(
         else:
             run.update()
             if after is not None:
+                began_after = time.perf_counter()
                 after()
+                seconds_after.append(time.perf_counter() - began_after)
             seconds.append(time.perf_counter() - began)
         run.zero_grad()
     some = [1e3 * each for each in seconds[2:]]
-    return Sample(statistics.median(some), {"low": min(some), "high": max(some)})
+    facts = {"low": min(some), "high": max(some)}
+    if seconds_after:
+        facts["call"] = 1e3 * statistics.median(seconds_after[2:])
+    return Sample(statistics.median(some), facts)
 
 
 def _note_cost(result: Result) -> None:
@@ -277,6 +282,10 @@ def _note_cost(result: Result) -> None:
     result.notes.append(
         f"the journal adds {statistics.median(added):.1f} ms to a step ({added[0]:.1f} to {added[-1]:.1f}): "
         f"{statistics.median(shares):.2f} times the copy of its gradients ({shares[0]:.2f} to {shares[-1]:.2f})"
+    )
+    calls = [sample.facts["call"] for sample in result.samples[names[0]]]
+    result.notes.append(
+        f"the call of commit_async alone takes {statistics.median(calls):.1f} ms ({min(calls):.1f} to {max(calls):.1f})"
     )
 
 

@@ -27,7 +27,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from queue import SimpleQueue
@@ -434,7 +434,7 @@ def map_in_threads(
     count_max: int,
     name: str,
     on_stop: Callable[[], object] = lambda: None,
-) -> Iterator[R]:
+) -> Generator[R, None, None]:
     """Yield the result of each call, in the order of the items.
 
     The first exception ends the iteration. If the caller stops early, calls that have begun are waited for, and the

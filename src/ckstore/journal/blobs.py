@@ -23,15 +23,13 @@ from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, encode_frame_
 from ckstore.format.journal import PlacedHead, Read, read_frames
 from ckstore.format.points import Blob, Span
 from ckstore.format.wire import new_xxh3
-from ckstore.hashing import NO_BASE, ChunkId, chunk_id_of
+from ckstore.hashing import NO_BASE, chunk_id_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 OWN_NBYTES_MIN = 256 * KIB
 """Arrays from this length on have a blob of their own: their numbers are coded better without those of others."""
-
-_DECODE_THREADS_MAX = 4
 
 
 class EncodedFrame(NamedTuple):
@@ -138,6 +136,7 @@ class BlobReader:
         rows = iter(frames)
         self._blobs = [(blob, [next(rows) for _ in blob.chunks]) for blob in blobs]
         self._plain: dict[int, NDArray[np.uint8]] = {}
+        self._decoder = FrameDecoder(limits.chunk_nbytes_max)
 
     def bytes_of(self, span: Span) -> NDArray[np.uint8]:
         """Return bytes of a blob, as a view that is valid as long as it is held.
@@ -154,19 +153,11 @@ class BlobReader:
     def _decoded(self, index: int) -> NDArray[np.uint8]:
         blob, frames = self._blobs[index]
         plain = np.empty(blob.nbytes, np.uint8)
-        own = threading.local()
-
-        def decode(item: tuple[tuple[ChunkId, int], tuple[FrameHeader, int], int]) -> None:
-            (chunk_id, nbytes), (header, offset), begin = item
-            if not hasattr(own, "decoder"):
-                own.decoder = FrameDecoder(self._limits.chunk_nbytes_max)
+        begin = 0
+        for (chunk_id, nbytes), (header, offset) in zip(blob.chunks, frames, strict=True):
             frame = memoryview(self._read(offset, header.frame_nbytes)).cast("B")
             if len(frame) != header.frame_nbytes:
                 raise ChecksumError("a frame of a journal is cut off", where=self._where)
-            own.decoder.decode(frame, Expected(chunk_id, nbytes), plain[begin : begin + nbytes].data)
-
-        begins = np.cumsum([0, *(nbytes for _, nbytes in blob.chunks)]).tolist()
-        items = zip(blob.chunks, frames, begins, strict=False)
-        for _ in map_in_threads(decode, items, count_max=_DECODE_THREADS_MAX, name="ckstore-journal"):
-            pass
+            self._decoder.decode(frame, Expected(chunk_id, nbytes), plain[begin : begin + nbytes].data)
+            begin += nbytes
         return plain

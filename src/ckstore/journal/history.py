@@ -192,8 +192,7 @@ class History:
             )
             first = self._stored(keyframe.record)
             try:
-                points = map(self._stored, replayed)
-                state = restore_point(how, first, points, base.state, loaded_adapters())
+                state = restore_point(how, first, replayed, base.state, loaded_adapters(), self._stored)
             except ReplayError as error:
                 proved = [each for each in replayed if each.head.number < error.number]
                 if not may_fall_back or len(proved) == len(replayed) or error.number <= keyframe.record.head.number:

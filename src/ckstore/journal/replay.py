@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,19 @@ _TORCH_OPTIMIZERS = "torch.optim."
 """Classes of this package are made again from their arguments. No other code is called because a file names it."""
 
 
-def replay_step(optimizer: Any, groups: Node, gradients: Iterable[SeenGradient]) -> None:
+class LoadedGradient(NamedTuple):
+    """A gradient to replay: the index of its parameter, counted over all groups, and a tensor of the host."""
+
+    parameter: int
+    tensor: Any
+
+
+def loaded(gradient: SeenGradient) -> LoadedGradient:
+    """Return a gradient as a tensor, which does not alias the arrays. On any thread."""
+    return LoadedGradient(gradient.parameter, _tensor_of(gradient))
+
+
+def replay_step(optimizer: Any, groups: Node, gradients: Iterable[LoadedGradient]) -> None:
     """Call an optimizer's step once, as it was called when the step was recorded.
 
     Args:
@@ -42,14 +54,15 @@ def replay_step(optimizer: Any, groups: Node, gradients: Iterable[SeenGradient])
     for parameter in parameters:
         parameter.grad = None
     for gradient in gradients:
-        if gradient.parameter >= len(parameters) or tuple(parameters[gradient.parameter].shape) != gradient.shape:
+        shape = tuple(gradient.tensor.shape)
+        if gradient.parameter >= len(parameters) or tuple(parameters[gradient.parameter].shape) != shape:
             raise UsageError(
-                f"the journal has a gradient of shape {gradient.shape} for parameter {gradient.parameter}, and the "
+                f"the journal has a gradient of shape {shape} for parameter {gradient.parameter}, and the "
                 f"{type(optimizer).__name__} does not have such a parameter",
                 todo="restore into the optimizer, model and groups of the run, in the order of store.journal",
             )
         parameter = parameters[gradient.parameter]
-        parameter.grad = _tensor_of(gradient).to(parameter.device)
+        parameter.grad = gradient.tensor.to(parameter.device)
     optimizer.step()
 
 
@@ -96,7 +109,6 @@ def _value_of(node: Node, live: object) -> Any:
 
 
 def _tensor_of(gradient: SeenGradient) -> Any:
-    """Return a gradient as a tensor of the host. It does not alias the arrays."""
     dtype = getattr(torch, gradient.dtype)
     values = torch.from_numpy(np.array(gradient.values))
     if values.dtype != dtype:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from ckstore.concurrency import map_in_threads
 from ckstore.errors import CkstoreError, NotFoundError, ReplayError, UnsupportedError, UsageError
 from ckstore.format.points import Point, Step
 from ckstore.format.tensors import StorageSpec
@@ -16,7 +18,7 @@ from ckstore.format.wire import xxh3_64
 from ckstore.journal.blobs import BlobReader
 from ckstore.journal.drafting import checksums_of, owned_storages, storage_paths
 from ckstore.journal.gradients import load_gradient
-from ckstore.journal.replay import kept_gradients, made_again, replay_step
+from ckstore.journal.replay import LoadedGradient, kept_gradients, loaded, made_again, replay_step
 from ckstore.state.capture import Captured, capture
 from ckstore.state.environment import differences, environment_of
 from ckstore.state.placement import prepare_restore
@@ -25,6 +27,7 @@ from ckstore.state.tensors import LeafAdapter
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_Record = TypeVar("_Record")
 ReplayCheck = Literal["each", "last"]
 """After which steps the checksums are compared: each, or the last."""
 
@@ -67,8 +70,19 @@ class Replay:
     thread_count: int
 
 
+class _LoadedPoint(NamedTuple):
+    stored: StoredPoint
+    gradients: list[list[LoadedGradient]]
+    """For each step of the point."""
+
+
 def restore_point(
-    replay: Replay, keyframe: StoredPoint, points: Iterable[StoredPoint], base: Any, adapters: Sequence[LeafAdapter]
+    replay: Replay,
+    keyframe: StoredPoint,
+    points: Iterable[_Record],
+    base: Any,
+    adapters: Sequence[LeafAdapter],
+    load: Callable[[_Record], StoredPoint],
 ) -> Any:
     """Return the state of the last point.
 
@@ -78,6 +92,7 @@ def restore_point(
         points: The records after it, up to the one to restore.
         base: The restored keyframe: ``replay.into`` if that is not None.
         adapters: Adapters of tensor libraries.
+        load: Reads a record. On another thread: the next records are read and decoded while the optimizer works.
 
     Raises:
         ReplayError: The keyframe is not the state of its record, or a replayed step has given other bytes.
@@ -91,12 +106,21 @@ def restore_point(
     optimizers = live.optimizers_of(keyframe) if replay.optimizers is None else live.with_state(replay.optimizers)
     live.environment = environment_of(optimizers)
     last = keyframe
-    with kept_gradients(optimizers):
-        for stored in points:
-            for step in stored.point.steps:
+
+    def load_whole(record: _Record) -> _LoadedPoint:
+        stored = load(record)
+        steps = stored.point.steps
+        return _LoadedPoint(
+            stored, [[loaded(load_gradient(each, stored.blobs)) for each in step.gradients] for step in steps]
+        )
+
+    loading = map_in_threads(load_whole, points, count_max=1, name="ckstore-journal")
+    with kept_gradients(optimizers), closing(loading):
+        for stored, gradients in loading:
+            for step, seen in zip(stored.point.steps, gradients, strict=True):
                 if step.optimizer >= len(optimizers):
                     raise _other_optimizers(len(optimizers), step.optimizer)
-                _replay(optimizers[step.optimizer], step, stored, is_made_again=replay.optimizers is None)
+                _replay(optimizers[step.optimizer], step, seen, is_made_again=replay.optimizers is None)
             if replay.after_step is not None:
                 replay.after_step(stored.step)
             if replay.check == "each":
@@ -108,8 +132,7 @@ def restore_point(
     return live.finish(last, rest)
 
 
-def _replay(optimizer: Any, step: Step, stored: StoredPoint, *, is_made_again: bool) -> None:
-    gradients = [load_gradient(each, stored.blobs) for each in step.gradients]
+def _replay(optimizer: Any, step: Step, gradients: Sequence[LoadedGradient], *, is_made_again: bool) -> None:
     try:
         replay_step(optimizer, step.groups, gradients)
     except CkstoreError:

@@ -14,7 +14,7 @@ from ckstore.format.points import OptimizerFacts
 from ckstore.format.tree import DictNode, ValueNode
 from ckstore.journal.gradients import SeenGradient
 from ckstore.journal.recorder import StepRecorder, owned_tensors
-from ckstore.journal.replay import kept_gradients, made_again, replay_step
+from ckstore.journal.replay import kept_gradients, loaded, made_again, replay_step
 
 STEPS = 5
 
@@ -115,7 +115,7 @@ def test_replayed_steps_give_the_same_bits(name):
     other.load_state_dict(begin[0])
     fresh.load_state_dict(begin[1])
     for step in steps:
-        replay_step(fresh, step.groups, [seen_of(each) for each in step.gradients])
+        replay_step(fresh, step.groups, [loaded(seen_of(each)) for each in step.gradients])
     assert same(bits_of(fresh), expected)
     assert str(fresh.param_groups[0]["lr"]) == str(optimizer.param_groups[0]["lr"])
 
@@ -261,7 +261,7 @@ def test_replay_gives_gradients_back_and_is_not_noted():
     before = [parameter.grad.clone() for parameter in model.parameters()]
     recorder.is_paused = True
     with kept_gradients([optimizer]):
-        replay_step(optimizer, step.groups, [seen_of(each) for each in step.gradients])
+        replay_step(optimizer, step.groups, [loaded(seen_of(each)) for each in step.gradients])
     recorder.is_paused = False
     assert all(torch.equal(a, b.grad) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -270,7 +270,7 @@ def test_other_groups_and_shapes_are_refused():
     model, optimizer, recorder = recorded()
     train_step(model, optimizer, 1)
     (step,), _ = recorder.take()
-    gradients = [seen_of(each) for each in step.gradients]
+    gradients = [loaded(seen_of(each)) for each in step.gradients]
     _, other = setting("Adagrad")
     other.param_groups.pop()
     with pytest.raises(UsageError, match="groups"):
@@ -304,7 +304,7 @@ def test_sparse_gradients_are_replayed_as_they_were():
     table.load_state_dict(begin[0])
     optimizer.load_state_dict(begin[1])
     recorder.is_paused = True
-    replay_step(optimizer, step.groups, [seen])
+    replay_step(optimizer, step.groups, [loaded(seen)])
     assert same(bits_of(optimizer), expected)
 
 
