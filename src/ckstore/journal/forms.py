@@ -32,7 +32,7 @@ ROWS_MIN = 1 / 16
 PIECE_COUNT = 32 * 1024
 """Elements that are narrowed and widened at a time, so that what is computed on the way stays in the cache."""
 _FIRST_COUNT = 16
-"""Elements of each row that are looked at first: most rows have one there that is not zero."""
+"""Elements of each row that are compared first: most rows have one there that is not zero."""
 _ULPS = 2
 """Neighbours of g / b, to either side, that are tried. b is in [1, 2), so the interval of f has at most this many."""
 
