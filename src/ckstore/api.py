@@ -672,7 +672,7 @@ class Store:
             return sorted(steps.union(*({point.step for point in each} for each in found)))
 
     def tags(self) -> dict[str, int]:
-        """Return each tag with the seq that it points to."""
+        """Return each tag with the seq of its checkpoint, or of the keyframe of its point."""
         with self._lock:
             self._check_open()
             return {name: record.seq for name, record in sorted(self._repository.tags.all().items())}
@@ -799,7 +799,7 @@ class Store:
     # Change the history
 
     def tag(self, ref: Reference, name: str) -> None:
-        """Give a checkpoint a name. A name that exists moves to it."""
+        """Give a checkpoint or a point of the journal a name, so that it stays. A name that exists moves to it."""
         check_name(name, "tag")
         with self._lock:
             self._check_open()
@@ -843,7 +843,7 @@ class Store:
 
         Raises:
             NotFoundError: There is no such checkpoint.
-            ConflictError: It has a tag.
+            ConflictError: A tag keeps it.
         """
         with self._lock:
             self._check_open()

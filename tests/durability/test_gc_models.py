@@ -37,8 +37,8 @@ def test_large_model_is_safe_only_with_full_protocol(rules, states, is_safe):
 def test_every_variant_is_searched():
     names = [name for name, *_ in gc_model.EXPECTED]
     assert sum(is_safe for *_, is_safe in gc_model.EXPECTED) == 12
-    assert len(set(names)) == len(names) == 33
-    assert len(SMALL) == 31
+    assert len(set(names)) == len(names) == 34
+    assert len(SMALL) == 32
     assert gc_model.EXPECTED[0][1] == PackRules()
     assert any(rules == ReplaceRules() for _, rules, _, _ in gc_model.EXPECTED)
 

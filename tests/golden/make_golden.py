@@ -13,7 +13,13 @@ from pathlib import Path
 from ckstore.format.manifest import encode_manifest
 from ckstore.format.records import FORMAT_VERSION, encode_record
 from ckstore.hashing import digest_of
-from support.format_samples import sample_manifest, sample_pack, sample_records, sample_replay_manifest
+from support.format_samples import (
+    sample_manifest,
+    sample_pack,
+    sample_records,
+    sample_replay_manifest,
+    sample_tag_on_point,
+)
 from support.rank_parts import sample_ranks_manifest
 
 
@@ -22,6 +28,7 @@ def golden_files() -> dict[str, bytes]:
     files = {"sample.pack": sample_pack(), "sample.ckm": encode_manifest(sample_manifest())}
     files["ranks.ckm"] = sample_ranks_manifest()
     files["replay.ckm"] = encode_manifest(sample_replay_manifest())
+    files["tag_on_point.json"] = encode_record(sample_tag_on_point())
     for record in sample_records():
         files[f"{record.kind}.json"] = encode_record(record)
     return files

@@ -42,6 +42,7 @@ from support.format_samples import (
     sample_records,
     sample_replay_form,
     sample_replay_manifest,
+    sample_tag_on_point,
 )
 from support.rank_parts import sample_ranks_manifest
 
@@ -157,8 +158,11 @@ def test_golden_pack_of_every_version_is_read(folder):
         assert sample_pack() == golden
 
 
-@pytest.mark.parametrize("record", sample_records(), ids=lambda record: record.kind)
-def test_golden_records_round_trip(record):
-    golden = (FOLDER / f"{record.kind}.json").read_bytes()
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [*((record.kind, record) for record in sample_records()), ("tag_on_point", sample_tag_on_point())],
+)
+def test_golden_records_round_trip(name, record):
+    golden = (FOLDER / f"{name}.json").read_bytes()
     assert decode_record(golden, type(record)) == record
     assert encode_record(record) == golden

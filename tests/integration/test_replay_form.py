@@ -333,7 +333,7 @@ def test_undelete_brings_the_exact_form_back(history, is_collected):
 def test_a_tagged_checkpoint_and_one_without_base_stay(history):
     store, _ = history
     store.tag(30, "good")
-    with pytest.raises(ConflictError, match="has the tag 'good'"):
+    with pytest.raises(ConflictError, match="is kept by the tag 'good'"):
         store.demote(30, replay=train_until)
     with pytest.raises(UsageError, match="no exact, whole checkpoint of a lower step precedes step 10"):
         store.demote(10, replay=train_until)

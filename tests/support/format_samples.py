@@ -25,6 +25,7 @@ from ckstore.format.records import (
     LeaseRecord,
     OwnerRecord,
     StoreRecord,
+    TaggedPoint,
     TagRecord,
     TierTurns,
 )
@@ -193,6 +194,12 @@ def sample_records() -> list[FileRecord]:
         HomeRecord(home_id="1" * 32, place="inode 77", tiers={"cold": TierTurns(tier_id="2" * 32, turns=("3" * 32,))}),
         OwnerRecord(home_id="1" * 32, tier_id="2" * 32, turn="3" * 32),
     ]
+
+
+def sample_tag_on_point() -> TagRecord:
+    """Return the record of a tag on a point of a journal."""
+    point = TaggedPoint(token="5" * 32, number=18, record_id=digest_of(b"record")[:16].hex())
+    return TagRecord(seq=3, step=41_017, checkpoint_id=digest_of(b"id").hex(), time_ns=TIME_NS, point=point)
 
 
 def sample_replay_form() -> ReplayForm:

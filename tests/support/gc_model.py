@@ -84,16 +84,17 @@ EXPECTED: list[tuple[str, Rules, int, bool]] = [
     ("tier: packs not checked after publishing", TierRules(looks_after=False), 366, False),
     ("tier: copies name nothing", TierRules(cleans_by_copies=False), 603, False),
     ("tier: the trash names nothing", TierRules(cleans_by_trash=False), 1_074, False),
-    ("intents: a drop, a tag, a collector", IntentRules(), 67, True),
-    ("intents: a demotion, a tag, a collector", IntentRules(demotes=True), 102, True),
+    ("intents: a drop, a tag, a collector", IntentRules(), 79, True),
+    ("intents: a demotion, a tag, a collector", IntentRules(demotes=True), 117, True),
     (
         "intents that are torn for a moment",
         IntentRules(appears_whole=False, removes_old=False, is_tied=False),
-        74,
+        89,
         False,
     ),
-    ("intents: the mark is no link", IntentRules(is_tied=False), 66, False),
-    ("intents: a demotion does not look again", IntentRules(demotes=True, is_tied=False), 99, False),
+    ("intents: the mark is no link", IntentRules(is_tied=False), 78, False),
+    ("intents: a demotion does not look again", IntentRules(demotes=True, is_tied=False), 114, False),
+    ("intents: a tagger looks for the mark first", IntentRules(intents_first=False), 85, False),
 ]
 
 

@@ -8,7 +8,7 @@ import ckstore
 from ckstore._testing import repository_of
 from ckstore.store.journal_needs import require_keyframe
 from ckstore.store.journals import structures_of
-from ckstore.store.points import points_by_keyframe
+from ckstore.store.points import find_point, points_by_keyframe
 from support.journals import append, journals_on
 
 
@@ -62,6 +62,10 @@ class JournaledRun:
 
     def segments(self):
         return self.journals.names()
+
+    def place_of(self, step):
+        """Return the record that a restore of this step takes."""
+        return find_point(self.repository, step).record.place
 
     def found(self):
         """Return the steps of the points that a restore finds, by the seq of their keyframe."""

@@ -48,7 +48,7 @@ def tag(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Give a checkpoint a name. Tagged checkpoints are never deleted."""
+    """Give a checkpoint or a point of a journal a name. It is then never deleted."""
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         store.tag(ref, name)
         info = store.info(name)
@@ -65,13 +65,13 @@ def untag(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Remove a tag. The checkpoint stays, but is no longer protected by this name."""
+    """Remove a tag. What it was on stays, but is no longer protected by this name."""
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         store.untag(name)
     if as_json:
         render.print_json({"run": run, "removed": name})
     else:
-        render.say(f"Removed tag {name} from run {run}. The checkpoint stays.")
+        render.say(f"Removed tag {name} from run {run}. What it was on stays.")
 
 
 def delete(
@@ -120,10 +120,11 @@ def _chosen(store: Store, refs: list[str]) -> list[Info]:
         entries[info.seq] = info
         if ref.isdigit():
             entries.update({other.seq: other for other in store.log() if other.step == info.step})
+    kept = {seq: name for name, seq in store.tags().items()}
     for info in entries.values():
-        if info.tags:
+        if info.seq in kept:
             raise ConflictError(
-                f"seq {info.seq} (step {info.step}) has the tag {info.tags[0]!r}; nothing was deleted",
+                f"seq {info.seq} (step {info.step}) is kept by the tag {kept[info.seq]!r}; nothing was deleted",
                 todo="remove the tag with `ckstore untag` first",
             )
     return [entries[seq] for seq in sorted(entries)]

@@ -48,6 +48,12 @@ def _step_and_points(entry: Entry | PlainEntry) -> str:
     return f"{entry.step} +{len(entry.points)}" if entry.points else str(entry.step)
 
 
+def _tags(entry: Entry | PlainEntry) -> tuple[str, ...]:
+    """Return the tags of a checkpoint, and those of its points with their steps."""
+    of_points = (f"{name} ({point.step})" for point in entry.points for name in point.tags)
+    return (*(entry.info.tags if entry.info is not None else ()), *of_points)
+
+
 def _how_stored(info: Info | PlainInfo) -> str:
     return info.fidelity if info.form == "whole" else info.form
 
@@ -62,7 +68,7 @@ _COLUMNS = (
     Column("ratio", "info", lambda info: ratio(info.bytes_state, info.bytes_written), is_number=True, worth=4),
     Column("new/reused", "info", lambda info: f"{info.chunks_new}/{info.chunks_reused}", is_number=True, worth=1),
     Column("metrics", "info.metrics", metrics_of, worth=6, is_elastic=True),
-    Column("tags", "info.tags", worth=9, is_elastic=True),
+    Column("tags", _tags, worth=9, is_elastic=True),
     Column("fidelity", "info", lambda info: f"{_how_stored(info)}{', archival' * info.is_archival}", worth=5),
     Column("parent", "info.parent", is_number=True, worth=2),
     Column("lies in", "info.tiers", worth=5),
@@ -72,6 +78,7 @@ _POINTS = Table(
     STEP,
     Column("time (local)", "time_ns", local_time),
     Column("written", "nbytes", size, is_number=True),
+    Column("tags"),
 )
 
 

@@ -24,8 +24,7 @@ from ckstore.errors import ChecksumError, MalformedError, UnsupportedError, Usag
 from ckstore.format.wire import BLOCK_NBYTES, xxh3_64
 
 FORMAT_VERSION = 4
-"""The version that is written. Version 2 added bases: delta and rounded frames, and decisions in manifests. Version 3
-added lossy frames, and losses in manifests. Version 4 added compressed sections of manifests."""
+"""The version that is written. 2 added bases and decisions, 3 lossy frames and losses, 4 compressed manifests."""
 
 READABLE_VERSIONS = (1, 2, 3, 4)
 
@@ -122,8 +121,16 @@ class ConfigRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=
     retention: dict[str, Any] = {}
 
 
-class TagRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tag: a name that a user gave to a checkpoint."""
+class TaggedPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The record of a journal that a tag is on: the token of its segment, its number, and its id."""
+
+    token: Hex16
+    number: Count
+    record_id: Hex16
+
+
+class TagRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A tag: a user's name for a checkpoint; or for a point, with ``seq`` and ``checkpoint_id`` of its keyframe."""
 
     kind: ClassVar[str] = "tag"
 
@@ -131,6 +138,7 @@ class TagRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     step: Count
     checkpoint_id: Hex32
     time_ns: Count
+    point: TaggedPoint | None = None
 
 
 class LeaseRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
@@ -308,12 +316,7 @@ class RecordPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class SegmentRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The facts of a journal's segment; see format/journal.py.
-
-    ``order`` is higher than that of every segment that the writer found, and ``after_seq`` the highest seq of its run,
-    if there was one. ``previous`` is the record that the segment continues, ``first`` the number of its first record.
-    ``environment`` says where the writer ran.
-    """
+    """The facts of a journal's segment; docs/FORMAT.md section 14 has the fields."""
 
     run: ShortText
     order: Count

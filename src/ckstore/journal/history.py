@@ -22,7 +22,7 @@ from ckstore.state.capture import loaded_adapters
 from ckstore.store.journal_chain import ChainRecord, Entry, Journal, Keyframe, entry_of
 from ckstore.store.journals import WRITER_SECONDS, Journals
 from ckstore.store.orphans import SaverPurpose
-from ckstore.store.points import find_point
+from ckstore.store.points import find_point, is_tag_on_point
 from ckstore.store.refs import Reference, headers_newest_first, load_whole, resolve
 from ckstore.store.repository import Repository
 
@@ -275,7 +275,8 @@ def restore_newest_or_step(
     Args:
         repository: The store and its run.
         policy: Threads, memory and checks.
-        ref: None or ``latest``: the newest state; a step: the newest point of this step, if no checkpoint has it.
+        ref: None or ``latest``: the newest state; a step: the newest point of this step, if no checkpoint has it; a
+            tag on a point; or the best of a metric.
         request: What to restore into.
         replay: How to replay.
 
@@ -287,16 +288,17 @@ def restore_newest_or_step(
     is_newest = ref in (None, "latest")
     is_step = (isinstance(ref, int) and not isinstance(ref, bool)) or (isinstance(ref, str) and ref.isdecimal())
     is_best = isinstance(ref, str) and ref.startswith("best:")
-    if not (is_newest or is_step or is_best):
+    is_tag = ref is not None and is_tag_on_point(repository, ref)
+    if not (is_newest or is_step or is_best or is_tag):
         return None
     # First: the saver of a handle that was dropped may be about to create the first segment.
     repository.wait_for_orphan()
-    if not has_journal(repository):
+    if not (is_tag or has_journal(repository)):
         return None
     history = History(repository)
     if not _has_live_trainer(repository):
         history.journals.wait_for_writer(seconds=WRITER_SECONDS)
-    if is_best:
+    if is_best or is_tag:
         found = find_point(repository, str(ref))
         record = None if found is None else found.record
     else:

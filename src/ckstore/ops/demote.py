@@ -353,7 +353,7 @@ def _reason_to_keep(
     if named:
         return "" if header.seq in named else "it was not named"
     if tags:
-        return f"it has the tag {tags[0]!r}"
+        return f"the tag {tags[0]!r} keeps it"
     if header.is_archival:
         return "it was restored from the trash"
     if header.seq in newest[: demote_policy.keep_newest]:
@@ -365,7 +365,7 @@ def _reason_to_keep(
 
 def _tagged(repository: Repository, seq: int, step: int, tags: Sequence[str]) -> ConflictError:
     return ConflictError(
-        f"seq {seq} (step {step}) has the tag {tags[0]!r}, and tagged checkpoints stay exact",
+        f"seq {seq} (step {step}) is kept by the tag {tags[0]!r}, and stays exact",
         where=repository.backend.root,
         todo="remove the tag with `ckstore untag` first, if it should be demoted",
         tags=list(tags),
@@ -512,9 +512,9 @@ class _Demoter:
         intent = repository.tags.declare(entry.seq, "demote")
         try:
             # Read tags after the intent is durable: an earlier tag is seen here, and a later one is refused.
-            tags = repository.tags.names_of(entry.seq, is_strict=True)
+            tags = repository.tags.that_keep(entry.seq, is_strict=True)
             if tags:
-                return replace(entry, action="keep", reason=f"it has the tag {tags[0]!r}")
+                return replace(entry, action="keep", reason=f"the tag {tags[0]!r} keeps it")
             if reason := self._reason_to_stay(entry):
                 return replace(entry, action="keep", reason=reason)
             return self._code_and_replace(entry, previous, intent)

@@ -18,6 +18,7 @@ of drop marks, and packs that no manifest names.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 
 from ckstore.concurrency import run_uninterrupted
@@ -40,10 +41,11 @@ from ckstore.io.remote import is_bucket_address
 from ckstore.ops.verify_journals import JournalAudit, journal_audits
 from ckstore.ops.verify_packs import Audit, ChainAudit, PackAudit
 from ckstore.store.damage import Damage, Report, Uses, label_of
+from ckstore.store.journals import Journals
 from ckstore.store.manifests import Manifests, missing_sentence
 from ckstore.store.replay_bases import find_base
 from ckstore.store.repository import Repository
-from ckstore.store.tags import Tags
+from ckstore.store.tags import Tags, place_of_tagged
 
 __all__ = ["LEVELS", "Damage", "Report", "verify"]
 
@@ -225,6 +227,8 @@ def _all_names(repository: Repository, report: Report) -> Iterator[tuple[str, Ma
 
 def _check_tags(repository: Repository, run: str, seqs: set[int], report: Report) -> None:
     tags = Tags(repository.backend, run, repository.clock)
+    journals = Journals(repository.manifests_of(run), clock=repository.clock)
+    read_journal = functools.cache(journals.read)
     for file in repository.backend.list_names(paths.tags_folder(run)):
         where = repository.backend.location_of(f"{paths.tags_folder(run)}/{file}")
         if not is_name(file):
@@ -239,6 +243,9 @@ def _check_tags(repository: Repository, run: str, seqs: set[int], report: Report
             continue
         if record.seq not in seqs:
             report.damage.append(Damage(f"the tag points to seq {record.seq}, which is not in place", where))
+        elif record.point is not None and read_journal().find(place_of_tagged(record.point)) is None:
+            what = f"the tag is on the point of step {record.step}, which is not in the journal, or damaged"
+            report.damage.append(Damage(what, where))
 
 
 def _check_records(repository: Repository, report: Report) -> None:

@@ -13,6 +13,7 @@ Invariants:
 - Of one step, an older entry is durably marked before a newer one. So a step never changes its meaning to something
   older.
 - The checkpoint that becomes the newest through a drop is not being demoted: a demotion checks after its intent, too.
+- A tag on a point keeps its keyframe in the same way, and the segments between: store/journal_needs.py.
 - The keyframe of the newest point of a journal is not dropped. A writer that continues a point checks intents, too.
 - The base of a checkpoint in replay form is not dropped before that checkpoint is.
 - A drop mark is permanent. A marked checkpoint that a crash left in place is moved by the next collection.
@@ -48,8 +49,10 @@ from ckstore.format.paths import ManifestName
 from ckstore.format.tree import is_in_replay_form
 from ckstore.io.backend import for_each_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
-from ckstore.store.journal_needs import needed_keyframes, put_back_points_of
-from ckstore.store.points import require_checkpoint
+from ckstore.store.journal_chain import ChainRecord
+from ckstore.store.journal_needs import JournalState, needed_keyframes, put_back_points_of
+from ckstore.store.journals import Journals
+from ckstore.store.points import find_point, require_checkpoint
 from ckstore.store.reachability import UNREADABLE
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
 from ckstore.store.replay_bases import ReplayEntries, require_stored
@@ -214,34 +217,46 @@ def _mark(repository: Repository, intents: Mapping[int, str], replayed: Collecti
             repository.manifests.mark_dropped({seq: intents[seq] for seq in sorted(chosen)})
 
 
-def tag(repository: Repository, name: str, reference: Reference) -> ManifestName:
-    """Point a tag at a checkpoint.
+def tag(repository: Repository, name: str, reference: Reference) -> None:
+    """Point a tag at a checkpoint, or at a point of the journal.
 
     Raises:
-        NotFoundError: There is no such checkpoint.
+        NotFoundError: There is no such checkpoint or point.
         ConflictError: It is being dropped.
-        UsageError: It is a point of a journal.
     """
-    todo = (
-        f"commit with tags=[{name!r}], which stores the whole state; or restore the point and commit it with this tag"
-    )
-    require_checkpoint(repository, reference, todo)
-    target = resolve(repository, reference)
-    tag_seq(repository, name, target)
-    return target
+    found = find_point(repository, reference)
+    if found is None:
+        tag_seq(repository, name, resolve(repository, reference))
+        return
+    # Another process may have appended it, and may have been killed before its own sync.
+    Journals(repository.manifests, clock=repository.clock).secure(found.record.place)
+    target = resolve(repository, f"seq:{found.lasting_seq}")
+    tag_seq(repository, name, target, point=found.record)
 
 
-def tag_seq(repository: Repository, name: str, target: ManifestName) -> None:
-    """Point a tag at this entry; ConflictError if it is being dropped."""
+def tag_seq(repository: Repository, name: str, target: ManifestName, *, point: ChainRecord | None = None) -> None:
+    """Point a tag at this entry, or at a point of which it is the keyframe.
+
+    Raises:
+        NotFoundError: The entry was deleted.
+        ConflictError: It is being dropped.
+    """
     header = header_or_none(repository.manifests, target)
     if header is None:
         raise NotFoundError(f"seq {target.seq} was deleted meanwhile", where=repository.backend.root)
 
     def is_dropped(seq: int) -> bool:
-        return all(other.seq != seq for other in repository.manifests.listing().names)
+        if all(other.seq != seq for other in repository.manifests.listing().names):
+            return True
+        return point is not None and JournalState.read(repository, is_strict=False).keyframe_of(point, seq) is None
 
     repository.tags.put(
-        name, seq=target.seq, step=target.step, checkpoint_id=header.checkpoint_id, is_dropped=is_dropped
+        name,
+        seq=target.seq,
+        step=target.step if point is None else point.head.step,
+        checkpoint_id=header.checkpoint_id,
+        is_dropped=is_dropped,
+        place=None if point is None else point.place,
     )
 
 
@@ -290,7 +305,8 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        ConflictError: It has a tag; untag it first. Or it is the keyframe of the newest point of the journal.
+        ConflictError: A tag on it, or on a point that needs it, keeps it; untag it first. Or it is the keyframe of the
+            newest point of the journal.
         UsageError: It is a point of a journal.
     """
     if reference != "latest":
@@ -310,10 +326,10 @@ def delete(repository: Repository, reference: Reference) -> Deleted:
             intents.append(repository.tags.declare(name.seq, "delete"))  # noqa: PERF401 - each must be retracted
         # Read after the intents are durable: this sees a tag that was set meanwhile; a later one is refused.
         for name in names:
-            tags = repository.tags.names_of(name.seq, is_strict=True)
+            tags = repository.tags.that_keep(name.seq, is_strict=True)
             if tags:
                 raise ConflictError(
-                    f"seq {name.seq} (step {name.step}) has the tag {tags[0]!r}",
+                    f"seq {name.seq} (step {name.step}) is kept by the tag {tags[0]!r}",
                     where=repository.backend.root,
                     todo="to delete it, run `ckstore untag` first",
                     tags=tags,

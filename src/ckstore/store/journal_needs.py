@@ -5,6 +5,7 @@ trash are renamed back.
 
 Invariants:
 - The nearest keyframe of the newest point is needed, and those of the points that processes are appending to.
+- The segments from a tagged point back to the keyframe that the tag keeps are needed.
 - A segment of which a part cannot be read is needed.
 """
 
@@ -13,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ckstore.errors import CkstoreError, ConflictError, CorruptError, UnsupportedError
 from ckstore.format.paths import SegmentName
-from ckstore.format.records import RecordPlace
+from ckstore.format.records import RecordPlace, TagRecord
 from ckstore.io.backend import Appending, map_concurrent
 from ckstore.store.journal_chain import (
     ChainRecord,
@@ -33,6 +34,7 @@ from ckstore.store.journals import Journals, structures_of
 from ckstore.store.refs import read_headers
 from ckstore.store.repository import Repository
 from ckstore.store.segment_writer import SegmentWriter
+from ckstore.store.tags import place_of_tagged
 from ckstore.store.trash import TrashFolder
 
 
@@ -59,12 +61,14 @@ class JournalState:
             found is found, too.
         structure_of: Reads the structure of a checkpoint.
         held: Segments that a process may be appending to.
+        tags: The tags on points, by name. Read last: a collection reads them after its intents.
     """
 
     journal: Journal
     entries: list[Entry]
     structure_of: StructureOf
     held: frozenset[SegmentName]
+    tags: Mapping[str, TagRecord]
 
     @classmethod
     def read(
@@ -82,11 +86,11 @@ class JournalState:
             repository: The store and its run.
             min_age_seconds: Segments that were changed within this time count as held.
             elsewhere: Paths of segments in the trash.
-            is_strict: Raise if a manifest cannot be used. Otherwise leave the checkpoint out.
+            is_strict: Raise if a manifest or tag cannot be used. Otherwise leave it out.
             is_for_listing: See ``Journal``.
 
         Raises:
-            CorruptError: A manifest is damaged.
+            CorruptError: A manifest or a tag is damaged.
             UnsupportedError: A newer ckstore has written one.
             BackendError: A file cannot be read.
         """
@@ -99,12 +103,13 @@ class JournalState:
         journal.read_all(repository.backend)
         entries = _entries_of(repository, is_strict=is_strict)
         structure_of = functools.cache(structures_of(repository.manifests, is_strict=is_strict))
-        return cls(journal, entries, structure_of, frozenset(held))
+        tags = repository.tags.on_points(is_strict=is_strict)
+        return cls(journal, entries, structure_of, frozenset(held), tags)
 
     def without(self, seqs: Collection[int]) -> JournalState:
         """Return the state after these checkpoints are dropped."""
         entries = [entry for entry in self.entries if entry.seq not in seqs]
-        return JournalState(self.journal, entries, self.structure_of, self.held)
+        return replace(self, entries=entries)
 
     def active_tips(self) -> list[ChainRecord]:
         """Return the newest point, if it is newer than every checkpoint, and the last records of held segments."""
@@ -123,6 +128,21 @@ class JournalState:
                 return keyframe
             first = first or keyframe
         return first
+
+    def keyframe_of(self, point: ChainRecord, seq: int) -> Keyframe | None:
+        """Return the keyframe of a point that has this seq; None if it, the point or a record between is not there."""
+        if self.journal.find(point.place) is None:
+            return None
+        keyframes = self.journal.keyframes(point, self.entries, self.structure_of)
+        return next((keyframe for keyframe in keyframes if keyframe.entry.seq == seq), None)
+
+    def tagged_points(self) -> Iterator[tuple[str, ChainRecord, Keyframe | None]]:
+        """Yield name, point and kept keyframe of each tag on a point. Those whose record is not there are left out."""
+        for name, record in self.tags.items():
+            assert record.point is not None, "it is on a point"
+            point = self.journal.find(place_of_tagged(record.point))
+            if point is not None:
+                yield name, point, self.keyframe_of(point, record.seq)
 
     def nearest_keyframes(self) -> dict[SegmentName, SegmentKeyframes]:
         """Return the nearest keyframe of every record."""
@@ -190,6 +210,8 @@ def needed_segments(state: JournalState, keyframe_count: int | None = None) -> s
     needed = {name for name, each in keyframes.items() if any(entry.seq in kept for entry in each.entries)}
     for tip in state.active_tips():
         needed |= set(_segments_between(state.journal, tip, state.lasting_keyframe(tip)))
+    for _, point, keyframe in state.tagged_points():
+        needed |= set(_segments_between(state.journal, point, keyframe))
     return needed | state.held | set(state.journal.problems)
 
 

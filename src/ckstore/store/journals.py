@@ -208,7 +208,7 @@ class Journals:
         self._require_same_store()
         self._make_folder()
         if previous is not None and not is_durable:
-            self._secure(previous)
+            self.secure(previous)
         segment = self._next_segment(previous, environment or {})
         name = SegmentName(self._run, segment.facts.order, segment.token)
         draft = paths.draft_name(new_token(), "ckj")
@@ -266,8 +266,8 @@ class Journals:
         self._backend.sync_folder("")
         self._backend.sync_folder(paths.JOURNALS_FOLDER)
 
-    def _secure(self, place: RecordPlace) -> None:
-        """Make a record of another process durable.
+    def secure(self, place: RecordPlace) -> None:
+        """Make a record of another process durable: it may have been killed between the write and its own sync.
 
         Raises:
             ConflictError: It is not in the journal, or did not reach the disk.
@@ -280,7 +280,7 @@ class Journals:
         # Read after the sync: if that process could not write it, the disk has other bytes than the process had.
         if self.read().find(place) is None:
             raise ConflictError(
-                f"record {place.number} of the journal of run {self._run!r}, which was to be continued, is gone",
+                f"record {place.number} of the journal of run {self._run!r}, which was to be kept, is gone",
                 where=self._backend.location_of(paths.journal_folder(self._run)),
                 todo="restore again, from what the store has now",
             )

@@ -187,7 +187,7 @@ def log_of_store(
 
 def log_of_run(repository: Repository, *, limit: int | None = None, skips_archival: bool = False) -> RunLog:
     """Return the newest ``limit`` entries of the run, or all. Damage is reported, not raised."""
-    tags, damaged_tags, refused_tags = _tags_by_seq(repository)
+    tags, all_tags, damaged_tags, refused_tags = _tags_by_seq(repository)
     listing = repository.manifests.listing()
     names = listing.names
     missing = missing_sentence(repository.run, listing.missing) if listing.missing else ""
@@ -199,16 +199,16 @@ def log_of_run(repository: Repository, *, limit: int | None = None, skips_archiv
             entries.append(replace(entry, points=points.get(entry.seq, ())))
         if limit is not None and len(entries) >= limit:
             break
-    all_tags = tuple(sorted(name for of_seq in tags.values() for name in of_seq))
     problems = tuple(damaged_tags), tuple(refused_tags)
-    return RunLog(repository.run, len(names), tuple(entries), *problems, missing, all_tags)
+    return RunLog(repository.run, len(names), tuple(entries), *problems, missing, tuple(sorted(all_tags)))
 
 
 def infos_of_run(repository: Repository) -> Iterator[Info]:
     """Yield every entry of the run, newest first. Damaged and missing entries are left out, with a warning."""
     manifests, by_seq = repository.manifests, dict[int, list[str]]()
     for name, record in repository.tags.all().items():
-        by_seq.setdefault(record.seq, []).append(name)
+        if record.point is None:
+            by_seq.setdefault(record.seq, []).append(name)
     headers = headers_newest_first(manifests)
     if missing := manifests.listing().missing:
         _log.warning("%s", missing_sentence(repository.run, missing))
@@ -250,17 +250,23 @@ def _entry(repository: Repository, name: ManifestName, tags: dict[int, list[str]
 _Problems = list[tuple[str, str]]
 
 
-def _tags_by_seq(repository: Repository) -> tuple[dict[int, list[str]], _Problems, _Problems]:
+def _tags_by_seq(repository: Repository) -> tuple[dict[int, list[str]], list[str], _Problems, _Problems]:
+    """Return the tags on checkpoints by seq, the names of all tags, and the damaged and the unreadable ones."""
     by_seq: dict[int, list[str]] = {}
+    names: list[str] = []
     damaged: _Problems = []
     refused: _Problems = []
     for name in repository.backend.list_names(paths.tags_folder(repository.run)):
         if not is_name(name):
             continue
         try:
-            by_seq.setdefault(repository.tags.get(name).seq, []).append(name)
+            record = repository.tags.get(name)
         except NotFoundError:
             continue
         except UNREADABLE as error:
             (refused if is_refused(error) else damaged).append((name, str(error)))
-    return by_seq, damaged, refused
+            continue
+        names.append(name)
+        if record.point is None:
+            by_seq.setdefault(record.seq, []).append(name)
+    return by_seq, names, damaged, refused

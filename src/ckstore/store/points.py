@@ -13,16 +13,20 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+from ckstore.config import is_name
 from ckstore.errors import CorruptError, NotFoundError, UsageError, counted
+from ckstore.format import paths
 from ckstore.format.header import ManifestHeader
 from ckstore.format.journal import read_body
 from ckstore.format.points import decode_point, metrics_of
+from ckstore.format.records import RecordPlace
 from ckstore.results import Info
 from ckstore.store.journal_chain import ChainRecord, Keyframe, Nearest
 from ckstore.store.journal_needs import JournalState, require_keyframe
 from ckstore.store.journals import WRITER_SECONDS, Journals
 from ckstore.store.refs import Reference, header_or_none, order_of, resolve
 from ckstore.store.repository import Repository
+from ckstore.store.tags import place_of_tagged
 
 _log = logging.getLogger("ckstore")
 
@@ -34,11 +38,13 @@ class Point(NamedTuple):
         step: The trainer's step.
         time_ns: When it was made, in nanoseconds since 1970.
         nbytes: Bytes of its record.
+        tags: Its tags, sorted.
     """
 
     step: int
     time_ns: int
     nbytes: int
+    tags: tuple[str, ...] = ()
 
 
 def has_journal(repository: Repository) -> bool:
@@ -49,18 +55,20 @@ def has_journal(repository: Repository) -> bool:
 def points_by_keyframe(repository: Repository) -> dict[int, tuple[Point, ...]]:
     """Return the points of the run, by the seq of their nearest keyframe, each in the order of steps.
 
-    Of each step it is the newest point. Steps that a checkpoint has are left out, as ``restore`` prefers it.
+    Of each step it is the newest point. Steps that a checkpoint has are left out, as ``restore`` prefers it. Tagged
+    points are never left out.
     """
     if not has_journal(repository):
         return {}
     state = JournalState.read(repository, is_strict=False, is_for_listing=True)
+    tags = _tags_by_place(state)
     seen = {entry.step for entry in state.entries if not entry.is_archival}
     found: dict[int, list[Point]] = {}
     for record, keyframe in _newest_first(state):
-        if record.head.step not in seen and record.place != keyframe.record.place:
-            seen.add(record.head.step)
-            point = Point(record.head.step, record.head.time_ns, record.head.nbytes)
-            found.setdefault(keyframe.entry.seq, []).append(point)
+        head, names = record.head, tags.get(record.place, ())
+        if (head.step not in seen or names) and record.place != keyframe.record.place:
+            seen.add(head.step)
+            found.setdefault(keyframe.entry.seq, []).append(Point(head.step, head.time_ns, head.nbytes, names))
     return {seq: tuple(sorted(points)) for seq, points in found.items()}
 
 
@@ -69,15 +77,14 @@ def info_of_point(repository: Repository, ref: Reference, info_of: Callable[[Man
 
     Args:
         repository: The store and its run.
-        ref: A step without a checkpoint, ``latest`` or ``best:metric``. Other references mean checkpoints.
+        ref: A step without a checkpoint, ``latest``, ``best:metric`` or a tag. Other references mean checkpoints.
         info_of: Returns the facts about a checkpoint.
     """
     found = find_point(repository, ref)
     if found is None:
         return None
-    record, keyframe = found
-    header = header_or_none(repository.manifests, resolve(repository, f"seq:{keyframe.entry.seq}"))
-    return None if header is None else _described(repository, record, keyframe, info_of(header))
+    header = header_or_none(repository.manifests, resolve(repository, f"seq:{found.keyframe.entry.seq}"))
+    return None if header is None else _described(repository, found, info_of(header))
 
 
 _INSTEAD = "restore the point or rewind to it, or use its keyframe, which `ckstore show` names"
@@ -140,20 +147,38 @@ def rewind_to_point(repository: Repository, ref: Reference, info_of: Callable[[M
 
 
 class FoundPoint(NamedTuple):
-    """A point, and its nearest keyframe."""
+    """A point that a reference means.
+
+    Args:
+        record: Its record.
+        keyframe: Its nearest keyframe.
+        lasting_seq: The keyframe that a tag on the point keeps.
+        tags: Its tags, sorted.
+    """
 
     record: ChainRecord
     keyframe: Keyframe
+    lasting_seq: int
+    tags: tuple[str, ...]
 
 
 def find_point(repository: Repository, ref: Reference) -> FoundPoint | None:
-    """Return the point that a reference means; None if it means a checkpoint, or nothing."""
+    """Return the point that a reference means; None if it means a checkpoint, or nothing.
+
+    Raises:
+        CorruptError: It is a tag on a point that is not in the journal.
+        NotFoundError: It is a tag on a point without a keyframe.
+    """
+    tagged = _tagged_place(repository, ref)
     is_step = (isinstance(ref, int) and not isinstance(ref, bool)) or (isinstance(ref, str) and ref.isdecimal())
     is_best = isinstance(ref, str) and ref.startswith("best:")
-    if not (is_step or is_best or ref == "latest") or not has_journal(repository):
+    if not (tagged or ((is_step or is_best or ref == "latest") and has_journal(repository))):
         return None
     state = JournalState.read(repository, is_strict=False)
-    if is_best:
+    record: ChainRecord | None
+    if tagged:
+        record = _of_tag(repository, state, str(ref), tagged)
+    elif is_best:
         record = _best(repository, state, str(ref))
     elif is_step:
         record = _of_step(state, int(ref))
@@ -163,8 +188,52 @@ def find_point(repository: Repository, ref: Reference) -> FoundPoint | None:
     if record is None:
         return None
     keyframe = next(state.journal.keyframes(record, state.entries, state.structure_of))
-    # Without steps it is the checkpoint itself, which undelete has brought back.
-    return FoundPoint(record, keyframe) if keyframe.replayed else None
+    if not keyframe.replayed:
+        # It is the checkpoint itself, which undelete has brought back.
+        return None
+    lasting = state.lasting_keyframe(record) or keyframe
+    return FoundPoint(record, keyframe, lasting.entry.seq, _tags_by_place(state).get(record.place, ()))
+
+
+def is_tag_on_point(repository: Repository, ref: Reference) -> bool:
+    """Return whether a reference is a tag on a point."""
+    return _tagged_place(repository, ref) is not None
+
+
+def _tagged_place(repository: Repository, ref: Reference) -> RecordPlace | None:
+    if not isinstance(ref, str) or not is_name(ref) or ref == "latest" or ref.isdecimal():
+        return None
+    with suppress(NotFoundError):
+        point = repository.tags.get(ref).point
+        return None if point is None else place_of_tagged(point)
+    return None
+
+
+def _of_tag(repository: Repository, state: JournalState, name: str, place: RecordPlace) -> ChainRecord:
+    record = state.journal.find(place)
+    where = repository.backend.location_of(paths.journal_folder(repository.run))
+    if record is None:
+        raise CorruptError(
+            f"the point of tag {name!r}, record {place.number} of the journal, is not there or is damaged",
+            where=where,
+            todo="run `ckstore verify`; `ckstore repair` takes it from a mirror or a tier",
+        )
+    if next(state.journal.keyframes(record, state.entries, state.structure_of), None) is None:
+        raise NotFoundError(
+            f"the point of tag {name!r}, step {record.head.step}, has no keyframe that can be read",
+            where=where,
+            todo="run `ckstore verify`; `ckstore repair` takes it from a mirror or a tier",
+        )
+    return record
+
+
+def _tags_by_place(state: JournalState) -> dict[RecordPlace, tuple[str, ...]]:
+    found: dict[RecordPlace, tuple[str, ...]] = {}
+    for name, record in state.tags.items():
+        assert record.point is not None, "it is on a point"
+        place = place_of_tagged(record.point)
+        found[place] = (*found.get(place, ()), name)
+    return found
 
 
 def _best(repository: Repository, state: JournalState, ref: str) -> ChainRecord | None:
@@ -222,7 +291,8 @@ def _newest_first(state: JournalState) -> Iterator[tuple[ChainRecord, Nearest]]:
                 yield record, keyframe
 
 
-def _described(repository: Repository, record: ChainRecord, keyframe: Keyframe, info: Info) -> Info:
+def _described(repository: Repository, found: FoundPoint, info: Info) -> Info:
+    record = found.record
     path = record.segment.path
     where = repository.backend.location_of(path)
     with closing(repository.backend.open_read(path)) as file:
@@ -232,7 +302,8 @@ def _described(repository: Repository, record: ChainRecord, keyframe: Keyframe, 
         info_of_restored(info, record.head.step),
         time_ns=record.head.time_ns,
         metrics=dict(point.metrics),
-        bytes_stored=info.bytes_stored + sum(each.head.nbytes for each in keyframe.replayed),
+        tags=found.tags,
+        bytes_stored=info.bytes_stored + sum(each.head.nbytes for each in found.keyframe.replayed),
         bytes_written=record.head.nbytes,
     )
 

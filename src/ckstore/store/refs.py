@@ -316,6 +316,12 @@ def describe_best(reference: Reference) -> str:
 def _by_tag(repository: Repository, name: str) -> ManifestName:
     check_name(name, "tag")
     record = repository.tags.get(name)
+    if record.point is not None:
+        raise UsageError(
+            f"tag {name!r} is on a point of the journal, step {record.step}, and this needs a checkpoint",
+            where=repository.backend.root,
+            todo="restore the point or rewind to it, or use its keyframe, which `ckstore show` names",
+        )
     for found in _names(repository):
         if found.seq == record.seq:
             return found

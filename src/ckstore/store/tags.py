@@ -1,10 +1,10 @@
-"""Tags: names that people give to checkpoints; and intents, which refuse new tags while a checkpoint is dropped.
+"""Tags: names that people give to checkpoints and points; and intents, which refuse tags while a checkpoint is dropped.
 
 A tag is a small file that is replaced by rename. An intent is a file that a drop or a demotion creates first.
 
 Invariants:
-- A tagged checkpoint is never dropped. Setting a tag writes the tag and then checks for intents. A drop writes an
-  intent and then reads the tags. One of the two sees the other.
+- A tagged checkpoint is never dropped, nor is the keyframe that a tag on a point names. Setting a tag writes the tag
+  and then checks for intents. A drop writes an intent and then reads the tags. One of the two sees the other.
 - An intent appears whole: it is written as a draft and linked to its names. A process that dies never leaves a torn
   one. An unreadable intent therefore counts until it is old, and so does one whose process cannot be checked from here.
 - Removing the intent of a process that is still alive is safe. In a folder, a drop mark is a link of the intent. A
@@ -23,7 +23,14 @@ from ckstore.clock import Clock
 from ckstore.config import check_name, is_name
 from ckstore.errors import BackendError, CkstoreError, ConflictError, CorruptError, NotFoundError, is_refused
 from ckstore.format import paths
-from ckstore.format.records import IntentRecord, TagRecord, decode_record, encode_record
+from ckstore.format.records import (
+    IntentRecord,
+    RecordPlace,
+    TaggedPoint,
+    TagRecord,
+    decode_record,
+    encode_record,
+)
 from ckstore.hashing import new_token
 from ckstore.io.backend import Backend
 from ckstore.processes import identity_of, owner_is_running
@@ -147,6 +154,12 @@ def _read(backend: Backend, clock: Clock, path: str, seq: int) -> Intent | None:
     return Intent(path, seq, words, is_running is True)
 
 
+def place_of_tagged(point: TaggedPoint) -> RecordPlace:
+    """Return the record of a journal that a tag is on."""
+    token, record_id = bytes.fromhex(point.token), bytes.fromhex(point.record_id)
+    return RecordPlace(token=token, number=point.number, record_id=record_id)
+
+
 class Tags:
     """The tags of one run, and the intents on its checkpoints."""
 
@@ -182,9 +195,22 @@ class Tags:
                 _log.warning("%s", error)
         return found
 
-    def names_of(self, seq: int, *, is_strict: bool = False) -> list[str]:
-        """Return the names of the tags on a seq, sorted. ``is_strict`` as for ``all``."""
+    def that_keep(self, seq: int, *, is_strict: bool = False) -> list[str]:
+        """Return the tags that keep a checkpoint: those on it, and those on points whose keyframe it is; sorted.
+
+        Args:
+            seq: The checkpoint.
+            is_strict: As for ``all``.
+        """
         return sorted(name for name, record in self.all(is_strict=is_strict).items() if record.seq == seq)
+
+    def names_of(self, seq: int) -> list[str]:
+        """Return the names of the tags on a checkpoint, sorted."""
+        return sorted(name for name, record in self.all().items() if record.seq == seq and record.point is None)
+
+    def on_points(self, *, is_strict: bool = False) -> dict[str, TagRecord]:
+        """Return the tags on points by name, sorted. ``is_strict`` as for ``all``."""
+        return {name: record for name, record in sorted(self.all(is_strict=is_strict).items()) if record.point}
 
     def get(self, name: str) -> TagRecord:
         """Return the record of a tag.
@@ -207,12 +233,29 @@ class Tags:
                 f"the file of tag {name!r} is damaged", where=self._backend.location_of(path), todo="set the tag again"
             ) from error
 
-    def put(self, name: str, *, seq: int, step: int, checkpoint_id: bytes, is_dropped: Callable[[int], bool]) -> None:
+    def put(
+        self,
+        name: str,
+        *,
+        seq: int,
+        step: int,
+        checkpoint_id: bytes,
+        is_dropped: Callable[[int], bool],
+        place: RecordPlace | None = None,
+    ) -> None:
         """Point a tag at a checkpoint, durably, then check that the checkpoint is not being dropped.
 
         The check runs before the write as well, so that a refused tag rarely leaves its old checkpoint. Only the check
         after the write is safe against a concurrent drop. If that one refuses, the old tag is restored. In the
         milliseconds between, the old checkpoint is unprotected: a drop that reads the tags then may remove it.
+
+        Args:
+            name: The tag.
+            seq: The checkpoint, or the keyframe of the point.
+            step: Step of the checkpoint or point.
+            checkpoint_id: Id of the checkpoint ``seq``.
+            is_dropped: Whether a seq has been dropped.
+            place: The record of the point; None: the tag is on the checkpoint itself.
 
         Raises:
             ConflictError: The checkpoint is being dropped or demoted. The tag is as it was before.
@@ -222,7 +265,11 @@ class Tags:
         before: bytes | None = None
         with contextlib.suppress(FileNotFoundError, CorruptError):
             before = self._backend.read_bytes(path, nbytes_max=_RECORD_NBYTES_MAX)
-        record = TagRecord(seq=seq, step=step, checkpoint_id=checkpoint_id.hex(), time_ns=self._clock.now_ns())
+        point = None
+        if place is not None:
+            point = TaggedPoint(token=place.token.hex(), number=place.number, record_id=place.record_id.hex())
+        now_ns = self._clock.now_ns()
+        record = TagRecord(seq=seq, step=step, checkpoint_id=checkpoint_id.hex(), time_ns=now_ns, point=point)
         self._replace(path, encode_record(record))
         try:
             self._refuse_if_dropped(name, seq, is_dropped)
@@ -234,18 +281,19 @@ class Tags:
             raise
 
     def _refuse_if_dropped(self, name: str, seq: int, is_dropped: Callable[[int], bool]) -> None:
-        if is_dropped(seq):
-            raise ConflictError(
-                f"seq {seq} is being deleted; tag {name!r} was not set",
-                where=self._backend.location_of(paths.tag_name(self._run, name)),
-                todo="tag another checkpoint",
-            )
+        # Intents first: a drop that ends between the two checks removes its intent after it has deleted.
         for intent in self.intents_on(seq):
             raise ConflictError(
                 f"seq {seq} is being deleted or demoted; tag {name!r} was not set. Found {intent.words}",
                 where=self._backend.location_of(intent.path),
                 todo="wait until that has ended, or tag another checkpoint"
                 + ("" if intent.is_known else f"; {CLEAR_INTENTS}"),
+            )
+        if is_dropped(seq):
+            raise ConflictError(
+                f"seq {seq} is being deleted; tag {name!r} was not set",
+                where=self._backend.location_of(paths.tag_name(self._run, name)),
+                todo="tag another checkpoint",
             )
 
     def remove(self, name: str) -> None:

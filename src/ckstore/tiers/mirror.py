@@ -160,8 +160,9 @@ class _Mirror:
                 copied += is_new
                 done += 1
                 report_progress(done, total)
-            tags = 0 if dry_run else sum(self._copy_tags(run))
             self._copy_segments(run, here[run] if dry_run else self._names_there(run))
+            # After the points that they are on.
+            tags = 0 if dry_run else sum(self._copy_tags(run))
             gone = {name.seq for name in there[run]} - {name.seq for name in here[run]}
             found = MirrorRun(run, len(here[run]), copied, partial, len(gone), tags, *self._counts(run))
             reports.append(replace(found, points_copied=self._segments.points.get(run, 0)))

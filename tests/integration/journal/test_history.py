@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import ckstore
-from ckstore.errors import UsageError
+from ckstore.errors import CorruptError, UsageError
 
 STEPS = 8
 
@@ -99,11 +101,78 @@ def test_what_needs_a_checkpoint_refuses_points(store, tmp_path, caplog):
     assert "the newest state is step 8" in caplog.text
 
 
+@pytest.fixture
+def tagged(place, tmp_path):
+    """A copy of the store, at ``tmp_path / "copy"``, in which a tag is on the point of step 8."""
+    with ckstore.open(shutil.copytree(place, tmp_path / "copy"), create=False) as store:
+        store.tag(8, "good")
+        yield store
+
+
 @pytest.mark.parametrize("ref", [8, "8", "latest", "best:loss:max"])
-def test_a_tag_on_a_point_is_refused(store, ref):
-    with pytest.raises(UsageError, match="step 8 is a point of the journal"):
-        store.tag(ref, "good")
-    assert store.tags() == {}
+def test_a_tag_may_be_on_a_point(tagged, ref):
+    tagged.untag("good")
+    tagged.tag(ref, "good")
+    point = tagged.info("good")
+    assert (point.step, point.form, point.tags) == (8, "journal, 2 steps after 6", ("good",))
+    assert tagged.tags() == {"good": tagged.info(6).seq}
+    assert tagged.info(6).tags == (), "the tag is not on the keyframe"
+    assert [info.tags for info in tagged.log()] == [(), ()]
+
+
+def test_a_tag_finds_its_point_after_the_step_was_committed_again(tagged, tmp_path):
+    at_tag = tagged.restore("good")
+    tagged.commit({"other": 1}, 8)
+    assert tagged.restore(8) == {"other": 1}
+    again = tagged.restore("good")
+    assert torch.equal(again["model"]["weight"], at_tag["model"]["weight"])
+    assert (tagged.restored.step, tagged.restored.form) == (8, "journal, 2 steps after 6")
+    listed = ckstore_command("ls", tmp_path / "copy")
+    assert "good (8)" in listed
+    assert tagged.rewind("good").step == 8
+    assert tagged.latest().form == "journal, 2 steps after 6"
+
+
+def test_a_tag_moves_between_points_and_checkpoints(tagged):
+    tagged.tag(6, "good")
+    assert (tagged.info("good").form, tagged.info(6).tags, tagged.info(8).tags) == ("whole", ("good",), ())
+    tagged.tag("7", "good")
+    assert (tagged.info("good").step, tagged.info(6).tags) == (7, ())
+
+
+def test_what_needs_a_checkpoint_refuses_a_tag_on_a_point(tagged):
+    with pytest.raises(UsageError, match="step 8 is a point of the journal, and this needs a checkpoint"):
+        tagged.stats("good")
+    with pytest.raises(UsageError, match=r"tag 'good' is on a point of the journal, step 8, and this needs"):
+        tagged.verify(ref="good")
+
+
+def test_a_tag_whose_point_is_gone_is_an_error(tagged, tmp_path):
+    for segment in Path(tmp_path, "copy", "journals", "main").iterdir():
+        segment.unlink()
+    for act in (tagged.restore, tagged.info, tagged.rewind):
+        with pytest.raises(CorruptError, match=r"the point of tag 'good', record 8 .* is not there"):
+            act("good")
+    found = [damage.what for damage in tagged.verify("quick").damage]
+    assert found == ["the tag is on the point of step 8, which is not in the journal, or damaged"]
+
+
+def test_a_mirror_has_tags_on_points(tagged, tmp_path):
+    tagged.mirror(tmp_path / "mirror")
+    with ckstore.open(tmp_path / "mirror", create=False) as copy:
+        assert copy.info("good").form == "journal, 2 steps after 6"
+        copy.restore("good")
+        assert copy.restored.step == 8
+
+
+def test_the_command_line_tags_points(tagged, tmp_path):
+    assert "Tagged step 7 (journal, 1 step after 6)" in ckstore_command("tag", tmp_path / "copy", 7, "seven")
+    listed = ckstore_command("ls", tmp_path / "copy", "--points")
+    assert "good (8)" in listed
+    assert "seven (7)" in listed
+    entries = json.loads(ckstore_command("ls", tmp_path / "copy", "--json"))["runs"][0]["entries"]
+    assert [point["tags"] for point in entries[0]["points"]] == [["seven"], ["good"]]
+    assert "good" in ckstore_command("show", tmp_path / "copy", "good")
 
 
 def test_a_part_of_the_newest_state_is_that_of_the_newest_checkpoint(store, caplog):

@@ -94,7 +94,7 @@ def test_constants_are_those_of_the_format():
     assert all(hasattr(RunLog, name) for name in plain.PlainLog._fields)
     assert records.HeaderRecord.__struct_fields__ == plain.HEADER_FIELDS
     assert records.StoreRecord.__struct_fields__ == plain.STORE_FIELDS
-    assert records.TagRecord.__struct_fields__ == plain.TAG_FIELDS
+    assert records.TagRecord.__struct_fields__ == (*plain.TAG_FIELDS, "point")
     assert plain.VERSIONS == records.READABLE_VERSIONS
     assert plain.COMPRESSED_VERSION == heads.COMPRESSED_VERSION
     assert (plain.MAGIC, plain.PREAMBLE.format) == (heads.MANIFEST_MAGIC, heads._PREAMBLE.format)

@@ -122,6 +122,23 @@ def test_intent_made_while_writing_refuses_the_tag(tags, monkeypatch):
     assert tags.get("good").seq == 1
 
 
+def test_a_drop_that_ends_between_the_two_checks_refuses_the_tag(tags, monkeypatch):
+    """It removes its intent when the checkpoint is gone, so the intents are read before the checkpoints."""
+    intents, gone = [], []
+    once(monkeypatch, MemoryBackend, "rename", after=lambda: intents.append(tags.declare(2, "delete")))
+
+    def is_dropped(seq):
+        was_gone = bool(gone)
+        if intents and not gone:
+            gone.append(seq)
+            tags.retract(intents[0])
+        return was_gone
+
+    with pytest.raises(ConflictError, match="is being deleted"):
+        put(tags, "good", 2, is_dropped=is_dropped)
+    assert tags.all() == {}
+
+
 @pytest.mark.parametrize("is_intended", [True, False])
 def test_refused_move_never_leaves_the_old_checkpoint(tags, monkeypatch, is_intended):
     put(tags, "good", 1)
@@ -251,7 +268,7 @@ def test_tag_between_intent_and_drop_stops_the_drop(store, monkeypatch):
         return declared(self, number, purpose)
 
     monkeypatch.setattr(tags_module.Tags, "declare", declare_and_be_tagged)
-    with pytest.raises(ConflictError, match="has the tag 'kept'"):
+    with pytest.raises(ConflictError, match="is kept by the tag 'kept'"):
         store.delete(f"seq:{seq}")
     assert store.steps() == [1]
     assert repository_of(store).tags.intents_on(seq) == []

@@ -54,6 +54,92 @@ def test_segments_go_with_their_keyframe(two):
     assert two.found() == {1: [4, 5]}
 
 
+def test_a_tag_on_a_point_keeps_its_keyframe_and_the_segments_between(run):
+    first, last = run.segment(0, 1, 2)
+    second = run.start(last)
+    third_from = run.points(3, 4)
+    third = run.start(third_from)
+    run.points(5)
+    run.segment(6, 7, previous=run.writer.last)
+    run.store.tag(4, "kept")
+    collect(run, Retention(keep_last=1, keep_journal=1))
+    assert [info.seq for info in run.store.log()] == [1, 0]
+    assert run.segments()[:2] == [first, second]
+    assert third not in run.segments()
+    assert run.found()[0] == [1, 2, 3, 4]
+    run.store.untag("kept")
+    collect(run, Retention(keep_last=1, keep_journal=1))
+    assert run.found() == {1: [7]}
+
+
+def test_what_a_tag_on_a_point_needs_is_neither_deleted_nor_demoted(two):
+    two.store.tag(2, "kept")
+    with pytest.raises(ConflictError, match=r"seq 0 \(step 0\) is kept by the tag 'kept'"):
+        two.store.delete(0)
+    with pytest.raises(ConflictError, match="kept"):
+        two.store.demote(0)
+    report = collect(two)
+    assert any("tag kept" in verdict.reasons for verdict in report.runs[0].kept)
+    assert two.found() == {0: [1, 2], 1: [4, 5]}
+
+
+def test_a_tag_set_after_the_intents_is_refused(two, monkeypatch):
+    move = Trash.move_segments
+
+    def tag_first(trash, names):
+        with pytest.raises(ConflictError, match="being deleted"):
+            two.store.tag(2, "late")
+        return move(trash, names)
+
+    monkeypatch.setattr(Trash, "move_segments", tag_first)
+    assert collect(two, Retention(keep_last=2, keep_journal=1)).done.moved_segments == 1
+    assert two.store.tags() == {}
+
+
+def test_a_tag_set_before_the_intents_keeps_the_segment(two, monkeypatch):
+    declare = Tags.declare_all
+
+    def tag_first(tags, seqs, purpose):
+        two.store.tag(2, "kept")
+        return declare(tags, seqs, purpose)
+
+    monkeypatch.setattr(Tags, "declare_all", tag_first)
+    assert collect(two, Retention(keep_last=2, keep_journal=1)).done.moved_segments == 0
+    assert two.found() == {0: [1, 2], 1: [4, 5]}
+
+
+def test_a_tag_on_a_point_that_is_collected_meanwhile_is_undone(two, monkeypatch):
+    """The collection ends between the reading of the point and the writing of the tag."""
+    put = Tags.put
+
+    def collect_first(tags, *args, **options):
+        collect(two, Retention(keep_last=2, keep_journal=1))
+        return put(tags, *args, **options)
+
+    monkeypatch.setattr(Tags, "put", collect_first)
+    with pytest.raises(ConflictError, match="being deleted"):
+        two.store.tag(2, "late")
+    assert two.store.tags() == {}
+
+
+def test_a_record_is_durable_before_its_tag(two, monkeypatch):
+    """Its writer may have been killed between the write and the sync."""
+    backend, events = type(two.repository.backend), []
+    sync, put = backend.sync_file, Tags.put
+    monkeypatch.setattr(backend, "sync_file", lambda self, path: (events.append(path), sync(self, path))[1])
+    monkeypatch.setattr(Tags, "put", lambda self, name, **facts: (events.append(name), put(self, name, **facts))[1])
+    two.store.tag(2, "kept")
+    assert events == [two.names[0].path, "kept"]
+
+
+def test_a_damaged_tag_stops_the_collection_of_points(two):
+    two.store.tag(2, "kept")
+    damage(two, "tags/main/kept")
+    report = collect(two, Retention(keep_last=1, keep_journal=1))
+    assert "a tag cannot be read" in report.runs[0].blocked
+    assert two.segments() == two.names
+
+
 def test_dry_run_tells_what_a_collection_does(two):
     planned = collect(two, dry_run=True)
     assert two.segments() == two.names
