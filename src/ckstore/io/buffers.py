@@ -188,6 +188,20 @@ def map_zeros(nbytes: int) -> memoryview:
         raise MemoryError from error
 
 
+def map_private(nbytes: int) -> mmap.mmap:
+    """Return zeros that the caller unmaps, on huge pages where there is room for one.
+
+    Raises:
+        OSError: The address space is exhausted.
+    """
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= _HUGE_PAGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel without huge pages raises; ordinary pages work as well.
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
 def map_block(nbytes: int) -> memoryview:
     """Return memory that starts on a huge page and takes space only where it is written.
 
@@ -196,13 +210,9 @@ def map_block(nbytes: int) -> memoryview:
     """
     # A transfer from huge pages has few segments. The mapping is larger so that its start can be aligned.
     try:
-        mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = map_private(nbytes + _HUGE_PAGE_NBYTES)
     except OSError as error:
         raise CapacityError("no address space for buffers", where=f"{nbytes} bytes") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without huge pages raises; ordinary pages work as well.
-        with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     start = -address % _HUGE_PAGE_NBYTES
     return memoryview(mapping)[start : start + nbytes]

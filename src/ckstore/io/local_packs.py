@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import queue
 import threading
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from ckstore.config import GIB, MIB
 from ckstore.errors import CapacityError, CkstoreError, UsageError
 from ckstore.io.backend import ReadRequest, ReadResult
-from ckstore.io.buffers import AlignedBuffer, BufferPool
+from ckstore.io.buffers import AlignedBuffer, BufferPool, map_private
 from ckstore.io.direct_io import IoQueue, IoRequest
 from ckstore.io.syscalls import PAGE_NBYTES, fallocate, medium_error, medium_errors, round_down, round_up
 
@@ -263,7 +262,7 @@ class LocalReadFile:
         if nbytes <= 0:
             return b""
         start = round_down(offset)
-        with mmap.mmap(-1, round_up(offset + nbytes) - start) as page, medium_errors(self._path, "reading"):
+        with map_private(round_up(offset + nbytes) - start) as page, medium_errors(self._path, "reading"):
             moved = 0
             # A read may return fewer bytes. It has reached the end of the file if it makes no progress.
             while start + moved < offset + nbytes:

@@ -113,6 +113,24 @@ def _frame_of(
     return EncodedFrame(header, (encode_frame_header(header, limits=limits), payload, padding))
 
 
+class DecodeMemory:
+    """What decoding needs, for many records. Used on one thread at a time.
+
+    Args:
+        limits: Limits of the store.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.decoder = FrameDecoder(limits.chunk_nbytes_max)
+        self._passing = np.empty(0, np.uint8)
+
+    def passing(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return memory for bytes that are used before the next call. It stays in the processor's cache."""
+        if self._passing.size < nbytes:
+            self._passing = np.empty(nbytes, np.uint8)
+        return self._passing[:nbytes]
+
+
 class BlobReader:
     """Decodes the blobs of one record. A blob is decoded when it is first needed.
 
@@ -122,13 +140,20 @@ class BlobReader:
         blobs: Its blobs.
         limits: Limits of the store.
         where: The segment, for messages.
+        memory: Memory that other records use, too.
     """
 
     def __init__(
-        self, read: Read, placed: PlacedHead, blobs: Sequence[Blob], limits: Limits, *, where: object = None
+        self,
+        read: Read,
+        placed: PlacedHead,
+        blobs: Sequence[Blob],
+        limits: Limits,
+        *,
+        where: object = None,
+        memory: DecodeMemory | None = None,
     ) -> None:
         self._read = read
-        self._limits = limits
         self._where = where
         frames = list(read_frames(read, placed, limits=limits, where=where))
         if len(frames) != sum(len(blob.chunks) for blob in blobs):
@@ -136,7 +161,7 @@ class BlobReader:
         rows = iter(frames)
         self._blobs = [(blob, [next(rows) for _ in blob.chunks]) for blob in blobs]
         self._plain: dict[int, NDArray[np.uint8]] = {}
-        self._decoder = FrameDecoder(limits.chunk_nbytes_max)
+        self._memory = DecodeMemory(limits) if memory is None else memory
 
     def bytes_of(self, span: Span) -> NDArray[np.uint8]:
         """Return bytes of a blob, as a view that is valid as long as it is held.
@@ -147,17 +172,29 @@ class BlobReader:
         if not span.nbytes:
             return np.empty(0, np.uint8)
         if span.blob not in self._plain:
-            self._plain[span.blob] = self._decoded(span.blob)
+            plain = np.empty(self._blobs[span.blob][0].nbytes, np.uint8)
+            self._decode(span.blob, plain)
+            self._plain[span.blob] = plain
         return self._plain[span.blob][span.offset : span.offset + span.nbytes]
 
-    def _decoded(self, index: int) -> NDArray[np.uint8]:
+    def passing_bytes_of(self, span: Span) -> NDArray[np.uint8]:
+        """Return bytes of a blob, as a view that is valid until the next call for any record with this memory.
+
+        Raises:
+            CorruptError: A frame is damaged, or holds another chunk than the body says.
+        """
+        if span.nbytes < OWN_NBYTES_MIN or span.nbytes != self._blobs[span.blob][0].nbytes or span.blob in self._plain:
+            return self.bytes_of(span)
+        plain = self._memory.passing(span.nbytes)
+        self._decode(span.blob, plain)
+        return plain
+
+    def _decode(self, index: int, plain: NDArray[np.uint8]) -> None:
         blob, frames = self._blobs[index]
-        plain = np.empty(blob.nbytes, np.uint8)
         begin = 0
         for (chunk_id, nbytes), (header, offset) in zip(blob.chunks, frames, strict=True):
             frame = memoryview(self._read(offset, header.frame_nbytes)).cast("B")
             if len(frame) != header.frame_nbytes:
                 raise ChecksumError("a frame of a journal is cut off", where=self._where)
-            self._decoder.decode(frame, Expected(chunk_id, nbytes), plain[begin : begin + nbytes].data)
+            self._memory.decoder.decode(frame, Expected(chunk_id, nbytes), plain[begin : begin + nbytes].data)
             begin += nbytes
-        return plain

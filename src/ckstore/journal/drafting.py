@@ -113,6 +113,10 @@ def _checksums_without(late: Sequence[int], captured: Captured, thread_count: in
 
 def storage_paths(captured: Captured) -> list[str]:
     """Return the path of the first tensor of each storage."""
+    return captured.structure.once("paths of storages", lambda: _storage_paths(captured))
+
+
+def _storage_paths(captured: Captured) -> list[str]:
     paths = [""] * len(captured.storages)
     for path, tensor in zip(captured.paths, captured.tensors, strict=True):
         if not paths[tensor.storage]:

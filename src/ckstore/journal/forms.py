@@ -92,26 +92,28 @@ def _candidates(
             yield kind, found
 
 
-def gradient_of(form: Form, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
-    """Return the gradient of a form.
+def write_gradient(form: Form, gradient: NDArray[np.generic]) -> None:
+    """Write the gradient of a form into an array, every element.
 
     Args:
-        form: The form; its arrays have the right lengths for this shape.
-        shape: Shape of the gradient.
-        dtype: Element type of the gradient; float32 for a form that is not plain.
+        form: The form; its arrays have the right lengths for the array.
+        gradient: An array without gaps, of the gradient's shape and dtype: float32 for a form that is not plain.
     """
     values = form.values
     if form.kind != "plain":
-        values = np.empty(form.values.size, np.float32)
+        is_whole = form.rows is None
+        values = gradient.reshape(-1) if is_whole else np.empty(form.values.size, np.float32)
         for begin in range(0, values.size, PIECE_COUNT):
             piece = form.values[begin : begin + PIECE_COUNT].view(np.uint16)
-            values[begin : begin + PIECE_COUNT] = _widened(piece, form.kind, form.factor)
+            _widen(piece, form.kind, form.factor, values[begin : begin + PIECE_COUNT])  # type: ignore[arg-type]
+        if is_whole:
+            return
     if form.rows is None:
-        return values.reshape(shape)
-    gradient = np.zeros(shape, dtype)
-    kept = np.unpackbits(form.rows, count=shape[0]).view(np.bool_)
-    gradient[kept] = values.reshape(-1, *shape[1:])
-    return gradient
+        gradient.reshape(-1)[:] = values
+        return
+    gradient[...] = 0
+    kept = np.unpackbits(form.rows, count=len(gradient)).view(np.bool_)
+    gradient[kept] = values.reshape(-1, *gradient.shape[1:])
 
 
 def stored_count(rows: NDArray[np.uint8] | None, shape: tuple[int, ...]) -> int:
@@ -183,14 +185,27 @@ def _widened(
     narrow: NDArray[np.uint16], kind: Kind, factor: np.float32 | NDArray[np.float32] | None
 ) -> NDArray[np.float32]:
     """Return numbers of two bytes as float32, times the factor."""
+    numbers = np.empty(narrow.shape, np.float32)
+    _widen(narrow, kind, factor, numbers)
+    return numbers
+
+
+def _widen(
+    narrow: NDArray[np.uint16],
+    kind: Kind,
+    factor: np.float32 | NDArray[np.float32] | None,
+    numbers: NDArray[np.float32],
+) -> None:
+    """Write numbers of two bytes as float32, times the factor, into an array of their shape."""
     if kind == "fp16":
-        numbers = narrow.view(np.float16).astype(np.float32)
+        numbers[...] = narrow.view(np.float16)
     else:
-        numbers = (narrow.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if factor is None:
-        return numbers
-    with np.errstate(all="ignore"):
-        return numbers * factor
+        words = numbers.view(np.uint32)
+        words[...] = narrow
+        np.left_shift(words, np.uint32(16), out=words)
+    if factor is not None:
+        with np.errstate(all="ignore"):
+            np.multiply(numbers, factor, out=numbers)
 
 
 def factors_of(sample: NDArray[np.float32], kind: Kind) -> list[np.float32]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckstore.config import Policy
@@ -15,9 +16,9 @@ from ckstore.format.journal import read_body, structure_of
 from ckstore.format.logical import encoded_tensors
 from ckstore.format.points import decode_point
 from ckstore.format.tree import encode_tree
-from ckstore.journal.blobs import BlobReader
+from ckstore.journal.blobs import BlobReader, DecodeMemory
 from ckstore.processes import owner_is_running
-from ckstore.restore.restore import RestoreRequest, restore_manifest
+from ckstore.restore.restore import Restored, RestoreRequest, restore_manifest
 from ckstore.state.capture import loaded_adapters
 from ckstore.store.journal_chain import ChainRecord, Entry, Journal, Keyframe, entry_of
 from ckstore.store.journals import WRITER_SECONDS, Journals
@@ -29,7 +30,7 @@ from ckstore.store.repository import Repository
 if TYPE_CHECKING:
     from ckstore.format.manifest import Manifest
     from ckstore.format.records import RecordPlace
-    from ckstore.journal.restoring import ReplayCheck, StoredPoint
+    from ckstore.journal.restoring import Replay, ReplayCheck, StoredPoint
 
 _log = logging.getLogger("ckstore")
 
@@ -176,23 +177,20 @@ class History:
         may_fall_back: bool,
         problems: Sequence[str],
     ) -> RestoredPoint:
-        from ckstore.journal.restoring import Replay, restore_point
+        from ckstore.journal.restoring import Replay
 
         replayed = keyframe.replayed
         warnings = list(problems)
+        how = Replay(
+            into=request.into,
+            optimizers=replay.optimizers,
+            check=replay.check,
+            after_step=replay.after_step,
+            thread_count=policy.thread_count,
+        )
         while True:
-            manifest = self._manifest(keyframe.entry)
-            base = restore_manifest(self._repository, policy, manifest, (), request)
-            how = Replay(
-                into=request.into,
-                optimizers=replay.optimizers,
-                check=replay.check,
-                after_step=replay.after_step,
-                thread_count=policy.thread_count,
-            )
-            first = self._stored(keyframe.record)
             try:
-                state = restore_point(how, first, replayed, base.state, loaded_adapters(), self._stored)
+                base, state = self._replay(keyframe, replayed, policy, request, how)
             except ReplayError as error:
                 proved = [each for each in replayed if each.head.number < error.number]
                 if not may_fall_back or len(proved) == len(replayed) or error.number <= keyframe.record.head.number:
@@ -203,8 +201,30 @@ class History:
                 continue
             last = replayed[-1] if replayed else keyframe.record
             return RestoredPoint(
-                state, manifest, last.place, last.head.step, len(replayed), (*base.warnings, *warnings)
+                state,
+                self._manifest(keyframe.entry),
+                last.place,
+                last.head.step,
+                len(replayed),
+                (*base.warnings, *warnings),
             )
+
+    def _replay(
+        self, keyframe: Keyframe, replayed: Sequence[ChainRecord], policy: Policy, request: RestoreRequest, how: Replay
+    ) -> tuple[Restored, Any]:
+        """Return the restored keyframe, and the state after the replayed records."""
+        from ckstore.journal.restoring import restore_point
+
+        manifest, memory = self._manifest(keyframe.entry), DecodeMemory(self._repository.limits)
+        bases: list[Restored] = []
+
+        def restore_base() -> Any:
+            bases.append(restore_manifest(self._repository, policy, manifest, (), request))
+            return bases[0].state
+
+        load = partial(self._stored, memory=memory)
+        state = restore_point(how, keyframe.record, replayed, restore_base, loaded_adapters(), load)
+        return bases[0], state
 
     def _keyframes(self, record: ChainRecord) -> Iterator[Keyframe]:
         return self.journal.keyframes(record, self.entries, self._structure_of)
@@ -224,7 +244,7 @@ class History:
             )
         return found
 
-    def _stored(self, record: ChainRecord) -> StoredPoint:
+    def _stored(self, record: ChainRecord, memory: DecodeMemory | None = None) -> StoredPoint:
         from ckstore.journal.restoring import StoredPoint
 
         repository = self._repository
@@ -239,7 +259,7 @@ class History:
 
         limits = repository.limits
         point = decode_point(read_body(read, record.placed, where=where), limits=limits, where=where)
-        blobs = BlobReader(read, record.placed, point.blobs, limits, where=where)
+        blobs = BlobReader(read, record.placed, point.blobs, limits, where=where, memory=memory)
         environment = self.journal.segments[record.segment].facts.environment
         return StoredPoint(record.head.number, record.head.step, point, blobs, environment)
 

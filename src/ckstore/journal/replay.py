@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ckstore.errors import UnsupportedError, UsageError
@@ -34,7 +33,7 @@ class LoadedGradient(NamedTuple):
 
 
 def loaded(gradient: SeenGradient) -> LoadedGradient:
-    """Return a gradient as a tensor, which does not alias the arrays. On any thread."""
+    """Return a gradient as a tensor, which shares the memory of the arrays. On any thread."""
     return LoadedGradient(gradient.parameter, _tensor_of(gradient))
 
 
@@ -110,12 +109,12 @@ def _value_of(node: Node, live: object) -> Any:
 
 def _tensor_of(gradient: SeenGradient) -> Any:
     dtype = getattr(torch, gradient.dtype)
-    values = torch.from_numpy(np.array(gradient.values))
+    values = torch.from_numpy(gradient.values)
     if values.dtype != dtype:
         values = values.view(dtype)
     if gradient.indices is None:
         return values
-    indices = torch.from_numpy(np.array(gradient.indices))
+    indices = torch.from_numpy(gradient.indices)
     # Neither sorted nor summed again: the optimizer sees what it saw.
     return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=True)
 

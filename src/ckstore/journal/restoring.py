@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from ckstore.format.tree import TensorNode, leaves_of, place_of
 from ckstore.format.wire import xxh3_64
 from ckstore.journal.blobs import BlobReader
 from ckstore.journal.drafting import checksums_of, owned_storages, storage_paths
-from ckstore.journal.gradients import load_gradient
+from ckstore.journal.gradients import GradientMemory, load_gradient
 from ckstore.journal.replay import LoadedGradient, kept_gradients, loaded, made_again, replay_step
-from ckstore.state.capture import Captured, capture
+from ckstore.state.capture import Captured
+from ckstore.state.capture_cache import CaptureCache
 from ckstore.state.environment import differences, environment_of
 from ckstore.state.placement import prepare_restore
 from ckstore.state.tensors import LeafAdapter
@@ -72,15 +74,17 @@ class Replay:
 
 class _LoadedPoint(NamedTuple):
     stored: StoredPoint
+    paths: list[str]
+    """For each storage: the path of its first tensor."""
     gradients: list[list[LoadedGradient]]
     """For each step of the point."""
 
 
 def restore_point(
     replay: Replay,
-    keyframe: StoredPoint,
+    keyframe: _Record,
     points: Iterable[_Record],
-    base: Any,
+    restore_base: Callable[[], Any],
     adapters: Sequence[LeafAdapter],
     load: Callable[[_Record], StoredPoint],
 ) -> Any:
@@ -90,46 +94,59 @@ def restore_point(
         replay: How to restore.
         keyframe: The record of the keyframe.
         points: The records after it, up to the one to restore.
-        base: The restored keyframe: ``replay.into`` if that is not None.
+        restore_base: Restores the keyframe and returns it: ``replay.into`` if that is not None.
         adapters: Adapters of tensor libraries.
-        load: Reads a record. On another thread: the next records are read and decoded while the optimizer works.
+        load: Reads a record. On another thread: the next records are read and decoded while the keyframe is restored,
+            and while the optimizer works.
 
     Raises:
         ReplayError: The keyframe is not the state of its record, or a replayed step has given other bytes.
         CorruptError: A record is damaged.
         UsageError: The optimizers do not fit.
     """
-    live = _Live(base, replay, adapters)
-    live.require(keyframe, "before the first replayed step")
-    rest: dict[str, Callable[[], NDArray[np.uint8]]] = {}
-    _note_rest(keyframe, rest)
-    optimizers = live.optimizers_of(keyframe) if replay.optimizers is None else live.with_state(replay.optimizers)
-    live.environment = environment_of(optimizers)
-    last = keyframe
+    memory = GradientMemory()
 
-    def load_whole(record: _Record) -> _LoadedPoint:
+    def load_whole(item: tuple[_Record, bool]) -> _LoadedPoint:
+        record, is_replayed = item
         stored = load(record)
-        steps = stored.point.steps
-        return _LoadedPoint(
-            stored, [[loaded(load_gradient(each, stored.blobs)) for each in step.gradients] for step in steps]
-        )
+        gradients = [
+            [loaded(load_gradient(each, stored.blobs, memory)) for each in step.gradients]
+            for step in (stored.point.steps if is_replayed else ())
+        ]
+        return _LoadedPoint(stored, paths_of(stored.point), gradients)
 
-    loading = map_in_threads(load_whole, points, count_max=1, name="ckstore-journal")
-    with kept_gradients(optimizers), closing(loading):
-        for stored, gradients in loading:
-            for step, seen in zip(stored.point.steps, gradients, strict=True):
-                if step.optimizer >= len(optimizers):
-                    raise _other_optimizers(len(optimizers), step.optimizer)
-                _replay(optimizers[step.optimizer], step, seen, is_made_again=replay.optimizers is None)
-            if replay.after_step is not None:
-                replay.after_step(stored.step)
-            if replay.check == "each":
-                live.require(stored, f"after the replayed step {stored.step}")
-            _note_rest(stored, rest)
-            last = stored
+    records = itertools.chain([(keyframe, False)], ((each, True) for each in points))
+    with closing(map_in_threads(load_whole, records, count_max=1, name="ckstore-journal")) as loading:
+        first = next(loading)
+        # From here on, the thread works ahead.
+        live = _Live(restore_base(), replay, adapters)
+        live.require(first, "before the first replayed step")
+        rest: dict[str, Callable[[], NDArray[np.uint8]]] = {}
+        _note_rest(first, rest)
+        optimizers = live.optimizers_of(first) if replay.optimizers is None else live.with_state(replay.optimizers)
+        live.environment = environment_of(optimizers)
+        last = first
+        with kept_gradients(optimizers):
+            for last in loading:
+                _replay_point(optimizers, last, is_made_again=replay.optimizers is None)
+                if replay.after_step is not None:
+                    replay.after_step(last.stored.step)
+                if replay.check == "each":
+                    live.require(last, f"after the replayed step {last.stored.step}")
+                _note_rest(last, rest)
     if replay.check == "last":
-        live.require(last, f"after the replayed step {last.step}")
+        live.require(last, f"after the replayed step {last.stored.step}")
     return live.finish(last, rest)
+
+
+def _replay_point(optimizers: Sequence[Any], loaded_point: _LoadedPoint, *, is_made_again: bool) -> None:
+    steps = loaded_point.stored.point.steps
+    for step, seen in zip(steps, loaded_point.gradients, strict=True):
+        if step.optimizer >= len(optimizers):
+            raise _other_optimizers(len(optimizers), step.optimizer)
+        _replay(optimizers[step.optimizer], step, seen, is_made_again=is_made_again)
+    # Only the parameters refer to the gradients now. Their memory is used again after the next step.
+    loaded_point.gradients.clear()
 
 
 def _replay(optimizer: Any, step: Step, gradients: Sequence[LoadedGradient], *, is_made_again: bool) -> None:
@@ -155,10 +172,10 @@ def _other_optimizers(count: int, index: int) -> CkstoreError:
     )
 
 
-def _note_rest(stored: StoredPoint, rest: dict[str, Callable[[], NDArray[np.uint8]]]) -> None:
+def _note_rest(loaded_point: _LoadedPoint, rest: dict[str, Callable[[], NDArray[np.uint8]]]) -> None:
     """Note for each storage that a record stores how to read it. It holds until a later record stores it again."""
-    paths = paths_of(stored.point)
-    for path, storage in zip(paths, stored.point.storages, strict=True):
+    stored = loaded_point.stored
+    for path, storage in zip(loaded_point.paths, stored.point.storages, strict=True):
         if storage.span is not None:
             span, blobs = storage.span, stored.blobs
             rest[path] = lambda span=span, blobs=blobs: blobs.bytes_of(span)  # type: ignore[misc]
@@ -181,13 +198,15 @@ class _Live:
         self._base = base
         self._replay = replay
         self._adapters = adapters
+        self._cache = CaptureCache()
         self.environment: Mapping[str, str] = {}
         """Facts of this process, noted before the first step is replayed."""
 
     def _captured(self) -> Captured:
-        return capture(self._base, self._adapters)
+        # Whatever has replaced a tensor, an optimizer or ``after_step``, the capture finds the new one.
+        return self._cache.capture(self._base, self._adapters)
 
-    def require(self, stored: StoredPoint, when: str) -> None:
+    def require(self, loaded_point: _LoadedPoint, when: str) -> None:
         """Compare what the steps have made with a record.
 
         Raises:
@@ -197,7 +216,8 @@ class _Live:
         found = dict(
             zip(storage_paths(captured), checksums_of(captured, thread_count=self._replay.thread_count), strict=True)
         )
-        for path, storage in zip(paths_of(stored.point), stored.point.storages, strict=True):
+        stored = loaded_point.stored
+        for path, storage in zip(loaded_point.paths, stored.point.storages, strict=True):
             if storage.source == "steps" and found.get(path) != storage.xxh3:
                 raise self._differs(path, when, stored, is_missing=path not in found)
 
@@ -221,9 +241,9 @@ class _Live:
         owned_storages(self._captured(), optimizers)
         return optimizers
 
-    def optimizers_of(self, keyframe: StoredPoint) -> list[Any]:
+    def optimizers_of(self, loaded_keyframe: _LoadedPoint) -> list[Any]:
         """Return torch's optimizers, made again on the tensors of the state."""
-        captured = self._captured()
+        captured, keyframe = self._captured(), loaded_keyframe.stored
         objects = [keep[0] for keep in (getattr(storage, "keep", ()) for storage in captured.storages) if keep]
         if keyframe.point.optimizers is None or len(objects) != len(captured.storages):
             raise NotFoundError(
@@ -237,9 +257,10 @@ class _Live:
                 places[node.tensor] = places[node.tensor] or place_of(path)
         return [made_again(facts, lambda index: leaves[places[index]]) for facts in keyframe.point.optimizers]
 
-    def finish(self, last: StoredPoint, rest: Mapping[str, Callable[[], NDArray[np.uint8]]]) -> Any:
+    def finish(self, loaded_point: _LoadedPoint, rest: Mapping[str, Callable[[], NDArray[np.uint8]]]) -> Any:
         """Bring everything that the steps have not made into place, and return the state."""
-        point, paths = last.point, paths_of(last.point)
+        last, paths = loaded_point.stored, loaded_point.paths
+        point = last.point
         captured = self._captured()
         live = dict(zip(storage_paths(captured), captured.storages, strict=True))
         specs = [StorageSpec(each.nbytes, each.element_width, each.is_float, ()) for each in point.storages]

@@ -6,13 +6,14 @@ import copy
 import gc
 import struct
 
+import numpy as np
 import pytest
 import torch
 
 from ckstore.errors import UnsupportedError, UsageError
 from ckstore.format.points import OptimizerFacts
 from ckstore.format.tree import DictNode, ValueNode
-from ckstore.journal.gradients import SeenGradient
+from ckstore.journal.gradients import GradientMemory, SeenGradient
 from ckstore.journal.recorder import StepRecorder, owned_tensors
 from ckstore.journal.replay import kept_gradients, loaded, made_again, replay_step
 
@@ -327,3 +328,25 @@ def test_torchs_own_optimizers_are_made_again_and_no_others():
     for kind in ("os.system", "torch.optim.os.system", "torch.nn.Linear", "torch.optim.adamw.nothing", "builtins.eval"):
         with pytest.raises(UnsupportedError, match=r"store\.journal"):
             made_again(facts_of(made, kind), tensors.__getitem__)
+
+
+def test_memory_of_a_gradient_is_used_again_only_when_nothing_refers_to_it():
+    memory = GradientMemory()
+
+    def tensor_of(value):
+        values = memory.take(12).view(np.float32)
+        values[:] = value
+        return loaded(SeenGradient(0, "float32", (3,), values)).tensor
+
+    kept = tensor_of(1)
+    view, address = kept[1:].detach(), kept.data_ptr()
+    del kept
+    other = tensor_of(2)
+    assert other.data_ptr() != address
+    assert view.tolist() == [1, 1]
+    array = view.numpy()
+    del view
+    assert tensor_of(3).data_ptr() != address
+    assert array.tolist() == [1, 1]
+    del array
+    assert tensor_of(4).data_ptr() == address

@@ -175,6 +175,10 @@ def replay_of(into=None, optimizers=None, **changes):
     return Replay(into=into, optimizers=optimizers, **(options | changes))
 
 
+def restored(replay, first, others, base):
+    return restore_point(replay, first, others, lambda: base, loaded_adapters(), lambda record: record)
+
+
 @pytest.mark.parametrize("check", ["each", "last"])
 @pytest.mark.parametrize("number", [1, 2, STEPS + 1])
 def test_a_point_is_restored_into_live_objects(number, check):
@@ -183,7 +187,7 @@ def test_a_point_is_restored_into_live_objects(number, check):
     other = Training()
     load(other, keyframe)
     replay = replay_of(other.state, [other.optimizer], check=check)
-    state = restore_point(replay, first, others[: number - 1], other.state, loaded_adapters(), lambda record: record)
+    state = restored(replay, first, others[: number - 1], other.state)
     other.step = state["step"]
     torch.set_rng_state(state["random"])
     assert bits(other.state) == journal.expected[number]
@@ -193,7 +197,7 @@ def test_a_point_is_restored_into_live_objects(number, check):
 def test_a_point_is_restored_without_live_objects(number):
     _, journal, keyframe = run()
     first, *others = journal.stored()
-    state = restore_point(replay_of(), first, others[: number - 1], keyframe, loaded_adapters(), lambda record: record)
+    state = restored(replay_of(), first, others[: number - 1], keyframe)
     tree, storages = bits(state)
     expected_tree, expected = journal.expected[number]
     assert storages == expected
@@ -205,14 +209,7 @@ def test_training_goes_on_as_if_it_had_never_stopped():
     first, *others = journal.stored()
     other = Training()
     load(other, keyframe)
-    state = restore_point(
-        replay_of(other.state, [other.optimizer]),
-        first,
-        others[:2],
-        other.state,
-        loaded_adapters(),
-        lambda record: record,
-    )
+    state = restored(replay_of(other.state, [other.optimizer]), first, others[:2], other.state)
     other.step = state["step"]
     torch.set_rng_state(state["random"])
     while other.step < training.step:
@@ -243,7 +240,7 @@ def test_another_result_names_the_tensor_the_step_and_both_environments():
     hook = other.optimizer.register_step_post_hook(lambda *_: other.model[2].bias.data.add_(1e-3))
     replay = replay_of(other.state, [other.optimizer])
     with pytest.raises(ReplayError, match=r"model\.2\.bias has other bytes.*step 2 \(threads 64 then, \d+ now\)"):
-        restore_point(replay, first, others, other.state, loaded_adapters(), lambda record: record)
+        restored(replay, first, others, other.state)
     hook.remove()
 
 
@@ -252,14 +249,14 @@ def test_a_keyframe_of_another_state_is_noticed_before_the_first_step():
     first, *others = journal.stored()
     keyframe["model"]["0.weight"][0, 0] += 1
     with pytest.raises(ReplayError, match="before the first replayed step"):
-        restore_point(replay_of(), first, others, keyframe, loaded_adapters(), lambda record: record)
+        restored(replay_of(), first, others, keyframe)
 
 
 def test_after_step_replays_what_the_loop_updates():
     _, journal, keyframe = run()
     first, *others = journal.stored()
     seen = []
-    restore_point(replay_of(after_step=seen.append), first, others, keyframe, loaded_adapters(), lambda record: record)
+    restored(replay_of(after_step=seen.append), first, others, keyframe)
     assert seen == list(range(2, STEPS + 2))
 
 
@@ -269,7 +266,7 @@ def test_a_missing_optimizer_is_named():
     other = Training()
     load(other, keyframe)
     with pytest.raises(UsageError, match="0 optimizers here"):
-        restore_point(replay_of(other.state, []), first, others, other.state, loaded_adapters(), lambda record: record)
+        restored(replay_of(other.state, []), first, others, other.state)
 
 
 def test_other_classes_need_the_users_optimizer():
@@ -279,7 +276,7 @@ def test_other_classes_need_the_users_optimizer():
     _, journal, keyframe = run(lambda model: Own(model.parameters(), 0.1))
     first, *others = journal.stored()
     with pytest.raises(UnsupportedError, match=r"restore\(into=state\)"):
-        restore_point(replay_of(), first, others, keyframe, loaded_adapters(), lambda record: record)
+        restored(replay_of(), first, others, keyframe)
 
 
 def test_a_state_without_the_optimizer_cannot_be_journaled():
