@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 _FACTORS_MAX = 8
 """Factors of gradients that are remembered for the next point. Runs have one, or one for each optimizer."""
 
+_SEARCH_EVERY = 16
+"""Points until a factor is searched for again, at least, for a parameter whose gradient has none. Gradients that are
+sums in float32 never have one, as those of normalizations under autocast, and a search takes as long as coding one
+million numbers."""
+
 
 class ArrayPlace(NamedTuple):
     """Where the bytes of an array are: a staged storage, an offset and a length."""
@@ -151,6 +156,9 @@ class PointEncoder:
         self._limits = limits
         self._compression = compression
         self._factors: list[np.float32] = []
+        self._point_count = 0
+        self._next_searches: dict[tuple[int, int], int] = {}
+        """For an optimizer and a parameter whose gradient has no factor: the point that searches for one again."""
 
     def encode(self, draft: PointDraft, arrays: Sequence[NDArray[np.uint8]], *, thread_count: int) -> EncodedPoint:
         """Return the record of a point.
@@ -164,12 +172,13 @@ class PointEncoder:
             MalformedError: The draft contradicts itself.
         """
         writer = BlobWriter(self._limits)
+        self._point_count += 1
         known = [np.frombuffer(factor, np.float32)[0] for factor in draft.factors]
         steps = [
             Step(
                 step.optimizer,
                 decode_tree(step.groups, tensor_count=0),
-                tuple(self._stored(gradient, arrays, writer, known) for gradient in step.gradients),
+                tuple(self._stored(step.optimizer, each, arrays, writer, known) for each in step.gradients),
             )
             for step in draft.steps
         ]
@@ -184,6 +193,7 @@ class PointEncoder:
 
     def _stored(
         self,
+        optimizer: int,
         gradient: DraftGradient,
         arrays: Sequence[NDArray[np.uint8]],
         writer: BlobWriter,
@@ -198,7 +208,12 @@ class PointEncoder:
         elif values.size != int(np.prod(gradient.shape, dtype=np.int64)):
             raise MalformedError("a staged gradient has another number of elements than its shape")
         seen = SeenGradient(gradient.parameter, gradient.dtype, gradient.shape, values, indices)
-        stored = store_gradient(seen, writer, (*known, *self._factors))
+        place, count = (optimizer, gradient.parameter), self._point_count
+        searches = count >= self._next_searches.get(place, 0)
+        stored = store_gradient(seen, writer, (*known, *self._factors), searches=searches)
+        if stored.kind == "plain" and searches:
+            # Not all of them in the same point.
+            self._next_searches[place] = count + _SEARCH_EVERY + gradient.parameter % _SEARCH_EVERY
         if stored.factor is not None:
             found = np.frombuffer(stored.factor, np.float32)[0]
             # The last one first: all gradients of a step usually have the same.

@@ -80,13 +80,16 @@ def word_type_of(dtype: str) -> np.dtype[np.generic]:
     return np.dtype(np.float32 if dtype == "float32" else f"u{TORCH_ITEMSIZES[dtype]}")
 
 
-def store_gradient(seen: SeenGradient, writer: BlobWriter, factors: Iterable[np.float32]) -> Gradient:
+def store_gradient(
+    seen: SeenGradient, writer: BlobWriter, factors: Iterable[np.float32], *, searches: bool = True
+) -> Gradient:
     """Add a gradient to the blobs of a point, in its shortest form.
 
     Args:
         seen: The gradient.
         writer: Where its numbers go.
         factors: Factors that its elements may be multiplied by.
+        searches: Whether to search for another factor if none of them fits.
     """
     is_float = seen.dtype in _FLOATS
     width = min(8, seen.values.dtype.itemsize)
@@ -95,7 +98,7 @@ def store_gradient(seen: SeenGradient, writer: BlobWriter, factors: Iterable[np.
         indices = writer.add(seen.indices, element_width=8, is_float=False)
         sparse_dims = len(seen.indices)
         return Gradient(seen.parameter, seen.dtype, seen.shape, "coo", None, None, values, indices, sparse_dims)
-    form = form_of(seen.values.reshape(seen.shape), factors)
+    form = form_of(seen.values.reshape(seen.shape), factors, searches=searches)
     rows = None if form.rows is None else writer.add(form.rows, element_width=1, is_float=False)
     if form.kind in NARROW_KINDS:
         width = 2

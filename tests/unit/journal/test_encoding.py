@@ -167,6 +167,21 @@ def test_factors_are_remembered_for_the_next_point(monkeypatch):
     assert again.steps[0].gradients[0].kind == "bf16"
 
 
+def test_a_search_that_found_no_factor_is_not_repeated_for_some_points(monkeypatch):
+    draft, arrays = draft_and_arrays()
+    encoder, searches = PointEncoder(LIMITS, "fast"), []
+    monkeypatch.setattr("ckstore.journal.forms.factors_of", lambda *_: searches.append(1) or [])
+    counts = []
+    for _ in range(40):
+        encoder.encode(draft, arrays, thread_count=1)
+        counts.append(len(searches))
+        searches.clear()
+    assert counts[0] > 0
+    assert not any(counts[1:16])
+    assert any(counts[16:])
+    assert sum(counts) <= 3 * counts[0]
+
+
 def test_a_damaged_frame_raises_when_its_blob_is_read():
     encoded = encoded_point()
     content = bytearray(segment_with(encoded))
