@@ -1200,7 +1200,7 @@ class Store:
             return self._repository.tiers.addresses()
 
     def push(
-        self, address: str | None = None, *, keep_local: int = 1, older_than: str | float | None = None,
+        self, address: str | Path | None = None, *, keep_local: int = 1, older_than: str | float | None = None,
         tier: str | None = None, read_back: bool = False, dry_run: bool = False, on_progress: Progress | None = None,
     ) -> PushReport:  # fmt: skip
         """Move old checkpoints of the run to a bucket, and copy their points. All stay and restore as before.
@@ -1230,7 +1230,7 @@ class Store:
         policy = PushPolicy(keep_local, older_than_seconds, read_back)
         with self._lock:
             self._check_open()
-            place = self._repository.tiers.choose(address, tier)
+            place = self._repository.tiers.choose(None if address is None else os.fspath(address), tier)
             return push(self._repository, place, policy, tier=tier, dry_run=dry_run, on_progress=on_progress)
 
     def pull(
@@ -1263,8 +1263,9 @@ class Store:
             return pull(self._repository, chosen, dry_run=dry_run, on_progress=on_progress)
 
     def mirror(
-        self, address: str, *, read_back: bool = False, dry_run: bool = False, on_progress: Progress | None = None
-    ) -> MirrorReport:
+        self, address: str | Path, *, read_back: bool = False, dry_run: bool = False,
+        on_progress: Progress | None = None,
+    ) -> MirrorReport:  # fmt: skip
         """Keep a second copy of the store, all runs, at another place. The copy is a store and can be opened there.
 
         Nothing here changes, and nothing there is deleted. ``ckstore.open(address).verify()`` checks the copy.

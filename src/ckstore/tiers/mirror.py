@@ -13,8 +13,10 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ckstore.display import repr_of_summary
 from ckstore.errors import CorruptError, NotFoundError, UnreachableError, UsageError
@@ -90,7 +92,7 @@ class MirrorReport:
 
 def mirror(
     repository: Repository,
-    address: str,
+    address: str | Path,
     *,
     read_back: bool = False,
     dry_run: bool = False,
@@ -116,7 +118,7 @@ def mirror(
         BackendError: The place does not respond.
     """
     repository.require_same_store()
-    target = backend_for(address)
+    target = backend_for(os.fspath(address))
     if target.root == repository.backend.root:
         raise UsageError("a store cannot be mirrored to itself", where=target.root, todo="choose another place")
     try:

@@ -34,6 +34,12 @@ def test_collection_frees_only_pushed_packs(folder, address):
         assert_restores(store, 1, 2, 3, 4)
 
 
+def test_a_tier_may_be_a_path(folder, tmp_path):
+    with filled(folder, 2) as store:
+        assert store.push(tmp_path / "attic", keep_local=1).address == str(tmp_path / "attic")
+        assert store.mirror(tmp_path / "mirror").runs[0].copied_count == 2
+
+
 def test_collection_keeps_packs_if_bucket_is_empty(folder, address, monkeypatch):
     """A push was killed after it had published, and then the bucket was emptied."""
     from ckstore.tiers import push
