@@ -1,7 +1,7 @@
 """Check the journals of a store: every byte of every segment. ``verify`` runs these audits.
 
-Levels, as for packs: ``quick`` reads the headers of segments, the heads of records, and the last record of each segment
-whole, because only that one can be torn. ``read`` checks every byte of every record. ``decode`` also decodes what a
+Levels, as for packs: ``quick`` reads the headers of segments, the heads of records, and whole records where they can be
+torn: the last one of a segment that no other segment continues. ``read`` checks every byte of every record. ``decode`` also decodes what a
 record says and every frame, and compares chunk ids.
 
 The torn end of a segment is no damage: its writer was killed before it acknowledged the record. It becomes a note. If

@@ -157,8 +157,6 @@ class Journal:
         problems: Segments that cannot be used, and why. Damage that is found later is added.
         open_segment: Opens a segment for reading, also for callers; FileNotFoundError if it was removed meanwhile.
         limits: Limits of the store.
-        is_for_listing: Read the last record of a segment whole only if no other segment continues it. For callers that
-            read no bodies of records, or report their damage themselves.
     """
 
     def __init__(
@@ -168,7 +166,6 @@ class Journal:
         open_segment: Callable[[SegmentName], ReadFile],
         *,
         limits: Limits,
-        is_for_listing: bool = False,
     ) -> None:
         self.segments = dict(sorted(segments.items()))
         self.problems = dict(problems)
@@ -176,7 +173,8 @@ class Journal:
         self._limits = limits
         self._by_token = {name.token: name for name in self.segments}
         self._records: dict[SegmentName, SegmentRecords] = {}
-        previous = (segment.facts.previous for segment in segments.values() if is_for_listing)
+        previous = (segment.facts.previous for segment in segments.values())
+        # The last record of a segment may be torn, unless another segment continues it: then it was durable before.
         self._continued = frozenset(place.record_id for place in previous if place is not None)
 
     def records(self, name: SegmentName) -> SegmentRecords:

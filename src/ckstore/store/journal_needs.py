@@ -78,7 +78,6 @@ class JournalState:
         min_age_seconds: float = 0.0,
         elsewhere: Mapping[SegmentName, str] = MappingProxyType({}),
         is_strict: bool = True,
-        is_for_listing: bool = False,
     ) -> JournalState:
         """Read the journal and the checkpoints of a run.
 
@@ -87,7 +86,6 @@ class JournalState:
             min_age_seconds: Segments that were changed within this time count as held.
             elsewhere: Paths of segments in the trash.
             is_strict: Raise if a manifest or tag cannot be used. Otherwise leave it out.
-            is_for_listing: See ``Journal``.
 
         Raises:
             CorruptError: A manifest or a tag is damaged.
@@ -97,7 +95,7 @@ class JournalState:
         journals = Journals(repository.manifests, clock=repository.clock)
         names = journals.names()
         held = _held_segments(repository, names, min_age_seconds)
-        journal = journals.read(elsewhere, is_for_listing=is_for_listing)
+        journal = journals.read(elsewhere)
         # Those that were created since they were listed.
         held |= journal.segments.keys() - set(names) - elsewhere.keys()
         journal.read_all(repository.backend)

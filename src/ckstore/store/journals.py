@@ -98,14 +98,11 @@ class Journals:
         parsed = (paths.parse_segment_file(self._run, file) for file in files)
         return sorted(name for name in parsed if name is not None)
 
-    def read(
-        self, elsewhere: Mapping[SegmentName, str] = MappingProxyType({}), *, is_for_listing: bool = False
-    ) -> Journal:
+    def read(self, elsewhere: Mapping[SegmentName, str] = MappingProxyType({})) -> Journal:
         """Read the headers of all segments. Damaged ones, and those of a newer ckstore, are reported as problems.
 
         Args:
             elsewhere: Paths of other segments of the run, in the trash. One that is in place is read there.
-            is_for_listing: See ``Journal``.
 
         Raises:
             BackendError: A header cannot be read.
@@ -127,7 +124,6 @@ class Journals:
             problems,
             lambda name: self._backend.open_read(files[name]),
             limits=self._manifests.limits,
-            is_for_listing=is_for_listing,
         )
 
     def _header(self, name: SegmentName, path: str) -> Segment | CkstoreError | None:

@@ -60,7 +60,7 @@ def points_by_keyframe(repository: Repository) -> dict[int, tuple[Point, ...]]:
     """
     if not has_journal(repository):
         return {}
-    state = JournalState.read(repository, is_strict=False, is_for_listing=True)
+    state = JournalState.read(repository, is_strict=False)
     tags = _tags_by_place(state)
     seen = {entry.step for entry in state.entries if not entry.is_archival}
     found: dict[int, list[Point]] = {}

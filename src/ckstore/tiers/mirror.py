@@ -184,7 +184,7 @@ class _Mirror:
         if not has_journal(repository):
             return
         seqs = {name.seq for name in names}
-        state = JournalState.read(repository, is_strict=False, is_for_listing=True)
+        state = JournalState.read(repository, is_strict=False)
         state = state.without([entry.seq for entry in state.entries if entry.seq not in seqs])
         self._segments.run(state.journal, {*segments_of(state, seqs), *state.journal.problems})
 

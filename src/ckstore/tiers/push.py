@@ -206,7 +206,7 @@ def _copy_segments(
     copy = SegmentCopy(repository.backend, target, repository.limits, policy.read_back, is_dry_run)
     if not has_journal(repository):
         return copy
-    state = JournalState.read(repository, is_strict=False, is_for_listing=True)
+    state = JournalState.read(repository, is_strict=False)
     in_tier = {name.seq for name in repository.manifests.listing().names if _is_in_tier(repository, name, tier)}
     names = {*segments_of(state, {*in_tier, *pushed}), *state.journal.problems}
     if names and target is not None and not is_dry_run:
