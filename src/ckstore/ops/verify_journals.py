@@ -1,8 +1,8 @@
 """Check the journals of a store: every byte of every segment. ``verify`` runs these audits.
 
-Levels, as for packs: ``quick`` reads the headers of segments, the heads of records, and whole records where they can be
-torn: the last one of a segment that no other segment continues. ``read`` checks every byte of every record. ``decode`` also decodes what a
-record says and every frame, and compares chunk ids.
+Levels, as for packs: ``quick`` reads the headers of segments, the heads of records, and a whole record where it can be
+torn: the last one of a segment that no other segment continues. ``read`` checks every byte of every record. ``decode``
+also decodes what a record says and every frame, and compares chunk ids.
 
 The torn end of a segment is no damage: its writer was killed before it acknowledged the record. It becomes a note. If
 another segment continues the record that is missing there, it was acknowledged, and is damaged.
