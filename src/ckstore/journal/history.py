@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckstore.config import Policy
-from ckstore.errors import CkstoreError, CorruptError, NotFoundError, ReplayError, UsageError
+from ckstore.errors import CkstoreError, CorruptError, NotFoundError, ReplayError, UsageError, shown_object
 from ckstore.format.journal import read_body, structure_of
 from ckstore.format.logical import encoded_tensors
 from ckstore.format.points import decode_point
@@ -35,18 +35,30 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckstore")
 
 
-class ReplayRequest(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
     """How points are replayed; see ``Store.restore``.
 
     Args:
         optimizers: The user's optimizers; None: torch's own are made again.
         check: After which steps checksums are compared.
         after_step: Called after each replayed step with the trainer's step.
+
+    Raises:
+        UsageError: There is no such check.
     """
 
     optimizers: Sequence[Any] | None
     check: ReplayCheck
     after_step: Callable[[int], object] | None
+
+    def __post_init__(self) -> None:
+        if self.check not in ("each", "last"):
+            raise UsageError(
+                "replay_check is 'each' or 'last'",
+                where=f"replay_check={shown_object(self.check)}",
+                todo="use 'each', or 'last' to compare checksums after the last replayed step only",
+            )
 
 
 @dataclass(frozen=True, slots=True)

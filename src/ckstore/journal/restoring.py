@@ -134,7 +134,7 @@ def restore_point(
                 if replay.check == "each":
                     live.require(last, f"after the replayed step {last.stored.step}")
                 _note_rest(last, rest)
-    if replay.check == "last":
+    if replay.check != "each":
         live.require(last, f"after the replayed step {last.stored.step}")
     return live.finish(last, rest)
 
