@@ -1,7 +1,7 @@
 """What optimizers see at their steps: gradients and hyper-parameters, noted by hooks around each step.
 
-A hook copies nothing. It keeps the gradients and their version counters; the code that stores them checks that they
-have not changed since. torch makes new gradients for each backward unless they are zeroed in place, so that is the
+A hook copies nothing. It keeps the gradients, their version counters and a sample of their words; ``take`` checks that
+they have not changed since. torch makes new gradients for each backward unless they are zeroed in place, so that is the
 usual case.
 
 What the recorder cannot explain, it says: then the next commit stores the whole state, and the notes begin again there.
@@ -10,7 +10,7 @@ What the recorder cannot explain, it says: then the next commit stores the whole
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.concurrency import noop
 from ckstore.errors import UsageError
 from ckstore.format.tree import DictNode, ListNode, Node, TupleNode
-from ckstore.journal.owned_memory import OwnedMemory
+from ckstore.journal.owned_memory import OwnedMemory, Sample, Sampler
 from ckstore.state.values import encode_plain
 
 DENSE, SPARSE = torch.strided, torch.sparse_coo
@@ -31,24 +31,17 @@ class GradientReference(NamedTuple):
 
     Args:
         parameter: Index of its parameter, counted over all groups.
-        tensor: The gradient, detached; of a sparse one the coalesced tensor.
-        versions: Version counters of its parts at the step.
+        tensor: The gradient, detached.
     """
 
     parameter: int
     tensor: Any
-    versions: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
         tensor = self.tensor._values() if self.tensor.is_sparse else self.tensor
         return int(tensor.nbytes)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether its bytes are still those of the step, as far as torch counts changes."""
-        return _versions_of(self.tensor) == self.versions
 
 
 class RecordedStep(NamedTuple):
@@ -58,12 +51,14 @@ class RecordedStep(NamedTuple):
         optimizer: Index of the optimizer, in the order in which they were attached.
         groups: Hyper-parameters: a list of one mapping for each group.
         gradients: The gradients, in the order of the parameters.
+        sample: What shows changes of them.
         seconds: Wall seconds that the step took.
     """
 
     optimizer: int
     groups: Node
     gradients: tuple[GradientReference, ...]
+    sample: Sample
     seconds: float = 0.0
 
 
@@ -83,6 +78,7 @@ class StepRecorder:
         self._skipped: dict[int, int] = {}
         """Running steps that will change nothing, and how many tensors their optimizers own."""
         self._owned: dict[int, OwnedMemory] = {}
+        self._samplers: dict[int, Sampler] = {}
         self._shapes: dict[int, list[tuple[object, ...]]] = {}
         self._problem: str | None = None
         self.is_paused = False
@@ -156,12 +152,12 @@ class StepRecorder:
             self._note("a step has begun and not ended; commit after the step")
         for index, optimizer in enumerate(self.optimizers):
             self._check_untouched(index, optimizer)
-            if any(not each.is_unchanged for step in self._steps for each in step.gradients):
-                self._note(
-                    "a gradient was changed between the step and the commit; clear gradients with zero_grad(), which "
-                    "sets them to None, or commit first"
-                )
             self._shapes[index] = _shapes_of(optimizer)
+        if not all(step.sample.is_unchanged for step in self._steps):
+            self._note(
+                "a gradient was changed between the step and the commit; clear gradients with zero_grad(), which "
+                "sets them to None, or commit first"
+            )
         steps, problem = tuple(self._steps), self._problem
         self._steps, self._problem = [], None
         self._running.clear()
@@ -217,7 +213,9 @@ class StepRecorder:
         elif gradients is None:
             self._note("a gradient is neither dense nor in COO form, or is complex")
         else:
-            self._running[index] = RecordedStep(index, groups, gradients, SYSTEM_CLOCK.monotonic())
+            parts = _parts_of([each.tensor for each in gradients])
+            sample = self._samplers.setdefault(index, Sampler()).sample(parts)
+            self._running[index] = RecordedStep(index, groups, gradients, sample, SYSTEM_CLOCK.monotonic())
 
     def _after(self, index: int, optimizer: Any) -> None:
         step, count = self._running.pop(index, None), self._skipped.pop(index, None)
@@ -229,14 +227,9 @@ class StepRecorder:
                 self._note("an optimizer has made its state in a step that a GradScaler has skipped")
         if step is None:
             return
-        seen = {each.parameter: each for each in step.gradients}
-        for number, parameter in enumerate(parameters_of(optimizer)):
-            gradient = parameter.grad
-            before = seen.get(number)
-            is_same = gradient is None if before is None else gradient is not None and _is_same(gradient, before)
-            if not is_same:
-                self._note("a gradient was replaced or changed inside the step; change it before the step")
-                return
+        if not _still_sees(optimizer, step):
+            self._note("a gradient was replaced or changed inside the step; change it before the step")
+            return
         self._steps.append(step._replace(seconds=SYSTEM_CLOCK.monotonic() - step.seconds))
         self._note_owned(index, optimizer)
         self._limit_memory()
@@ -325,20 +318,22 @@ def _gradients_of(optimizer: Any) -> tuple[GradientReference, ...] | None:
             continue
         if gradient.layout not in (DENSE, SPARSE) or gradient.is_complex():
             return None
-        tensor = gradient.detach()
-        found.append(GradientReference(number, tensor, _versions_of(tensor)))
+        found.append(GradientReference(number, gradient.detach()))
     return tuple(found)
 
 
-def _versions_of(gradient: Any) -> tuple[int, ...]:
-    if gradient.layout == SPARSE:
-        return gradient._indices()._version, gradient._values()._version
-    return (gradient._version,)
+def _parts_of(gradients: Sequence[Any]) -> list[Any]:
+    """Return the dense tensors that gradients consist of."""
+    if all(gradient.layout == DENSE for gradient in gradients):
+        return list(gradients)
+    parts = [(each._indices(), each._values()) if each.layout == SPARSE else (each,) for each in gradients]
+    return [part for pair in parts for part in pair]
 
 
-def _is_same(gradient: Any, before: GradientReference) -> bool:
-    if gradient.layout != before.tensor.layout or _versions_of(gradient) != before.versions:
+def _still_sees(optimizer: Any, step: RecordedStep) -> bool:
+    """Whether the gradients of an optimizer are those of a step, in the same memory."""
+    now = [(number, each.grad) for number, each in enumerate(parameters_of(optimizer)) if each.grad is not None]
+    if [number for number, _ in now] != [each.parameter for each in step.gradients]:
         return False
-    if gradient.layout == SPARSE:
-        return bool(gradient._values().data_ptr() == before.tensor._values().data_ptr())
-    return bool(gradient.data_ptr() == before.tensor.data_ptr())
+    gradients = [gradient for _, gradient in now]
+    return step.sample.is_of(_parts_of(gradients)) and step.sample.is_unchanged

@@ -7,7 +7,7 @@ import torch
 
 import ckstore
 from ckstore.errors import UnsupportedError
-from support.journaled_training import bits
+from support.journaled_training import JournaledTraining, bits
 
 STEPS = 6
 
@@ -61,3 +61,29 @@ def test_every_step_comes_back(tmp_path):
             assert bits(other.state) == found
         with pytest.raises(UnsupportedError, match=r"SparseAdam cannot be made again .*restore\(into=state\)"):
             store.restore(STEPS)
+
+
+class OldSGD(torch.optim.Optimizer):
+    """Adds weight decay to ``p.grad.data``, as torch did before 1.5."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad.data
+                gradient.add_(parameter.data, alpha=0.1)
+                parameter.data.add_(gradient, alpha=-group["lr"])
+
+
+def test_an_optimizer_that_changes_gradients_in_its_step_loses_no_commit(tmp_path, caplog):
+    training = JournaledTraining(lambda model: OldSGD(model.parameters(), 0.1))
+    with ckstore.open(tmp_path / "store") as store:
+        store.journal(training.optimizer)
+        training.run(store, range(1, 4))
+        assert len(store.log()) == 3
+    with ckstore.open(tmp_path / "store", create=False) as store:
+        for step, expected in training.expected.items():
+            assert bits(store.restore(step)) == expected
+    assert [record.message.count("inside the step") for record in caplog.records] == [1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ckstore.journal import owned_memory
-from ckstore.journal.owned_memory import OwnedMemory
+from ckstore.journal.owned_memory import OwnedMemory, Sampler
 from ckstore.journal.recorder import StepRecorder, owned_tensors
 
 
@@ -95,3 +95,82 @@ def test_recorder_does_not_explain_uncounted_changes(before_step):
     optimizer.state[model.weight]["exp_avg"].data.zero_()
     assert "changed outside of a step" in recorder.take()[1]
     assert len(owned_tensors(optimizer)) == 8
+
+
+def grown(shape, seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(shape)
+
+
+GRADIENTS = {
+    "matrix": grown((300, 71)),
+    "small rows": grown((1000, 3)).to(torch.bfloat16),
+    "transposed": grown((40, 30)).t(),
+    "channels_last": grown((8, 3, 5, 5)).to(memory_format=torch.channels_last),
+    "scalar": grown(()),
+    "part of a buffer": grown((1000,))[7:107].view(10, 10),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_uncounted_changes_of_gradients_are_noticed(name):
+    gradients = [each.clone() if each.is_contiguous() else each for each in GRADIENTS.values()]
+    sampler = Sampler()
+    sampler.sample(gradients)
+    index = list(GRADIENTS).index(name)
+    changed, kept = gradients[index], gradients[index].clone()
+    for change in (changed.data.zero_, changed.data.neg_, lambda: changed.data.clamp_(-0.01, 0.01)):
+        sample = sampler.sample(gradients)
+        change()
+        assert not sample.is_unchanged
+        changed.data.copy_(kept)
+        assert sample.is_unchanged
+
+
+@pytest.mark.parametrize("name", ["matrix", "small rows", "channels_last"])
+def test_an_uncounted_change_of_any_row_of_a_gradient_is_noticed(name):
+    gradient = GRADIENTS[name].clone()
+    sample = Sampler().sample([*GRADIENTS.values(), gradient])
+    for row in range(len(gradient)):
+        kept = gradient[row].clone()
+        gradient.data[row].neg_()
+        assert not sample.is_unchanged, row
+        gradient.data[row].copy_(kept)
+    assert sample.is_unchanged
+
+
+def test_of_very_many_rows_a_sample_is_read_and_released_memory_is_not():
+    gradient = torch.zeros(20_000, 3)
+    sample = Sampler().sample([gradient, torch.zeros(4, 4)[:, ::2], torch.zeros(3, device="meta")])
+    assert len(sample.table) == 2048
+    gradient.data[: len(gradient) // 100].fill_(1)
+    assert not sample.is_unchanged
+    gradient.data.zero_()
+    gradient.untyped_storage().resize_(0)
+    assert not sample.is_unchanged
+
+
+@pytest.mark.parametrize("part", ["dense", "sparse"])
+@pytest.mark.parametrize("when", ["in the step", "before the commit"])
+def test_recorder_does_not_explain_uncounted_changes_of_gradients(part, when):
+    class Old(torch.optim.SGD):
+        """Changes gradients as many optimizers did when torch had ``Variable``."""
+
+        def step(self, closure=None):
+            super().step()
+            if when == "in the step":
+                change()
+
+    table, head = torch.nn.Embedding(30, 4, sparse=True), torch.nn.Linear(4, 4)
+    optimizer = Old([*head.parameters(), *table.parameters()], 0.1)
+    recorder = StepRecorder()
+    recorder.attach(optimizer)
+
+    def change():
+        (head.weight.grad if part == "dense" else table.weight.grad._values()).data.mul_(2)
+
+    head(table(torch.tensor([1, 2, 2]))).sum().backward()
+    optimizer.step()
+    if when == "before the commit":
+        change()
+    assert "a gradient was" in recorder.take()[1]
