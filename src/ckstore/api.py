@@ -187,14 +187,14 @@ class Store:
             record = self._journal and self._journal.plan_keyframe(state, metrics=checked_metrics)
             with self._costs.trying():
                 committed = self._committed(state, number, checked_metrics, policy or self._policy)
-            if self._journal is not None and record:
-                self._journal.submit(record, number, policy or self._policy)
             receipt = committed.receipt
             self._continue_from(receipt.seq, committed.fingerprint)
             if self._is_first_rank:
                 receipt = set_tags(self._repository, receipt, checked_tags)
             self._note_commit(receipt.seq)
             self._costs.note(number, receipt.seconds["total"], receipt)
+            if self._journal is not None and record:
+                self._journal.submit(record, number, policy or self._policy)
         for warning in receipt.warnings if self._is_first_rank else ():
             _log.warning("step %d: %s", receipt.step, warning)
         return receipt

@@ -7,6 +7,7 @@ commit, for a saver process of the journal's own: a point need not wait while a 
 Invariants:
 - Every commit since the first is a record, in the order of the calls. After a record that was not stored, the next one
   begins a chain, with a keyframe.
+- Planning a record takes the noted steps. Unless it is then submitted, the next commit begins a chain.
 - A point is planned when the record before it is durable, and the keyframe that its chain begins with. So a point with
   a receipt can be restored.
 - All methods are called under the lock of the ``Store``; callbacks of pending points only set flags.
@@ -118,9 +119,20 @@ class JournalSide:
         """Whether the result of that keyframe is not known yet."""
         self.recorder = StepRecorder(self._wait_for_checksums)
 
-    def plan_keyframe(self, state: Any, *, metrics: Mapping[str, float]) -> PlannedRecord:
-        """Plan the record of a commit that stores the whole state in any case."""
-        return replace(self.plan(state, metrics=metrics, has_tags=True), is_after_commit=True)
+    def plan_keyframe(self, state: Any, *, metrics: Mapping[str, float]) -> PlannedRecord | None:
+        """Plan the record of a commit that stores the whole state in any case.
+
+        None: it has no record, because the state lacks what the optimizers own, such as weights for an export. The next
+        commit begins a chain.
+        """
+        captured = self._cache.capture_for_commit(state)
+        self._settle(None)
+        try:
+            record = self._planned(captured, metrics, has_tags=True)
+        except UsageError as error:
+            self._report("a commit is not in the journal, and the next one stores the whole state", str(error))
+            return None
+        return replace(record, is_after_commit=True)
 
     def plan(
         self, state: Any, *, metrics: Mapping[str, float], has_tags: bool, commits: TrainerSide | None = None
@@ -139,14 +151,21 @@ class JournalSide:
         """
         captured = self._cache.capture(state, loaded_adapters())
         self._settle(commits)
+        return self._planned(captured, metrics, has_tags=has_tags)
+
+    def _planned(self, captured: Captured, metrics: Mapping[str, float], *, has_tags: bool) -> PlannedRecord:
+        due, continues = self._due, self._continues
+        begins_segment, self._begins_segment = self._begins_segment, False
+        # The steps are taken now. If anything fails before ``submit`` has succeeded, the chain lacks them.
+        self.begin_again("the commit before was not stored")
         steps, problem = self.recorder.take()
-        begins_chain = self._continues is None and (problem is not None or self._due is not None)
-        reason = problem or self._due or ("it has tags" if has_tags else None) or self._due_reason()
+        begins_chain = continues is None and (problem is not None or due is not None)
+        reason = problem or due or ("it has tags" if has_tags else None) or self._due_reason()
         drafted = draft_point(
             captured,
             () if begins_chain else steps,
             self.recorder.optimizers,
-            before={} if begins_chain or self._continues is not None else self._before,
+            before={} if begins_chain or continues is not None else self._before,
             metrics=metrics,
             has_facts=reason is not None or self._points == 0,
             factors=take_factors(),
@@ -157,23 +176,23 @@ class JournalSide:
         if reason is None and rest_nbytes > self._options.rest_nbytes_max:
             limit = size(self._options.rest_nbytes_max)
             problem = reason = f"more than {limit} of the state that no optimizer of the journal owns have changed"
-        if problem is not None and self._due is None:
-            self._report(problem)
+        if problem is not None and due is None:
+            self._report("a commit stores the whole state instead of a step of the journal", problem)
         self._note_cost(steps)
-        begins_segment = begins_chain or self._continues is not None or self._begins_segment
+        begins_segment = begins_segment or begins_chain or continues is not None
         draft = drafted.draft._replace(
             begins_chain=begins_chain,
-            continues=self._continues,
-            begins_segment=self._begins_segment,
+            continues=continues,
+            begins_segment=begins_segment,
             environment=environment_of(self.recorder.optimizers) if begins_segment else {},
         )
         return PlannedRecord(captured, drafted._replace(draft=draft), reason)
 
-    def _report(self, problem: str) -> None:
+    def _report(self, what: str, problem: str) -> None:
         """Log why a commit must store the whole state: each reason once, as a loop may have it at every step."""
         if problem not in self._reported:
             self._reported.add(problem)
-            _log.warning("a commit stores the whole state instead of a step of the journal: %s", problem)
+            _log.warning("%s: %s", what, problem)
 
     def _settle(self, commits: TrainerSide | None) -> None:
         """Wait until it is known whether the next commit can be a point."""
@@ -219,20 +238,16 @@ class JournalSide:
             share=draft.encode(),
             late=_late_checksums(record, draft.arrays),
         )
-        try:
-            pending = self._started().submit(request)
-        except BaseException:
-            self.begin_again("the commit before was not stored")
-            raise
+        pending = self._started().submit(request)
         self._before = record.drafted.checksums
-        self._continues, self._begins_segment, self._due = None, False, None
-        if record.reason is None:
-            self._points += 1
-        else:
+        self._points += 1
+        self._has_keyframe = record.is_after_commit or not draft.begins_chain
+        if record.is_after_commit:
             self._points, self._replay_seconds = 0, 0.0
-            self._has_keyframe = record.is_after_commit or not record.drafted.draft.begins_chain
         # The caller waits for a keyframe itself. If only its record fails, the next commit is a keyframe again.
         pending.error_was_raised = record.reason is not None
+        # Last: this commit now takes part in the chain.
+        self._due = None
         itself = weakref.ref(self)
         pending.when_done(lambda done: _note_failure(itself, done))
         return pending
@@ -255,6 +270,7 @@ class JournalSide:
         """Go on in a new segment when a keyframe is durable, and repeat one that failed."""
         itself, begins_chain = weakref.ref(self), not self._has_keyframe
         self._has_keyframe, self._awaits_keyframe = True, begins_chain
+        self._points, self._replay_seconds = 0, 0.0
 
         def note(done: Pending) -> None:
             side = itself()
