@@ -20,7 +20,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.concurrency import noop
 from ckstore.errors import UsageError
 from ckstore.format.tree import DictNode, ListNode, Node, TupleNode
-from ckstore.journal.owned_memory import OwnedMemory, Sample, Sampler
+from ckstore.journal.owned_memory import OwnedMemory, Sample, Sampler, strides_like
 from ckstore.state.values import encode_plain
 
 DENSE, SPARSE = torch.strided, torch.sparse_coo
@@ -210,8 +210,8 @@ class StepRecorder:
         groups, gradients = _groups_of(optimizer), _gradients_of(optimizer)
         if groups is None:
             self._note("a hyper-parameter is neither a number nor a text; keep it outside of the groups")
-        elif gradients is None:
-            self._note("a gradient is neither dense nor in COO form, or is complex")
+        elif isinstance(gradients, str):
+            self._note(gradients)
         else:
             parts = _parts_of([each.tensor for each in gradients])
             sample = self._samplers.setdefault(index, Sampler()).sample(parts)
@@ -310,16 +310,29 @@ def node_of(value: object) -> Node | None:
     return encode_plain(value)
 
 
-def _gradients_of(optimizer: Any) -> tuple[GradientReference, ...] | None:
+def _gradients_of(optimizer: Any) -> tuple[GradientReference, ...] | str:
+    """Return the gradients of an optimizer, or why they cannot be noted."""
     found = []
     for number, parameter in enumerate(parameters_of(optimizer)):
         gradient = parameter.grad
         if gradient is None:
             continue
         if gradient.layout not in (DENSE, SPARSE) or gradient.is_complex():
-            return None
+            return "a gradient is neither dense nor in COO form, or is complex"
+        if gradient.layout == DENSE and not _is_laid_out_like(gradient, parameter):
+            # A fused optimizer pairs elements by their place in memory, and a replay gives gradients these strides.
+            return "a gradient has other strides than its parameter; torch's backward gives it the same"
         found.append(GradientReference(number, gradient.detach()))
     return tuple(found)
+
+
+def _is_laid_out_like(gradient: Any, parameter: Any) -> bool:
+    """Whether a gradient has the strides that ``torch.empty_like(parameter)`` would have."""
+    if gradient.is_contiguous() and parameter.is_contiguous():
+        return True
+    wanted = strides_like(parameter.shape, parameter.stride())
+    strides = zip(gradient.shape, gradient.stride(), wanted, strict=True)
+    return all(count == 1 or found == like for count, found, like in strides)
 
 
 def _parts_of(gradients: Sequence[Any]) -> list[Any]:

@@ -61,8 +61,15 @@ def replay_step(optimizer: Any, groups: Node, gradients: Iterable[LoadedGradient
                 todo="restore into the optimizer, model and groups of the run, in the order of store.journal",
             )
         parameter = parameters[gradient.parameter]
-        parameter.grad = gradient.tensor.to(parameter.device)
+        parameter.grad = _laid_out_like(gradient.tensor, parameter)
     optimizer.step()
+
+
+def _laid_out_like(gradient: Any, parameter: Any) -> Any:
+    """Return a gradient with the device and strides of its parameter, as the run had it; fused kernels rely on them."""
+    if gradient.is_sparse or parameter.is_contiguous():
+        return gradient.to(parameter.device)
+    return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
 @contextmanager

@@ -87,3 +87,52 @@ def test_an_optimizer_that_changes_gradients_in_its_step_loses_no_commit(tmp_pat
         for step, expected in training.expected.items():
             assert bits(store.restore(step)) == expected
     assert [record.message.count("inside the step") for record in caplog.records] == [1]
+
+
+class Convolution(JournaledTraining):
+    """Weights whose strides are not in the order of their dimensions."""
+
+    def __init__(self, options):
+        super().__init__()
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(72, 5))
+        self.model = model.to(memory_format=torch.channels_last)
+        model[2].weight.data = model[2].weight.data.t().contiguous().t()
+        self.optimizer = torch.optim.AdamW(model.parameters(), 1e-2, **options)
+
+    def train(self, step):
+        torch.manual_seed(step)
+        self.model(torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)).square().mean().backward()
+        assert self.model[2].weight.grad.stride() == self.model[2].weight.stride() == (1, 5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_gradients_are_replayed_with_the_strides_that_the_run_had(tmp_path, options):
+    training = Convolution(options)
+    with ckstore.open(tmp_path / "store") as store:
+        store.journal(training.optimizer)
+        training.run(store, range(1, 4))
+        assert len(store.log()) == 1
+    with ckstore.open(tmp_path / "store", create=False) as store:
+        assert bits(store.restore(3)) == training.expected[3]
+        other = Convolution(options)
+        store.journal(other.optimizer)
+        store.restore(3, into=other.state)
+        assert bits(other.state) == training.expected[3]
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}], ids=str)
+def test_gradients_of_other_strides_are_noticed(tmp_path, options, caplog):
+    training = JournaledTraining(lambda model: torch.optim.AdamW(model.parameters(), 1e-2, **options))
+    weight = training.model.weight
+    with ckstore.open(tmp_path / "store") as store:
+        store.journal(training.optimizer)
+        for step in range(1, 3):
+            weight.grad = torch.randn(5, 3).t()
+            training.optimizer.step()
+            store.commit_async(training.state, step).result()
+            training.expected[step] = bits(training.state)
+        assert len(store.log()) == 2
+        assert bits(store.restore(2)) == training.expected[2]
+    assert [record.message.count("other strides") for record in caplog.records] == [1]
