@@ -16,12 +16,12 @@ from ckstore.concurrency import map_in_threads
 from ckstore.config import MIB
 from ckstore.errors import UsageError
 from ckstore.format.logical import row_of
-from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import DictNode, encode_tree, place_of
 from ckstore.format.wire import xxh3_64
 from ckstore.journal.encoding import DraftGradient, DraftOptimizer, DraftStep, DraftStorage, PointDraft
 from ckstore.journal.recorder import RecordedStep, node_of, owned_tensors, parameters_of
 from ckstore.state.capture import Captured
+from ckstore.state.memory import host_indices, shapes_of, starts_of
 
 _BATCH_NBYTES = 4 * MIB
 """Bytes of the storages that are hashed in one call on a thread."""
@@ -69,15 +69,16 @@ def draft_point(
         is_late: Leave the checksums of what the optimizers own in host memory to the caller.
     """
     owned = owned_storages(captured, optimizers)
-    late = [index for index in sorted(owned) if captured.storages[index].is_host] if is_late else []
+    late = host_indices(captured.storages, owned) if is_late else []
     checksums = _checksums_without(late, captured, thread_count)
     sources: list[Any] = []
     storages: list[DraftStorage] = []
     rest: dict[str, int] = {}
     paths = storage_paths(captured)
-    for index, storage in enumerate(captured.storages):
+    # The trainer waits for this: the storages of which only the shape is needed are not created.
+    for index, shape in enumerate(shapes_of(captured.storages)):
         xxh3 = checksums[index]
-        facts = storage.nbytes, xxh3, storage.element_width, storage.is_float
+        facts = shape.nbytes, xxh3, shape.element_width, shape.is_float
         if index in owned:
             storages.append(DraftStorage(*facts, "steps", None))
             continue
@@ -86,7 +87,7 @@ def draft_point(
             storages.append(DraftStorage(*facts, "before", None))
         else:
             storages.append(DraftStorage(*facts, "blob", len(sources)))
-            sources.append(np.frombuffer(storage.read(0, storage.nbytes), np.uint8))
+            sources.append(np.frombuffer(captured.storages[index].read(0, shape.nbytes), np.uint8))
     drafted_steps = [_drafted_step(step, sources) for step in steps]
     if late:
         sources.append(np.zeros(len(late), np.uint64))
@@ -126,7 +127,7 @@ def _storage_paths(captured: Captured) -> list[str]:
 
 def checksums_of(captured: Captured, only: Sequence[int] | None = None, *, thread_count: int) -> list[int]:
     """Return the xxh3-64 of each storage, or of those with these indices. Hashing releases the GIL."""
-    sizes = [storage.nbytes for storage in captured.storages]
+    sizes = [shape.nbytes for shape in shapes_of(captured.storages)]
     batches: list[list[int]] = [[]]
     filled = 0
     for index in range(len(sizes)) if only is None else only:
@@ -157,8 +158,7 @@ def owned_storages(captured: Captured, optimizers: Sequence[Any]) -> set[int]:
     addresses = frozenset(missing)
     owned: set[int] = set()
     others: set[int] = set()
-    for tensor in captured.tensors:
-        address = _address_of(captured, tensor)
+    for tensor, address in zip(captured.tensors, _addresses_of(captured), strict=True):
         missing.pop(address, None)
         (owned if address in addresses else others).add(tensor.storage)
     if missing:
@@ -170,14 +170,16 @@ def owned_storages(captured: Captured, optimizers: Sequence[Any]) -> set[int]:
     return owned - others
 
 
-def _address_of(captured: Captured, tensor: TensorSpec) -> int:
-    return int(getattr(captured.storages[tensor.storage], "start", 0)) + tensor.offset
+def _addresses_of(captured: Captured) -> list[int]:
+    """Return the address of each tensor."""
+    starts = starts_of(captured.storages)
+    return [starts[tensor.storage] + tensor.offset for tensor in captured.tensors]
 
 
 def facts_of(optimizer: Any, captured: Captured) -> DraftOptimizer:
     """Return what makes an optimizer again."""
-    numbered = reversed(list(enumerate(captured.tensors)))
-    index_of = {_address_of(captured, tensor): index for index, tensor in numbered}
+    # The first tensor of those with the same address.
+    index_of = {address: index for index, address in reversed(list(enumerate(_addresses_of(captured))))}
     kind = type(optimizer)
     defaults = {name: node_of(value) for name, value in optimizer.defaults.items()}
     plain = {name: node for name, node in defaults.items() if node is not None}

@@ -160,7 +160,8 @@ def _narrowed(numbers: NDArray[np.float32], kind: Kind, factor: np.float32 | Non
         # Reducing whole words is faster than reading every second half.
         if np.bitwise_or.reduce(numbers.view(np.uint32)) & 0xFFFF:
             return None
-        return numbers.view(np.uint16)[1::2].copy()
+        upper: NDArray[np.uint16] = numbers.view(np.uint16)[1::2].copy()
+        return upper
     narrow = np.empty(numbers.size, np.uint16)
     for begin in range(0, numbers.size, PIECE_COUNT):
         piece = numbers[begin : begin + PIECE_COUNT]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
@@ -180,3 +180,24 @@ def keeps_of(storages: Sequence[HostStorage], indices: Sequence[int]) -> list[Se
     if isinstance(storages, Spans):
         return [storages.keeps[index] for index in indices]
     return [getattr(storages[index], "keep", ()) for index in indices]
+
+
+def shapes_of(storages: Sequence[HostStorage]) -> Sequence[SpanShape]:
+    """Return the shape of each storage."""
+    if isinstance(storages, Spans):
+        return storages.shapes
+    return [SpanShape(each.nbytes, each.element_width, each.is_float) for each in storages]
+
+
+def starts_of(storages: Sequence[HostStorage]) -> list[int]:
+    """Return the address of each storage; 0 for storages that are not memory spans."""
+    if isinstance(storages, Spans):
+        found: list[int] = storages.starts.tolist()
+        return found
+    return [int(getattr(each, "start", 0)) for each in storages]
+
+
+def host_indices(storages: Sequence[HostStorage], indices: Iterable[int]) -> list[int]:
+    """Return the indices of those storages that are in host memory, in order."""
+    are_host = isinstance(storages, Spans) and storages.are_host
+    return [index for index in sorted(indices) if are_host or storages[index].is_host]
