@@ -22,8 +22,11 @@ from bench.measure import Participant, Result, Sample, interleave, log
 from bench.training import Arrays
 from bench.workbench import Bench, open_store, with_ckstore
 from ckstore.config import Limits
-from ckstore.journal.blobs import BlobWriter
-from ckstore.journal.gradients import SeenGradient, store_gradient
+from ckstore.journal.blobs import BlobWriter, DecodeMemory
+from ckstore.journal.drafting import checksums_of
+from ckstore.journal.gradients import GradientMemory, SeenGradient, load_gradient, store_gradient
+from ckstore.journal.history import History
+from ckstore.state.capture import capture, loaded_adapters
 
 ROWS: dict[str, Kind] = {
     "bf16": Kind(),
@@ -185,6 +188,10 @@ def _by_zipnn(gradients: dict[str, Seen]) -> int:
 
 PEERS: dict[str, Callable[[dict[str, Seen]], int]] = {ZSTD: _by_zstd, ZIPNN: _by_zipnn}
 
+COPY, PLAIN, JOURNALED = "floor: copy the gradients", "a step without a journal", "a step with a journal"
+UNHURRIED = "a step with a journal, after the record before was stored"
+"""As where a step takes longer than its record, which takes some hundred milliseconds here."""
+
 COST_STEPS = 8
 """Steps of a sample of ``journal_step``, after two that are not counted."""
 
@@ -210,21 +217,31 @@ def journal_step(bench: Bench) -> Result:
     def floor(work: Callable[[], None]) -> Participant:
         return lambda: _timed_steps(run, before=work)
 
-    def with_journal() -> Sample:
-        place = bench.folder / "journal"
-        with open_store(place) as store:
-            store.journal(*run.optimizers, replay_seconds=1e9)
-            store.commit_async(run.state, run.step_done).result()
-            sample = _timed_steps(run, after=lambda: store.commit_async(run.state, run.step_done))
-        machine.remove_tree(place)
-        return sample
+    def with_journal(*, is_saver_idle: bool) -> Participant:
+        def run_once() -> Sample:
+            place = bench.folder / "journal"
+            with open_store(place) as store:
+                store.journal(*run.optimizers, replay_seconds=1e9)
+                pending = [store.commit_async(run.state, run.step_done)]
+
+                def commit() -> None:
+                    pending[0] = store.commit_async(run.state, run.step_done)
+
+                ready = (lambda: pending[0].result()) if is_saver_idle else None
+                pending[0].result()
+                sample = _timed_steps(run, ready=ready, after=commit)
+            machine.remove_tree(place)
+            return sample
+
+        return run_once
 
     participants: dict[str, Participant] = {
-        "floor: copy the gradients": floor(copy),
+        COPY: floor(copy),
         "floor: copy and code the gradients": floor(copy_and_code),
-        "a step without a journal": lambda: _timed_steps(run),
+        PLAIN: lambda: _timed_steps(run),
     }
-    with_ckstore(bench, result, participants, {"a step with a journal": with_journal})
+    journaled = {JOURNALED: with_journal(is_saver_idle=False), UNHURRIED: with_journal(is_saver_idle=True)}
+    with_ckstore(bench, result, participants, journaled)
     _note_cost(result)
     return result
 
@@ -239,18 +256,25 @@ def _speed_run(bench: Bench) -> JournaledRun:
 
 
 def _timed_steps(
-    run: JournaledRun, *, before: Callable[[], object] | None = None, after: Callable[[], object] | None = None
+    run: JournaledRun,
+    *,
+    ready: Callable[[], object] | None = None,
+    before: Callable[[], object] | None = None,
+    after: Callable[[], object] | None = None,
 ) -> Sample:
     """Train, and time what is between backward and the next forward; with ``before``, time only that.
 
     Args:
         run: The training.
+        ready: Called after backward, and not timed.
         before: Called and timed before the update.
         after: Called after the update.
     """
     seconds, seconds_after = [], []
     for _ in range(COST_STEPS + 2):
         run.backward()
+        if ready is not None:
+            ready()
         began = time.perf_counter()
         if before is not None:
             before()
@@ -273,20 +297,23 @@ def _timed_steps(
 
 def _note_cost(result: Result) -> None:
     """Note what the journal adds to a step, and the copy."""
-    names = "a step with a journal", "a step without a journal", "floor: copy the gradients"
-    if any(name not in result.samples for name in names):
-        return
-    rounds = list(zip(*([sample.value for sample in result.samples[name]] for name in names), strict=True))
-    added = sorted(journaled - plain for journaled, plain, _ in rounds)
-    shares = sorted((journaled - plain) / copied for journaled, plain, copied in rounds)
-    result.notes.append(
-        f"the journal adds {statistics.median(added):.1f} ms to a step ({added[0]:.1f} to {added[-1]:.1f}): "
-        f"{statistics.median(shares):.2f} times the copy of its gradients ({shares[0]:.2f} to {shares[-1]:.2f})"
-    )
-    calls = [sample.facts["call"] for sample in result.samples[names[0]]]
-    result.notes.append(
-        f"the call of commit_async alone takes {statistics.median(calls):.1f} ms ({min(calls):.1f} to {max(calls):.1f})"
-    )
+    others = PLAIN, COPY
+    for name in (JOURNALED, UNHURRIED):
+        if any(each not in result.samples for each in (name, *others)):
+            continue
+        rounds = list(
+            zip(*([sample.value for sample in result.samples[each]] for each in (name, *others)), strict=True)
+        )
+        added = sorted(journaled - plain for journaled, plain, _ in rounds)
+        calls = sorted(sample.facts["call"] for sample in result.samples[name])
+        shares = sorted(
+            sample.facts["call"] / copied for sample, (_, _, copied) in zip(result.samples[name], rounds, strict=True)
+        )
+        result.notes.append(
+            f"{name}: {statistics.median(added):.1f} ms are added ({added[0]:.1f} to {added[-1]:.1f}); the call of "
+            f"commit_async takes {statistics.median(calls):.1f} ms ({calls[0]:.1f} to {calls[-1]:.1f}): "
+            f"{statistics.median(shares):.2f} times the copy of the gradients ({shares[0]:.2f} to {shares[-1]:.2f})"
+        )
 
 
 DEPTHS = (1, 10, 49)
@@ -294,7 +321,7 @@ DEPTHS = (1, 10, 49)
 
 
 def journal_restore(bench: Bench) -> Result:
-    """Restore points some steps after their keyframe, with the keyframe and the optimizer's steps."""
+    """Restore points some steps after their keyframe, with the keyframe, the optimizer's steps, and other floors."""
     result = Result("journal_restore", "s", is_higher_better=False)
     run, place, depths = _speed_run(bench), bench.folder / "journal", DEPTHS[:2] if bench.is_small else DEPTHS
     result.setting = {"parameters": run.count, "rounds": bench.rounds}
@@ -329,7 +356,32 @@ def journal_restore(bench: Bench) -> Result:
         run.zero_grad()
         return Sample(statistics.median(seconds))
 
-    participants = {"the keyframe": restoring(first), "a step of the optimizer": stepping}
+    def decoding() -> Sample:
+        with open_store(place) as store:
+            history = History(store._repository)
+            memory, gradients = DecodeMemory(Limits()), GradientMemory()
+            seconds = []
+            for number in range(1, min(COST_STEPS, max(depths)) + 1):
+                record = history.of_step(first + number)
+                began = time.perf_counter()
+                stored = history._stored(record, memory)
+                for each in stored.point.steps[0].gradients:
+                    load_gradient(each, stored.blobs, gradients)
+                seconds.append(time.perf_counter() - began)
+        return Sample(statistics.median(seconds))
+
+    def checking() -> Sample:
+        captured = capture(run.state, loaded_adapters())
+        began = time.perf_counter()
+        checksums_of(captured, thread_count=1)
+        return Sample(time.perf_counter() - began)
+
+    participants = {
+        "the keyframe": restoring(first),
+        "a step of the optimizer": stepping,
+        "floor: read and decode the gradients of a step": decoding,
+        "floor: checksums of the state, on one thread": checking,
+    }
     participants |= {f"{depth} steps after it": restoring(first + depth) for depth in depths}
     interleave(result, participants, bench.rounds)
     for depth in depths:
@@ -444,7 +496,8 @@ def replay_all(folder: Path, steps: int, *, is_small: bool) -> Answers:
         with open_store(place / "store") as store:
             store.journal(*run.optimizers)
             try:
-                store.restore(steps, into=run.state, replay_check="last")
+                with run.fast_products():
+                    store.restore(steps, into=run.state, replay_check="last")
             except ReplayError:
                 answers[name] = 0, True
                 continue

@@ -177,12 +177,14 @@ class JournaledRun:
 
     def update(self) -> None:
         """Take the steps of the optimizers."""
-        # Muon computes products of bf16 matrices. A replay would do that without this mode.
-        is_rounded = self.kind.is_bf16 and self.kind.optimizer == "Muon"
-        with RoundedProducts() if is_rounded else contextlib.nullcontext():
+        with self.fast_products():
             for optimizer in self.optimizers:
                 optimizer.step()
         self.step_done += 1
+
+    def fast_products(self) -> contextlib.AbstractContextManager[object]:
+        """Return the mode in which the optimizers step, here and in a replay. Muon multiplies bf16 matrices."""
+        return RoundedProducts() if self.kind.optimizer == "Muon" else contextlib.nullcontext()
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
