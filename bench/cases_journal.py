@@ -356,31 +356,12 @@ def journal_restore(bench: Bench) -> Result:
         run.zero_grad()
         return Sample(statistics.median(seconds))
 
-    def decoding() -> Sample:
-        with open_store(place) as store:
-            history = History(store._repository)
-            memory, gradients = DecodeMemory(Limits()), GradientMemory()
-            seconds = []
-            for number in range(1, min(COST_STEPS, max(depths)) + 1):
-                record = history.of_step(first + number)
-                began = time.perf_counter()
-                stored = history._stored(record, memory)
-                for each in stored.point.steps[0].gradients:
-                    load_gradient(each, stored.blobs, gradients)
-                seconds.append(time.perf_counter() - began)
-        return Sample(statistics.median(seconds))
-
-    def checking() -> Sample:
-        captured = capture(run.state, loaded_adapters())
-        began = time.perf_counter()
-        checksums_of(captured, thread_count=1)
-        return Sample(time.perf_counter() - began)
-
+    last = first + min(COST_STEPS, max(depths))
     participants = {
         "the keyframe": restoring(first),
         "a step of the optimizer": stepping,
-        "floor: read and decode the gradients of a step": decoding,
-        "floor: checksums of the state, on one thread": checking,
+        "floor: read and decode the gradients of a step": lambda: _decoded(place, range(first + 1, last + 1)),
+        "floor: checksums of the state, on one thread": lambda: _checked(run),
     }
     participants |= {f"{depth} steps after it": restoring(first + depth) for depth in depths}
     interleave(result, participants, bench.rounds)
@@ -392,6 +373,30 @@ def journal_restore(bench: Bench) -> Result:
             result.notes.append(f"{name}: {share:.2f} optimizer steps for each step beyond the keyframe's restore")
     machine.remove_tree(place)
     return result
+
+
+def _decoded(place: Path, steps: Sequence[int]) -> Sample:
+    """Read and decode the gradients of some steps, one after the other, as a restore does while the optimizer works."""
+    seconds = []
+    with open_store(place) as store:
+        history = History(store._repository)
+        memory, gradients = DecodeMemory(Limits()), GradientMemory()
+        for step in steps:
+            record = history.of_step(step)
+            began = time.perf_counter()
+            stored = history._stored(record, memory)
+            for each in stored.point.steps[0].gradients:
+                load_gradient(each, stored.blobs, gradients)
+            seconds.append(time.perf_counter() - began)
+    return Sample(statistics.median(seconds))
+
+
+def _checked(run: JournaledRun) -> Sample:
+    """Compute the checksums that a restore compares after each step."""
+    captured = capture(run.state, loaded_adapters())
+    began = time.perf_counter()
+    checksums_of(captured, thread_count=1)
+    return Sample(time.perf_counter() - began)
 
 
 REPLAYED: dict[str, tuple[Kind, dict[str, bool]]] = {
