@@ -77,7 +77,7 @@ def draft_point(
     paths = storage_paths(captured)
     # The trainer waits for this: the storages of which only the shape is needed are not created.
     for index, shape in enumerate(shapes_of(captured.storages)):
-        facts = shape.nbytes, xxh3 := checksums[index], shape.element_width, shape.is_float
+        facts = shape.nbytes, (xxh3 := checksums[index]), shape.element_width, shape.is_float
         if index in owned:
             storages.append(DraftStorage(*facts, "steps", None))
             continue
