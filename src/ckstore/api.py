@@ -240,7 +240,7 @@ class Store:
             if self._journal is not None:
                 has_tags = bool(checked_tags)
                 record = self._journal.plan(state, metrics=checked_metrics, has_tags=has_tags, commits=background)
-                point = self._journal.submit(record, number, policy or self._policy)
+                point = self._journal.submit(record, number, policy or self._policy, commits=background)
                 if record.reason is None:
                     return point
             request = background.prepare(

@@ -447,6 +447,11 @@ class BackgroundCommits:
         if self._saver is not None and self._saver.is_alive:
             self._saver.release_lease()
 
+    @property
+    def saver_has_lease(self) -> bool:
+        """Whether the lease of the run was transferred to the saver, which is alive."""
+        return self._saver is not None and bool(self._saver.lease) and self._saver.is_alive
+
     def pop_published_seq(self) -> int | None:
         """Return the last seq that was published since the last call, if any."""
         seq, self._published = self._published, None

@@ -41,6 +41,7 @@ from ckstore.state.capture_cache import CaptureCache
 from ckstore.state.environment import environment_of
 from ckstore.state.memory import keeps_of
 from ckstore.store.journals import WRITER_SECONDS, Journals
+from ckstore.store.orphans import SaverPurpose
 from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
@@ -219,10 +220,19 @@ class JournalSide:
             nbytes = sum(each.nbytes for each in step.gradients)
             self._replay_seconds += step.seconds + nbytes / _DECODE_NBYTES_PER_SECOND
 
-    def submit(self, record: PlannedRecord, step: int, policy: Policy) -> Pending:
+    def submit(
+        self, record: PlannedRecord, step: int, policy: Policy, *, commits: TrainerSide | None = None
+    ) -> Pending:
         """Stage a record, and have the journal's saver append it.
 
+        Args:
+            record: From ``plan``.
+            step: The trainer's step.
+            policy: Threads and compression.
+            commits: The background commits of keyframes, whose saver may hold the lease of the run; None: none do.
+
         Raises:
+            ConflictError: Another live process writes to the run.
             CapacityError: There is no memory to stage it.
             SaverError: No saver can be started.
         """
@@ -238,6 +248,8 @@ class JournalSide:
             share=draft.encode(),
             late=_late_checksums(record, draft.arrays),
         )
+        if record.reason is None:
+            self._hold_lease(commits)
         pending = self._started().submit(request)
         self._before = record.drafted.checksums
         self._points += 1
@@ -251,6 +263,20 @@ class JournalSide:
         itself = weakref.ref(self)
         pending.when_done(lambda done: _note_failure(itself, done))
         return pending
+
+    def _hold_lease(self, commits: TrainerSide | None) -> None:
+        """Take the lease of the run, which a process holds that writes points, unless this process or its saver has it.
+
+        Raises:
+            ConflictError: Another live process holds it.
+        """
+        lease = self._repository.lease
+        if lease.is_held or (commits is not None and commits.has_lease):
+            return
+        holder = lease.holder()
+        purpose = None if holder is None else SaverPurpose.of(holder.purpose)
+        if purpose is None or purpose.trainer_pid != os.getpid():
+            lease.take()
 
     def begin_again(self, reason: str) -> None:
         """Have the next commit begin a chain, with a keyframe."""

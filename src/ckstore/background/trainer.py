@@ -181,6 +181,11 @@ class TrainerSide:
         if self._commits is not None:
             self._commits.release()
 
+    @property
+    def has_lease(self) -> bool:
+        """Whether the lease of the run was transferred to the saver."""
+        return self._commits is not None and self._commits.saver_has_lease
+
     def raise_unreported(self, *, call_did_nothing: bool) -> None:
         """Raise the error of a background commit whose result was never requested; see ``BackgroundCommits``."""
         if self._commits is not None:

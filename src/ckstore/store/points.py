@@ -128,11 +128,10 @@ def rewind_to_point(repository: Repository, ref: Reference, info_of: Callable[[M
     if find_point(repository, ref) is None:
         return None
     repository.prepare_run()
-    journals = Journals(repository.manifests, clock=repository.clock)
-    # Without the lease during the wait: a trainer that has written only points needs it for its next keyframe.
-    journals.wait_for_writer(seconds=WRITER_SECONDS)
     repository.lease.take()
-    journals.wait_for_writer(seconds=0)
+    # The saver of a dead trainer may still append.
+    journals = Journals(repository.manifests, clock=repository.clock)
+    journals.wait_for_writer(seconds=WRITER_SECONDS)
     # Looked up again, because from now on no other process writes.
     found = find_point(repository, ref)
     if found is None:
