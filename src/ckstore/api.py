@@ -288,7 +288,7 @@ class Store:
         something else than a step changes that, call ``Pending.wait_staged``.
 
         Call it before ``restore``: then these optimizers are called to replay. Calls add optimizers, in the same order
-        in each process of the run.
+        in each process of the run; then the next commit stores the whole state. Options are given in the first call.
 
         Args:
             optimizers: Optimizers of torch, whose parameters and state are in each committed state.
@@ -296,17 +296,17 @@ class Store:
             replay_seconds: Store the whole state before a replay would take longer than this, as far as one can tell.
 
         Raises:
-            UsageError: An optimizer has no hooks, or is in the journal already. Or the store was opened with ``ranks``.
+            UsageError: An optimizer has no hooks, or is in the journal already. An option is another one than in the
+                first call. Or the store was opened with ``ranks``.
         """
         from ckstore.background.journal import JournalOptions, JournalSide
 
         with self._lock:
             self._check_open()
-            if self._journal is None:
-                options = JournalOptions(keyframe_every, replay_seconds)
-                self._journal = JournalSide(self, self._repository, options, self._job)
-            for optimizer in optimizers:
-                self._journal.recorder.attach(optimizer)
+            options = JournalOptions(keyframe_every, replay_seconds)
+            journal = self._journal or JournalSide(self, self._repository, options, self._job)
+            journal.attach(optimizers, options)
+            self._journal = journal
 
     def attach(self, optimizer: Any) -> None:
         """Copy what an optimizer owns while training continues; the optimizer's next step waits for the copy.

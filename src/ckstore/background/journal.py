@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +57,8 @@ _DECODE_NBYTES_PER_SECOND = 1e9
 class JournalOptions:
     """What ``Store.journal`` was called with; see there."""
 
-    keyframe_every: int | None
-    replay_seconds: float
+    keyframe_every: int | None = None
+    replay_seconds: float = 30.0
     rest_nbytes_max: int = 64 * MIB
 
 
@@ -119,6 +119,20 @@ class JournalSide:
         self._awaits_keyframe = False
         """Whether the result of that keyframe is not known yet."""
         self.recorder = StepRecorder(self._wait_for_checksums)
+
+    def attach(self, optimizers: Iterable[Any], options: JournalOptions) -> None:
+        """Note the steps of more optimizers.
+
+        Raises:
+            UsageError: An optimizer cannot be noted, or is already. Or the options differ from those of the first call.
+        """
+        if options not in (self._options, JournalOptions()):
+            raise UsageError(
+                "store.journal was called before, with other options",
+                todo="give options in the first call only, with the first optimizers",
+            )
+        for optimizer in optimizers:
+            self.recorder.attach(optimizer)
 
     def plan_keyframe(self, state: Any, *, metrics: Mapping[str, float]) -> PlannedRecord | None:
         """Plan the record of a commit that stores the whole state in any case.

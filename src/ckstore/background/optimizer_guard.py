@@ -18,6 +18,7 @@ import torch
 
 from ckstore.background.copying import Span
 from ckstore.errors import UsageError
+from ckstore.state.optimizers import optimizer_levels
 from ckstore.state.torch_adapter import PLAIN_KINDS, are_strided
 from ckstore.state.torch_objects import is_dtensor
 
@@ -49,7 +50,7 @@ class OptimizerGuard:
         Raises:
             UsageError: This object cannot be guarded.
         """
-        *wrappers, inner = _levels(optimizer)
+        *wrappers, inner = optimizer_levels(optimizer)
         if not self._is_hooked(inner):
             if not callable(getattr(inner, "register_step_pre_hook", None)):
                 raise UsageError(
@@ -200,18 +201,6 @@ def _version_of(part: object) -> int:
 def _address_of(part: object) -> int:
     memory = part[-1] if isinstance(part, tuple) else None
     return memory.data_ptr() if isinstance(memory, torch.UntypedStorage) else 0
-
-
-def _levels(optimizer: object) -> list[Any]:
-    """Return an optimizer, its inner optimizer, and so on. The last one owns the memory."""
-    levels: list[Any] = [optimizer]
-    while hasattr(levels[-1], "optimizer") and hasattr(levels[-1].optimizer, "param_groups"):
-        if any(levels[-1].optimizer is level for level in levels):
-            break
-        levels.append(levels[-1].optimizer)
-    if not (hasattr(levels[-1], "param_groups") and hasattr(levels[-1], "state")):
-        raise UsageError(f"a {type(optimizer).__name__} is not an optimizer: it has no param_groups or no state")
-    return levels
 
 
 def _spans_of(optimizer: Any) -> list[Span]:

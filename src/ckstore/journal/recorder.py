@@ -21,6 +21,7 @@ from ckstore.concurrency import noop
 from ckstore.errors import UsageError
 from ckstore.format.tree import DictNode, ListNode, Node, TupleNode
 from ckstore.journal.owned_memory import OwnedMemory, Sample, Sampler, strides_like
+from ckstore.state.optimizers import optimizer_levels
 from ckstore.state.values import encode_plain
 
 DENSE, SPARSE = torch.strided, torch.sparse_coo
@@ -62,6 +63,27 @@ class RecordedStep(NamedTuple):
     seconds: float = 0.0
 
 
+class _Attached:
+    """An optimizer of the journal, and what is noted of it.
+
+    Args:
+        optimizer: The optimizer, which is not kept alive.
+        index: Its number in the records.
+    """
+
+    def __init__(self, optimizer: Any, index: int) -> None:
+        self.reference = weakref.ref(optimizer)
+        self.index = index
+        self.handles: list[Any] = []
+        self.memory = OwnedMemory()
+        self.sampler = Sampler()
+        self.shapes: list[tuple[object, ...]] | None = None
+        """Those of the last commit; None: there was none."""
+        self.running: RecordedStep | None = None
+        self.skipped: int | None = None
+        """While a step runs that will change nothing: how many tensors the optimizer owns."""
+
+
 class StepRecorder:
     """The steps of some optimizers since the last call of ``take``. Used on the thread that trains.
 
@@ -71,15 +93,8 @@ class StepRecorder:
 
     def __init__(self, before_step: Callable[[], None] = noop) -> None:
         self._before_step = weakref.WeakMethod(before_step) if hasattr(before_step, "__self__") else lambda: before_step
-        self._optimizers: list[weakref.ref[Any]] = []
-        self._handles: list[Any] = []
+        self._attached: list[_Attached] = []
         self._steps: list[RecordedStep] = []
-        self._running: dict[int, RecordedStep] = {}
-        self._skipped: dict[int, int] = {}
-        """Running steps that will change nothing, and how many tensors their optimizers own."""
-        self._owned: dict[int, OwnedMemory] = {}
-        self._samplers: dict[int, Sampler] = {}
-        self._shapes: dict[int, list[tuple[object, ...]]] = {}
         self._problem: str | None = None
         self.is_paused = False
         """Whether steps are replayed, and therefore not noted."""
@@ -91,41 +106,62 @@ class StepRecorder:
         Raises:
             UsageError: One of them no longer exists.
         """
-        found = [reference() for reference in self._optimizers]
+        found = [each.reference() for each in self._attached]
         if any(each is None for each in found):
             raise UsageError(
                 "an optimizer of the journal no longer exists",
-                todo="call store.journal again with the optimizers that the loop uses now",
+                todo="call store.journal with the optimizer that has taken its place",
             )
         return found
 
     def attach(self, optimizer: Any) -> None:
-        """Note the steps of an optimizer from now on.
+        """Note the steps of an optimizer from now on, in the place of one that no longer exists.
+
+        Args:
+            optimizer: The optimizer, or a wrapper around it.
 
         Raises:
             UsageError: It has no hooks, or is attached already.
         """
-        if not callable(getattr(optimizer, "register_step_post_hook", None)):
+        inner = optimizer_levels(optimizer)[-1]
+        if any(each.reference() is inner for each in self._attached):
             raise UsageError(
-                f"a {type(optimizer).__name__} has no hooks around its steps, so its steps cannot be noted",
-                todo="pass an optimizer of torch.optim, or one that derives from torch.optim.Optimizer",
+                f"this {type(inner).__name__} is in the journal already",
+                todo="pass each optimizer to store.journal once",
             )
-        if any(reference() is optimizer for reference in self._optimizers):
-            raise UsageError(f"this {type(optimizer).__name__} is in the journal already")
-        index = len(self._optimizers)
-        self._optimizers.append(weakref.ref(optimizer))
+        attached = _Attached(inner, len(self._attached))
+        self._hook(attached, inner)
+        alive = [each for each in self._attached if each.reference() is not None]
+        if len(alive) < len(self._attached):
+            self._note("an optimizer was replaced by another one")
+        elif any(each.shapes is not None for each in alive):
+            self._note("an optimizer was added")
+        self._attached = [*alive, attached]
+        for index, each in enumerate(self._attached):
+            each.index = index
+
+    def _hook(self, attached: _Attached, optimizer: Any) -> None:
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
 
         def before_step(optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             if (call := before()) is not None:
-                call(index, optimizer, arguments, options)
+                call(attached, optimizer, arguments, options)
 
         def after_step(optimizer: Any, *_: object) -> None:
             if (call := after()) is not None:
-                call(index, optimizer)
+                call(attached, optimizer)
 
-        self._handles.append(optimizer.register_step_pre_hook(before_step))
-        self._handles.append(optimizer.register_step_post_hook(after_step))
+        try:
+            attached.handles.append(optimizer.register_step_pre_hook(before_step))
+            attached.handles.append(optimizer.register_step_post_hook(after_step))
+        except (AttributeError, TypeError) as error:
+            for handle in attached.handles:
+                handle.remove()
+            raise UsageError(
+                f"a {type(optimizer).__name__} has no hooks around its steps, so its steps cannot be noted: {error}",
+                todo="pass an optimizer of torch.optim, or one that derives from torch.optim.Optimizer and calls "
+                "super().__init__()",
+            ) from error
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -138,21 +174,22 @@ class StepRecorder:
 
     def release(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._optimizers.clear()
+        for attached in self._attached:
+            for handle in attached.handles:
+                handle.remove()
+        self._attached.clear()
 
     def take(self) -> tuple[tuple[RecordedStep, ...], str | None]:
         """Return the steps since the last call, and why they do not explain the state; None: they do.
 
         The state that is committed now is what the next steps begin with.
         """
-        if self._running:
+        if any(each.running for each in self._attached):
             self._note("a step has begun and not ended; commit after the step")
-        for index, optimizer in enumerate(self.optimizers):
-            self._check_untouched(index, optimizer)
-            self._shapes[index] = _shapes_of(optimizer)
+        for attached, optimizer in zip(self._attached, self.optimizers, strict=True):
+            self._check_untouched(attached, optimizer)
+            attached.shapes = _shapes_of(optimizer)
+            attached.running = attached.skipped = None
         if not all(step.sample.is_unchanged for step in self._steps):
             self._note(
                 "a gradient was changed between the step and the commit; clear gradients with zero_grad(), which "
@@ -160,8 +197,6 @@ class StepRecorder:
             )
         steps, problem = tuple(self._steps), self._problem
         self._steps, self._problem = [], None
-        self._running.clear()
-        self._skipped.clear()
         return steps, problem
 
     def _note(self, problem: str) -> None:
@@ -174,7 +209,7 @@ class StepRecorder:
 
         A loop that never commits would otherwise fill the memory with them.
         """
-        optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
+        optimizers = [found for each in self._attached if (found := each.reference()) is not None]
         if len(self._steps) <= len(optimizers):
             return
         nbytes = sum(gradient.nbytes for step in self._steps for gradient in step.gradients)
@@ -184,7 +219,7 @@ class StepRecorder:
                 f"the gradients of {count} steps since the last commit are larger than the state; commit more often"
             )
 
-    def _before(self, index: int, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _before(self, attached: _Attached, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         wait = self._before_step()
         if wait is not None:
             wait()
@@ -203,9 +238,9 @@ class StepRecorder:
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
             return
-        self._check_untouched(index, optimizer)
+        self._check_untouched(attached, optimizer)
         if _is_skipped(optimizer):
-            self._skipped[index] = len(owned_tensors(optimizer))
+            attached.skipped = len(owned_tensors(optimizer))
             return
         groups, gradients = _groups_of(optimizer), _gradients_of(optimizer)
         if groups is None:
@@ -214,16 +249,17 @@ class StepRecorder:
             self._note(gradients)
         else:
             parts = _parts_of([each.tensor for each in gradients])
-            sample = self._samplers.setdefault(index, Sampler()).sample(parts)
-            self._running[index] = RecordedStep(index, groups, gradients, sample, SYSTEM_CLOCK.monotonic())
+            sample = attached.sampler.sample(parts)
+            attached.running = RecordedStep(attached.index, groups, gradients, sample, SYSTEM_CLOCK.monotonic())
 
-    def _after(self, index: int, optimizer: Any) -> None:
-        step, count = self._running.pop(index, None), self._skipped.pop(index, None)
+    def _after(self, attached: _Attached, optimizer: Any) -> None:
+        step, count = attached.running, attached.skipped
+        attached.running = attached.skipped = None
         if self.is_paused:
             return
         if count is not None:
-            self._note_owned(index, optimizer)
-            if self._owned[index].tensor_count != count:
+            attached.memory.note(owned_tensors(optimizer))
+            if attached.memory.tensor_count != count:
                 self._note("an optimizer has made its state in a step that a GradScaler has skipped")
         if step is None:
             return
@@ -231,17 +267,13 @@ class StepRecorder:
             self._note("a gradient was replaced or changed inside the step; change it before the step")
             return
         self._steps.append(step._replace(seconds=SYSTEM_CLOCK.monotonic() - step.seconds))
-        self._note_owned(index, optimizer)
+        attached.memory.note(owned_tensors(optimizer))
         self._limit_memory()
 
-    def _note_owned(self, index: int, optimizer: Any) -> bool:
-        """Note what an optimizer owns now. Return whether it has changed since the last note."""
-        return self._owned.setdefault(index, OwnedMemory()).note(owned_tensors(optimizer))
-
-    def _check_untouched(self, index: int, optimizer: Any) -> None:
+    def _check_untouched(self, attached: _Attached, optimizer: Any) -> None:
         """Note a problem if what an optimizer owns has changed since its last step or the last commit."""
-        has_changed = self._note_owned(index, optimizer)
-        if index in self._shapes and self._shapes[index] != _shapes_of(optimizer):
+        has_changed = attached.memory.note(owned_tensors(optimizer))
+        if attached.shapes is not None and attached.shapes != _shapes_of(optimizer):
             self._note("the groups or parameters of an optimizer have changed")
         elif has_changed:
             self._note("a parameter, or a tensor of an optimizer's state, was changed outside of a step")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ckstore
-from ckstore.errors import UnsupportedError
+from ckstore.errors import UnsupportedError, UsageError
 from support.journaled_training import JournaledTraining, bits
 
 STEPS = 6
@@ -136,3 +136,40 @@ def test_gradients_of_other_strides_are_noticed(tmp_path, options, caplog):
         assert len(store.log()) == 2
         assert bits(store.restore(2)) == training.expected[2]
     assert [record.message.count("other strides") for record in caplog.records] == [1]
+
+
+def test_optimizers_may_be_added_and_replaced_in_a_run(tmp_path):
+    training, critic = JournaledTraining(), torch.nn.Linear(3, 2)
+    of_critic = torch.optim.Adam(critic.parameters(), 0.1)
+    state, expected = {**training.state, "critic": critic, "of_critic": of_critic}, {}
+
+    def run(store, steps):
+        for step in steps:
+            training.train(step)
+            critic(torch.ones(2, 3)).sum().backward()
+            state["of_critic"].step()
+            state["of_critic"].zero_grad()
+            store.commit_async(state, step).result()
+            expected[step] = bits(state)
+
+    with ckstore.open(tmp_path / "store") as store:
+        store.journal(training.optimizer, keyframe_every=50)
+        run(store, [1])
+        with pytest.raises(UsageError, match="first call only"):
+            store.journal(of_critic, keyframe_every=2)
+        store.journal(of_critic)
+        run(store, [2, 3])
+        state["of_critic"] = of_critic = torch.optim.SGD(critic.parameters(), 0.1, momentum=0.9)
+        with pytest.raises(UsageError, match=r"no longer exists"):
+            store.commit_async(state, 4)
+        store.journal(of_critic)
+        run(store, [4, 5])
+        assert sorted(info.step for info in store.log()) == [1, 2, 4]
+    with ckstore.open(tmp_path / "store", create=False) as store:
+        for step, found in expected.items():
+            assert bits(store.restore(step)) == found
+        with pytest.raises(UsageError):
+            store.journal(object())
+        store.journal(training.optimizer, of_critic)
+        store.restore(into=state)
+        assert bits(state) == expected[5]

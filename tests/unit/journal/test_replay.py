@@ -239,12 +239,72 @@ def test_attached_optimizers_are_not_kept_alive_and_not_attached_twice():
     model, optimizer, recorder = recorded()
     with pytest.raises(UsageError, match="in the journal already"):
         recorder.attach(optimizer)
-    with pytest.raises(UsageError, match="no hooks"):
+    with pytest.raises(UsageError, match="not an optimizer"):
         recorder.attach(object())
     del optimizer, model
     gc.collect()
     with pytest.raises(UsageError, match="no longer exists"):
         recorder.take()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Like accelerate's, it does not call the constructor of its base class."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+
+def test_of_a_wrapper_the_optimizer_inside_is_noted():
+    model, optimizer = setting("SGD")
+    recorder, wrapper = StepRecorder(), Wrapper(optimizer)
+    recorder.attach(wrapper)
+    assert recorder.optimizers == [optimizer]
+    train_step(model, wrapper, 0)
+    assert len(recorder.take()[0]) == 1
+    with pytest.raises(UsageError, match="in the journal already"):
+        recorder.attach(optimizer)
+
+
+def test_an_optimizer_that_cannot_be_noted_leaves_the_journal_as_it_was():
+    model, optimizer, recorder = recorded()
+    half = type("Half", (torch.optim.SGD,), {"__init__": lambda self: None})()
+    half.param_groups, half.state = [], {}
+    with pytest.raises(UsageError, match=r"no hooks around its steps.*super"):
+        recorder.attach(half)
+    train_step(model, optimizer, 1)
+    assert [step.optimizer for step in recorder.take()[0]] == [0]
+
+
+def test_an_optimizer_takes_the_place_of_one_that_no_longer_exists():
+    model, optimizer, recorder = recorded()
+    head = torch.nn.Linear(3, 3)
+    other = torch.optim.SGD(head.parameters(), 0.1)
+    recorder.attach(other)
+    assert recorder.take() == ((), "an optimizer was added")
+    train_step(model, optimizer, 1)
+    del optimizer
+    gc.collect()
+    with pytest.raises(UsageError, match=r"no longer exists.*store\.journal"):
+        recorder.take()
+    fresh = torch.optim.SGD(model.parameters(), 0.1)
+    recorder.attach(fresh)
+    assert recorder.take() == ((), "an optimizer was replaced by another one")
+    train_step(model, fresh, 2)
+    head(torch.ones(1, 3)).sum().backward()
+    other.step()
+    steps, problem = recorder.take()
+    assert problem is None
+    assert [(step.optimizer, len(step.gradients)) for step in steps] == [(1, 3), (0, 2)]
+    assert recorder.optimizers == [other, fresh]
 
 
 def test_released_recorders_leave_no_hook():
