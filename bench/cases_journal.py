@@ -384,7 +384,7 @@ def _decoded(place: Path, steps: Sequence[int]) -> Sample:
         for step in steps:
             record = history.of_step(step)
             began = time.perf_counter()
-            stored = history._stored(record, memory)
+            stored = history._read(record, memory)()
             for each in stored.point.steps[0].gradients:
                 load_gradient(each, stored.blobs, gradients)
             seconds.append(time.perf_counter() - began)

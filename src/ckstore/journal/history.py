@@ -234,8 +234,8 @@ class History:
             bases.append(restore_manifest(self._repository, policy, manifest, (), request))
             return bases[0].state
 
-        load = partial(self._stored, memory=memory)
-        state = restore_point(how, keyframe.record, replayed, restore_base, loaded_adapters(), load)
+        read = partial(self._read, memory=memory)
+        state = restore_point(how, keyframe.record, replayed, restore_base, loaded_adapters(), read)
         return bases[0], state
 
     def _keyframes(self, record: ChainRecord) -> Iterator[Keyframe]:
@@ -256,20 +256,21 @@ class History:
             )
         return found
 
-    def _stored(self, record: ChainRecord, memory: DecodeMemory | None = None) -> StoredPoint:
-        from ckstore.journal.restoring import StoredPoint
-
+    def _read(self, record: ChainRecord, memory: DecodeMemory) -> Callable[[], StoredPoint]:
+        """Read the bytes of a record, and return what decodes them. Frames are decoded when they are needed."""
         repository = self._repository
         path = record.segment.path
-        where = repository.backend.location_of(path)
         with closing(repository.backend.open_read(path)) as file:
-            begin, nbytes = record.offset, record.head.nbytes
-            content = memoryview(file.read_at(begin, nbytes))
+            content = memoryview(file.read_at(record.offset, record.head.nbytes))
+        return partial(self._decoded, record, content, memory, repository.backend.location_of(path))
+
+    def _decoded(self, record: ChainRecord, content: memoryview, memory: DecodeMemory, where: object) -> StoredPoint:
+        from ckstore.journal.restoring import StoredPoint
 
         def read(offset: int, count: int) -> memoryview:
-            return content[offset - begin : offset - begin + count]
+            return content[offset - record.offset : offset - record.offset + count]
 
-        limits = repository.limits
+        limits = self._repository.limits
         point = decode_point(read_body(read, record.placed, where=where), limits=limits, where=where)
         blobs = BlobReader(read, record.placed, point.blobs, limits, where=where, memory=memory)
         environment = self.journal.segments[record.segment].facts.environment

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -86,7 +87,7 @@ def restore_point(
     points: Iterable[_Record],
     restore_base: Callable[[], Any],
     adapters: Sequence[LeafAdapter],
-    load: Callable[[_Record], StoredPoint],
+    read: Callable[[_Record], Callable[[], StoredPoint]],
 ) -> Any:
     """Return the state of the last point.
 
@@ -96,29 +97,17 @@ def restore_point(
         points: The records after it, up to the one to restore.
         restore_base: Restores the keyframe and returns it: ``replay.into`` if that is not None.
         adapters: Adapters of tensor libraries.
-        load: Reads a record. On another thread: the next records are read and decoded while the keyframe is restored,
-            and while the optimizer works.
+        read: Reads the bytes of a record, and returns what decodes them. Each on a thread of its own: the next records
+            are read and decoded while the keyframe is restored, and while the optimizer works.
 
     Raises:
         ReplayError: The keyframe is not the state of its record, or a replayed step has given other bytes.
         CorruptError: A record is damaged.
         UsageError: The optimizers do not fit.
     """
-    memory = GradientMemory()
-
-    def load_whole(item: tuple[_Record, bool]) -> _LoadedPoint:
-        record, is_replayed = item
-        stored = load(record)
-        gradients = [
-            [loaded(load_gradient(each, stored.blobs, memory)) for each in step.gradients]
-            for step in (stored.point.steps if is_replayed else ())
-        ]
-        return _LoadedPoint(stored, paths_of(stored.point), gradients)
-
-    records = itertools.chain([(keyframe, False)], ((each, True) for each in points))
-    with closing(map_in_threads(load_whole, records, count_max=1, name="ckstore-journal")) as loading:
+    with _loading(keyframe, points, read) as loading:
         first = next(loading)
-        # From here on, the thread works ahead.
+        # From here on, the threads work ahead.
         live = _Live(restore_base(), replay, adapters)
         live.require(first, "before the first replayed step")
         rest: dict[str, Callable[[], NDArray[np.uint8]]] = {}
@@ -137,6 +126,42 @@ def restore_point(
     if replay.check != "each":
         live.require(last, f"after the replayed step {last.stored.step}")
     return live.finish(last, rest)
+
+
+@contextmanager
+def _loading(
+    keyframe: _Record, points: Iterable[_Record], read: Callable[[_Record], Callable[[], StoredPoint]]
+) -> Iterator[Iterator[_LoadedPoint]]:
+    """Yield the records in order. The next ones are read and decoded meanwhile; see ``restore_point``."""
+    memory = GradientMemory()
+
+    def read_one(item: tuple[_Record, bool]) -> tuple[Callable[[], StoredPoint], bool]:
+        record, is_replayed = item
+        try:
+            return read(record), is_replayed
+        except Exception as error:
+            # Raised when the records before it were replayed.
+            return partial(_raise, error), is_replayed
+
+    def load_whole(item: tuple[Callable[[], StoredPoint], bool]) -> _LoadedPoint:
+        decode, is_replayed = item
+        stored = decode()
+        gradients = [
+            [loaded(load_gradient(each, stored.blobs, memory)) for each in step.gradients]
+            for step in (stored.point.steps if is_replayed else ())
+        ]
+        return _LoadedPoint(stored, paths_of(stored.point), gradients)
+
+    records = itertools.chain([(keyframe, False)], ((each, True) for each in points))
+    with (
+        closing(map_in_threads(read_one, records, count_max=1, name="ckstore-journal-read")) as contents,
+        closing(map_in_threads(load_whole, contents, count_max=1, name="ckstore-journal")) as loading,
+    ):
+        yield loading
+
+
+def _raise(error: Exception) -> StoredPoint:
+    raise error
 
 
 def _replay_point(optimizers: Sequence[Any], loaded_point: _LoadedPoint, *, is_made_again: bool) -> None:

@@ -176,7 +176,7 @@ def replay_of(into=None, optimizers=None, **changes):
 
 
 def restored(replay, first, others, base):
-    return restore_point(replay, first, others, lambda: base, loaded_adapters(), lambda record: record)
+    return restore_point(replay, first, others, lambda: base, loaded_adapters(), lambda record: lambda: record)
 
 
 @pytest.mark.parametrize("check", ["each", "last"])
