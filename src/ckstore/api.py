@@ -278,35 +278,35 @@ class Store:
             self._check_open()
             self._trainer_side().prewarm(state, policy or self._policy)
 
-    def journal(self, *optimizers: Any, keyframe_every: int | None = None, replay_seconds: float = 30.0) -> None:
+    def journal(
+        self, *optimizers: Any, keyframe_every: int | None = None, replay_seconds: float = 30.0,
+        replayed: str | Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """Store each commit in the background as what its optimizer steps have seen, where that explains the change.
 
         From then on a trainer may call ``commit_async`` after every step. A commit becomes a *point*: gradients,
-        hyper-parameters, and the rest of the state. It is restored by replaying steps after the newest whole checkpoint
-        before it (its *keyframe*), and compared with checksums. A commit stores the whole state if it is the first one,
-        if it has tags, if replay would take too long, or if something else has changed what the optimizers own. Before
-        something else than a step changes that, call ``Pending.wait_staged``.
-
-        Call it before ``restore``: then these optimizers are called to replay. Calls add optimizers, in the same order
-        in each process of the run; then the next commit stores the whole state. Options are given in the first call.
+        hyper-parameters and the rest of the state. A restore replays steps after the whole checkpoint before it, its
+        *keyframe*, and compares checksums. A commit stores the whole state if it is the first one, has tags, would take
+        long to replay, or if something else changed what the optimizers own; before that, ``Pending.wait_staged``. Call
+        this before ``restore``, which calls the optimizers. More calls add some, always in the same order.
 
         Args:
             optimizers: Optimizers of torch, whose parameters and state are in each committed state.
             keyframe_every: Store the whole state after this many commits at the latest. None: see ``replay_seconds``.
             replay_seconds: Store the whole state before a replay would take longer than this, as far as one can tell.
+            replayed: Globs over dotted paths: what the loop itself makes after each step from what the optimizers own,
+                such as averaged weights. It is not stored, and ``restore`` needs ``into=`` and ``after_step=``.
 
         Raises:
-            UsageError: An optimizer has no hooks, or is in the journal already. An option is another one than in the
-                first call. Or the store was opened with ``ranks``.
+            UsageError: An optimizer has no hooks or was passed before, an earlier call had other options, or ``ranks``.
         """
         from ckstore.background.journal import JournalOptions, JournalSide
 
         with self._lock:
             self._check_open()
-            options = JournalOptions(keyframe_every, replay_seconds)
+            options = JournalOptions.of(keyframe_every, replay_seconds, replayed)
             journal = self._journal or JournalSide(self, self._repository, options, self._job)
-            journal.attach(optimizers, options)
-            self._journal = journal
+            self._journal = journal.attach(optimizers, options)
 
     def attach(self, optimizer: Any) -> None:
         """Copy what an optimizer owns while training continues; the optimizer's next step waits for the copy.

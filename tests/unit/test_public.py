@@ -86,7 +86,7 @@ VERBS = {
         "replay_check",
         "after_step",
     ],
-    "journal": ["optimizers", "keyframe_every", "replay_seconds"],
+    "journal": ["optimizers", "keyframe_every", "replay_seconds", "replayed"],
     "export_hf": ["ref", "folder", "only", "strip_prefix", "dtype", "max_shard_nbytes", "force", "on_progress"],
     "export_safetensors": ["ref", "file", "only", "strip_prefix", "force", "on_progress"],
     "latest": [],

@@ -18,7 +18,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from ckstore.background.device_copy import versions_of
 from ckstore.background.pending import Pending
 from ckstore.config import MIB, Policy
 from ckstore.display import size
-from ckstore.errors import CorruptError, UsageError
+from ckstore.errors import CorruptError, UsageError, shown_object
 from ckstore.format.records import RecordPlace
 from ckstore.format.tree import ListNode, TensorNode
 from ckstore.journal.clipping import take_factors
@@ -59,7 +60,20 @@ class JournalOptions:
 
     keyframe_every: int | None = None
     replay_seconds: float = 30.0
+    replayed: tuple[str, ...] = ()
     rest_nbytes_max: int = 64 * MIB
+
+    @classmethod
+    def of(cls, keyframe_every: int | None, replay_seconds: float, replayed: str | Sequence[str]) -> JournalOptions:
+        """Return options in one form, so that they can be compared.
+
+        Raises:
+            UsageError: ``replayed`` is neither a text nor a list of texts.
+        """
+        globs = (replayed,) if isinstance(replayed, str) else tuple(replayed)
+        if not all(isinstance(each, str) for each in globs):
+            raise UsageError("replayed= takes a glob or a list of globs", where=shown_object(replayed))
+        return cls(keyframe_every, replay_seconds, globs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +134,8 @@ class JournalSide:
         """Whether the result of that keyframe is not known yet."""
         self.recorder = StepRecorder(self._wait_for_checksums)
 
-    def attach(self, optimizers: Iterable[Any], options: JournalOptions) -> None:
-        """Note the steps of more optimizers.
+    def attach(self, optimizers: Iterable[Any], options: JournalOptions) -> JournalSide:
+        """Note the steps of more optimizers. Return this journal.
 
         Raises:
             UsageError: An optimizer cannot be noted, or is already. Or the options differ from those of the first call.
@@ -133,6 +147,7 @@ class JournalSide:
             )
         for optimizer in optimizers:
             self.recorder.attach(optimizer)
+        return self
 
     def plan_keyframe(self, state: Any, *, metrics: Mapping[str, float]) -> PlannedRecord | None:
         """Plan the record of a commit that stores the whole state in any case.
@@ -174,8 +189,13 @@ class JournalSide:
         # The steps are taken now. If anything fails before ``submit`` has succeeded, the chain lacks them.
         self.begin_again("the commit before was not stored")
         steps, problem = self.recorder.take()
+        if self._options.replayed and _are_several(steps):
+            problem = problem or "the loop makes what replayed= names once for each commit; commit after each step"
         begins_chain = continues is None and (problem is not None or due is not None)
         reason = problem or due or ("it has tags" if has_tags else None) or self._due_reason()
+        if continues is not None and self._options.replayed:
+            # The loop of the process before may have made other bytes.
+            reason = reason or "it is the first one with replayed="
         drafted = draft_point(
             captured,
             () if begins_chain else steps,
@@ -185,6 +205,7 @@ class JournalSide:
             has_facts=reason is not None or self._points == 0,
             factors=take_factors(),
             thread_count=len(os.sched_getaffinity(0)),
+            replayed=self._options.replayed,
             is_late=True,
         )
         rest_nbytes = sum(row.nbytes for row in drafted.draft.storages if row.source == "blob")
@@ -376,6 +397,11 @@ class JournalSide:
             assert owner is not None, "a method of the owner is running"
             weakref.finalize(owner, self._commits.abandon).atexit = False
         return self._commits
+
+
+def _are_several(steps: Iterable[RecordedStep]) -> bool:
+    """Whether each optimizer that has stepped did so more than once."""
+    return min(Counter(step.optimizer for step in steps).values(), default=0) > 1
 
 
 def _note_failure(itself: weakref.ref[JournalSide], done: Pending) -> None:

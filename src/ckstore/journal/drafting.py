@@ -1,13 +1,14 @@
 """Make the draft of a point from a captured state and noted steps; in the trainer.
 
 A storage of the state is *owned* if an optimizer's step makes all of its bytes. Such bytes are not stored, but their
-checksum is. Every other storage is stored, unless it has the bytes that it had at the point before.
+checksum is. The same holds for those that the user's own code makes after each step, also in a replay. Every other
+storage is stored, unless it has the bytes that it had at the point before.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from ckstore.concurrency import map_in_threads
 from ckstore.config import MIB
 from ckstore.errors import UsageError
 from ckstore.format.logical import row_of
-from ckstore.format.tree import DictNode, encode_tree, place_of
+from ckstore.format.tree import DictNode, Selection, encode_tree, place_of
 from ckstore.format.wire import xxh3_64
 from ckstore.journal.encoding import DraftGradient, DraftOptimizer, DraftStep, DraftStorage, PointDraft
 from ckstore.journal.recorder import RecordedStep, node_of, owned_tensors, parameters_of
@@ -53,6 +54,7 @@ def draft_point(
     has_facts: bool,
     factors: Iterable[np.float32],
     thread_count: int,
+    replayed: tuple[str, ...] = (),
     is_late: bool = False,
 ) -> Drafted:
     """Return the draft of a point.
@@ -66,27 +68,15 @@ def draft_point(
         has_facts: Whether to say how the optimizers are made again.
         factors: Factors that gradients may have been multiplied by.
         thread_count: Threads that compute checksums.
+        replayed: Globs over the paths of what the user's own code makes after each step.
         is_late: Leave the checksums of what the optimizers own in host memory to the caller.
     """
     owned = owned_storages(captured, optimizers)
     late = host_indices(captured.storages, owned) if is_late else []
     checksums = _checksums_without(late, captured, thread_count)
     sources: list[Any] = []
-    storages: list[DraftStorage] = []
-    rest: dict[str, int] = {}
-    paths = storage_paths(captured)
-    # The trainer waits for this: the storages of which only the shape is needed are not created.
-    for index, shape in enumerate(shapes_of(captured.storages)):
-        facts = shape.nbytes, (xxh3 := checksums[index]), shape.element_width, shape.is_float
-        if index in owned:
-            storages.append(DraftStorage(*facts, "steps", None))
-            continue
-        rest[paths[index]] = xxh3
-        if before.get(paths[index]) == xxh3:
-            storages.append(DraftStorage(*facts, "before", None))
-        else:
-            storages.append(DraftStorage(*facts, "blob", len(sources)))
-            sources.append(np.frombuffer(captured.storages[index].read(0, shape.nbytes), np.uint8))
+    made = owned | _replayed_storages(captured, replayed)
+    storages, rest = _drafted_storages(captured, made, checksums, before, sources)
     drafted_steps = [_drafted_step(step, sources) for step in steps]
     if late:
         sources.append(np.zeros(len(late), np.uint64))
@@ -103,6 +93,28 @@ def draft_point(
         late=tuple(late),
     )
     return Drafted(draft, sources, rest, late)
+
+
+def _drafted_storages(
+    captured: Captured, made: Set[int], checksums: Mapping[int, int], before: Mapping[str, int], sources: list[Any]
+) -> tuple[list[DraftStorage], dict[str, int]]:
+    """Return the rows of all storages, and the checksums of those that are not made again. Add what is stored."""
+    storages: list[DraftStorage] = []
+    rest: dict[str, int] = {}
+    paths = storage_paths(captured)
+    # The trainer waits for this: the storages of which only the shape is needed are not created.
+    for index, shape in enumerate(shapes_of(captured.storages)):
+        facts = shape.nbytes, (xxh3 := checksums[index]), shape.element_width, shape.is_float
+        if index in made:
+            storages.append(DraftStorage(*facts, "steps", None))
+            continue
+        rest[paths[index]] = xxh3
+        if before.get(paths[index]) == xxh3:
+            storages.append(DraftStorage(*facts, "before", None))
+        else:
+            storages.append(DraftStorage(*facts, "blob", len(sources)))
+            sources.append(np.frombuffer(captured.storages[index].read(0, shape.nbytes), np.uint8))
+    return storages, rest
 
 
 def _checksums_without(late: Sequence[int], captured: Captured, thread_count: int) -> dict[int, int]:
@@ -167,6 +179,18 @@ def owned_storages(captured: Captured, optimizers: Sequence[Any]) -> set[int]:
             todo="commit and restore the model and the optimizer together, or open the store without a journal",
         )
     return owned - others
+
+
+def _replayed_storages(captured: Captured, patterns: tuple[str, ...]) -> frozenset[int]:
+    """Return the indices of the storages all of whose tensors have paths that a pattern matches."""
+
+    def find() -> frozenset[int]:
+        selection = Selection(patterns, captured.tree)
+        matching = list(map(selection.covers, captured.paths))
+        others = {tensor.storage for tensor, is_chosen in zip(captured.tensors, matching, strict=True) if not is_chosen}
+        return frozenset(range(len(captured.storages))) - others
+
+    return captured.structure.once(("replayed", patterns), find) if patterns else frozenset()
 
 
 def _addresses_of(captured: Captured) -> list[int]:

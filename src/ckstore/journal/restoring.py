@@ -13,7 +13,7 @@ import numpy as np
 
 from ckstore.concurrency import map_in_threads
 from ckstore.errors import CkstoreError, NotFoundError, ReplayError, UnsupportedError, UsageError
-from ckstore.format.points import Point, Step
+from ckstore.format.points import OptimizerFacts, Point, Step
 from ckstore.format.tensors import StorageSpec
 from ckstore.format.tree import TensorNode, leaves_of, place_of
 from ckstore.format.wire import xxh3_64
@@ -112,11 +112,13 @@ def restore_point(
         live.require(first, "before the first replayed step")
         rest: dict[str, Callable[[], NDArray[np.uint8]]] = {}
         _note_rest(first, rest)
-        optimizers = live.optimizers_of(first) if replay.optimizers is None else live.with_state(replay.optimizers)
+        optimizers = live.optimizers_of(first) if replay.optimizers is None else replay.optimizers
+        live.note_owned(optimizers, first.stored.point.optimizers or ())
         live.environment = environment_of(optimizers)
         last = first
         with kept_gradients(optimizers):
             for last in loading:
+                live.require_after_step(last)
                 _replay_point(optimizers, last, is_made_again=replay.optimizers is None)
                 if replay.after_step is not None:
                     replay.after_step(last.stored.step)
@@ -224,6 +226,8 @@ class _Live:
         self._replay = replay
         self._adapters = adapters
         self._cache = CaptureCache()
+        self._others: frozenset[str] = frozenset()
+        """Paths of storages that no optimizer owns, once that is known."""
         self.environment: Mapping[str, str] = {}
         """Facts of this process, noted before the first step is replayed."""
 
@@ -244,27 +248,54 @@ class _Live:
         stored = loaded_point.stored
         for path, storage in zip(loaded_point.paths, stored.point.storages, strict=True):
             if storage.source == "steps" and found.get(path) != storage.xxh3:
-                raise self._differs(path, when, stored, is_missing=path not in found)
+                is_made_by_caller = path in self._others
+                raise self._differs(
+                    path, when, stored, is_missing=path not in found, is_made_by_caller=is_made_by_caller
+                )
 
-    def _differs(self, path: str, when: str, stored: StoredPoint, *, is_missing: bool) -> ReplayError:
+    def _differs(
+        self, path: str, when: str, stored: StoredPoint, *, is_missing: bool, is_made_by_caller: bool = False
+    ) -> ReplayError:
         facts = differences(stored.environment, self.environment or environment_of(()))
         what = "is not in the state" if is_missing else "has other bytes than the run had"
+        todo = "restore where these facts are as they were, or restore an earlier step or the keyframe"
+        if is_made_by_caller:
+            todo = "pass after_step=, a function that updates it exactly as the training loop does after each step"
         return ReplayError(
             f"{path} {what} {when} ({facts})",
-            todo="restore where these facts are as they were, or restore an earlier step or the keyframe",
+            todo=todo,
             path=path,
             number=stored.number,
             step=stored.step,
         )
 
-    def with_state(self, optimizers: Sequence[Any]) -> Sequence[Any]:
-        """Return the user's optimizers, after checking that they are those of the state that is being restored.
+    def note_owned(self, optimizers: Sequence[Any], facts: Sequence[OptimizerFacts]) -> None:
+        """Note what the optimizers own, after checking that it is in the state that is being restored.
 
         Raises:
             UsageError: One of them owns a tensor elsewhere, which a replayed step would change.
         """
-        owned_storages(self._captured(), optimizers)
-        return optimizers
+        captured = self._captured()
+        owned = owned_storages(captured, optimizers)
+        # Without all optimizers of the run, it is not known what none of them owns.
+        if len(optimizers) >= len(facts):
+            self._others = frozenset(path for index, path in enumerate(storage_paths(captured)) if index not in owned)
+
+    def require_after_step(self, loaded_point: _LoadedPoint) -> None:
+        """Check that there is a function for what the user's own code makes after each step.
+
+        Raises:
+            UsageError: There is none, or it cannot have the tensors that are being restored.
+        """
+        if self._replay.after_step is not None and self._replay.into is not None:
+            return
+        for path, storage in zip(loaded_point.paths, loaded_point.stored.point.storages, strict=True):
+            if storage.source == "steps" and path in self._others:
+                raise UsageError(
+                    f"{path} is made by the training loop after each step, as replayed= says, and not by an optimizer",
+                    todo="call store.journal with all optimizers, then restore(into=state, after_step=function), where "
+                    "the function updates it as the loop does; or restore the keyframe",
+                )
 
     def optimizers_of(self, loaded_keyframe: _LoadedPoint) -> list[Any]:
         """Return torch's optimizers, made again on the tensors of the state."""
