@@ -23,7 +23,7 @@ from bench.training import Arrays
 from bench.workbench import Bench, open_store, with_ckstore
 from ckstore.config import Limits
 from ckstore.journal.blobs import BlobWriter, DecodeMemory
-from ckstore.journal.drafting import checksums_of
+from ckstore.journal.checksums import checksums_of
 from ckstore.journal.gradients import GradientMemory, SeenGradient, load_gradient, store_gradient
 from ckstore.journal.history import History
 from ckstore.state.capture import capture, loaded_adapters

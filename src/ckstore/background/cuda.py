@@ -19,7 +19,7 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -217,6 +217,26 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
+def _fences_on(devices: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Event]:
+    """Return an event for each device, after the work that this thread has launched on its current stream."""
+    fences = {}
+    for device in devices:
+        fences[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        fences[device].record(torch.cuda.current_stream(device))
+    return fences
+
+
+def order_after_now(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Return a function for another thread: what that launches then waits for what this thread has launched so far."""
+    fences = _fences_on(devices)
+
+    def hold() -> None:
+        for device, event in fences.items():
+            torch.cuda.current_stream(device).wait_event(event)
+
+    return hold
+
+
 class CudaCopies:
     """The copies of one section from CUDA devices.
 
@@ -245,10 +265,7 @@ class CudaCopies:
     def fence(self) -> None:
         """Order the copies after the work that this thread has launched on the devices' current streams."""
         pin(self._slot, self._slot.nbytes_begun)
-        for device in set(self._devices.values()):
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
-            self._fences[device] = event
+        self._fences |= _fences_on(set(self._devices.values()))
 
     def launch(self) -> None:
         """Launch the copies. On any thread.

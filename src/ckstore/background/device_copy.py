@@ -189,6 +189,15 @@ def pin(slot: Slot, nbytes: int) -> None:
         pin_slot(slot, nbytes)
 
 
+def order_after_now(storages: Sequence[HostStorage]) -> Callable[[], None]:
+    """Return a function for another thread: what that launches on these devices then comes after this moment."""
+    if (isinstance(storages, Spans) and storages.are_host) or not any(map(is_cuda, storages)):
+        return noop
+    from ckstore.background import cuda
+
+    return cuda.order_after_now(device for device in set(map(cuda.device_of, storages)) if device is not None)
+
+
 def is_cuda(storage: HostStorage) -> bool:
     """Whether a storage is on a CUDA device, whose copies are ordered by streams."""
     if storage.is_host or "torch" not in sys.modules:

@@ -26,15 +26,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckstore.background.commits import AsyncRequest, BackgroundCommits, LatePart
-from ckstore.background.device_copy import versions_of
+from ckstore.background.device_copy import order_after_now, versions_of
 from ckstore.background.pending import Pending
 from ckstore.config import MIB, Policy
 from ckstore.display import size
 from ckstore.errors import CorruptError, UsageError, shown_object
 from ckstore.format.records import RecordPlace
 from ckstore.format.tree import ListNode, TensorNode
+from ckstore.journal.checksums import checksums_of
 from ckstore.journal.clipping import take_factors
-from ckstore.journal.drafting import Drafted, checksums_of, draft_point
+from ckstore.journal.drafting import Drafted, draft_point
 from ckstore.journal.encoding import ArrayPlace
 from ckstore.journal.recorder import RecordedStep, StepRecorder
 from ckstore.state.capture import Captured, loaded_adapters
@@ -417,8 +418,10 @@ def _late_checksums(record: PlannedRecord, arrays: list[ArrayPlace]) -> LatePart
         return None
     keeps = keeps_of(captured.storages, late)
     versions = versions_of(keeps)
+    hold = order_after_now(captured.storages)
 
     def compute() -> bytes:
+        hold()
         checksums = checksums_of(captured, late, thread_count=1)
         if versions_of(keeps) != versions:
             raise CorruptError(

@@ -58,19 +58,21 @@ class PointStorage(NamedTuple):
 
     Args:
         nbytes: Its length.
-        xxh3: xxh3-64 of its bytes.
+        checksum: Of its bytes: their xxh3-64, or their word sum if a device has computed it.
         element_width: Bytes of an element.
         is_float: Its elements are floating-point numbers.
         source: Where its bytes are from.
         span: Where a blob has them; None for another source.
+        is_word_sum: Which of the two its checksum is.
     """
 
     nbytes: int
-    xxh3: int
+    checksum: int
     element_width: int
     is_float: bool
     source: Source
     span: Span | None
+    is_word_sum: bool = False
 
 
 class Blob(NamedTuple):
@@ -176,13 +178,13 @@ def encode_point(point: Point, *, limits: Limits = _DEFAULT_LIMITS) -> bytes:
     storages = b"".join(
         _STORAGE.pack(
             each.nbytes,
-            each.xxh3,
+            each.checksum,
             each.span.offset if each.span else 0,
             each.span.blob if each.span else 0,
             SOURCES.index(each.source),
             each.element_width,
             each.is_float,
-            0,
+            each.is_word_sum,
         )
         for each in point.storages
     )
@@ -243,13 +245,22 @@ def metrics_of(body: bytes | memoryview, *, where: object = None) -> dict[str, f
 
 
 def _storage_of(
-    nbytes: int, xxh3: int, offset: int, blob: int, source: int, width: int, is_float: int, zero: int, *, where: object
+    nbytes: int,
+    checksum: int,
+    offset: int,
+    blob: int,
+    source: int,
+    width: int,
+    is_float: int,
+    is_word_sum: int,
+    *,
+    where: object,
 ) -> PointStorage:
     is_stored = source == SOURCES.index("blob")
-    if zero or is_float > 1 or source >= len(SOURCES) or (not is_stored and (offset or blob)):
+    if max(is_word_sum, is_float) > 1 or source >= len(SOURCES) or (not is_stored and (offset or blob)):
         raise MalformedError("a storage of a point has fields out of range", where=where)
     span = Span(blob, offset, nbytes) if is_stored else None
-    return PointStorage(nbytes, xxh3, width, bool(is_float), SOURCES[source], span)
+    return PointStorage(nbytes, checksum, width, bool(is_float), SOURCES[source], span, bool(is_word_sum))
 
 
 def _step_of(row: StepRow, where: object) -> Step:

@@ -7,25 +7,19 @@ storage is stored, unless it has the bytes that it had at the point before.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckstore.concurrency import map_in_threads
-from ckstore.config import MIB
 from ckstore.errors import UsageError
 from ckstore.format.logical import row_of
 from ckstore.format.tree import DictNode, Selection, encode_tree, place_of
-from ckstore.format.wire import xxh3_64
+from ckstore.journal.checksums import checksums_of, device_indices
 from ckstore.journal.encoding import DraftGradient, DraftOptimizer, DraftStep, DraftStorage, PointDraft
 from ckstore.journal.recorder import RecordedStep, node_of, owned_tensors, parameters_of
 from ckstore.state.capture import Captured
 from ckstore.state.memory import host_indices, shapes_of, starts_of
-
-_BATCH_NBYTES = 4 * MIB
-"""Bytes of the storages that are hashed in one call on a thread."""
 
 
 class Drafted(NamedTuple):
@@ -34,7 +28,7 @@ class Drafted(NamedTuple):
     Args:
         draft: The draft.
         sources: torch tensors and numpy arrays.
-        checksums: xxh3-64 of every storage that the steps do not make, by its path: what the next draft compares with.
+        checksums: Of every storage that the steps do not make, by its path: what the next draft compares with.
         late: Storages whose checksums are still to be computed. The last source has room for them.
     """
 
@@ -69,10 +63,11 @@ def draft_point(
         factors: Factors that gradients may have been multiplied by.
         thread_count: Threads that compute checksums.
         replayed: Globs over the paths of what the user's own code makes after each step.
-        is_late: Leave the checksums of what the optimizers own in host memory to the caller.
+        is_late: Leave the checksums of what the optimizers own to the caller, in memory of the host and of torch.
     """
     owned = owned_storages(captured, optimizers)
-    late = host_indices(captured.storages, owned) if is_late else []
+    in_memory = {*host_indices(captured.storages, owned), *(owned & device_indices(captured))}
+    late = sorted(in_memory) if is_late else []
     checksums = _checksums_without(late, captured, thread_count)
     sources: list[Any] = []
     made = owned | _replayed_storages(captured, replayed)
@@ -101,18 +96,19 @@ def _drafted_storages(
     """Return the rows of all storages, and the checksums of those that are not made again. Add what is stored."""
     storages: list[DraftStorage] = []
     rest: dict[str, int] = {}
-    paths = storage_paths(captured)
+    paths, on_device = storage_paths(captured), device_indices(captured)
     # The trainer waits for this: the storages of which only the shape is needed are not created.
     for index, shape in enumerate(shapes_of(captured.storages)):
-        facts = shape.nbytes, (xxh3 := checksums[index]), shape.element_width, shape.is_float
+        facts = shape.nbytes, (checksum := checksums[index]), shape.element_width, shape.is_float
+        is_word_sum = index in on_device
         if index in made:
-            storages.append(DraftStorage(*facts, "steps", None))
+            storages.append(DraftStorage(*facts, "steps", None, is_word_sum))
             continue
-        rest[paths[index]] = xxh3
-        if before.get(paths[index]) == xxh3:
-            storages.append(DraftStorage(*facts, "before", None))
+        rest[paths[index]] = checksum
+        if before.get(paths[index]) == checksum:
+            storages.append(DraftStorage(*facts, "before", None, is_word_sum))
         else:
-            storages.append(DraftStorage(*facts, "blob", len(sources)))
+            storages.append(DraftStorage(*facts, "blob", len(sources), is_word_sum))
             sources.append(np.frombuffer(captured.storages[index].read(0, shape.nbytes), np.uint8))
     return storages, rest
 
@@ -134,28 +130,6 @@ def _storage_paths(captured: Captured) -> list[str]:
         if not paths[tensor.storage]:
             paths[tensor.storage] = place_of(path)
     return paths
-
-
-def checksums_of(captured: Captured, only: Sequence[int] | None = None, *, thread_count: int) -> list[int]:
-    """Return the xxh3-64 of each storage, or of those with these indices. Hashing releases the GIL."""
-    sizes = [shape.nbytes for shape in shapes_of(captured.storages)]
-    batches: list[list[int]] = [[]]
-    filled = 0
-    for index in range(len(sizes)) if only is None else only:
-        nbytes = sizes[index]
-        if filled and filled + nbytes > _BATCH_NBYTES:
-            batches.append([])
-            filled = 0
-        batches[-1].append(index)
-        filled += nbytes
-
-    def hashed(batch: list[int]) -> list[int]:
-        return [xxh3_64(captured.storages[index].read(0, sizes[index])) for index in batch]
-
-    if len(batches) == 1 or thread_count == 1:
-        return list(itertools.chain.from_iterable(map(hashed, batches)))
-    results = map_in_threads(hashed, batches, count_max=thread_count, name="ckstore-journal")
-    return list(itertools.chain.from_iterable(results))
 
 
 def owned_storages(captured: Captured, optimizers: Sequence[Any]) -> set[int]:

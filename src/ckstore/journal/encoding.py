@@ -46,19 +46,21 @@ class DraftStorage(NamedTuple):
 
     Args:
         nbytes: Its length.
-        xxh3: xxh3-64 of its bytes.
+        checksum: xxh3-64 or word sum of its bytes.
         element_width: Bytes of an element.
         is_float: Its elements are floating-point numbers.
         source: Where its bytes are from, as in ``format.points.SOURCES``.
         array: Index of the array with its bytes; None for another source than ``blob``.
+        is_word_sum: Which of the two its checksum is.
     """
 
     nbytes: Count
-    xxh3: int
+    checksum: int
     element_width: Count
     is_float: bool
     source: Source
     array: Count | None
+    is_word_sum: bool = False
 
 
 class DraftGradient(NamedTuple):
@@ -105,7 +107,7 @@ class PointDraft(NamedTuple):
         begins_chain: Nothing before it belongs to it: the state of a keyframe, or of a process that has none.
         begins_segment: It goes to a new segment of its chain.
         continues: The record of another process that it continues.
-        late: Storages whose xxh3-64 is not in their row but in the last array, 8 bytes each.
+        late: Storages whose checksum is not in their row but in the last array, 8 bytes each.
     """
 
     metrics: dict[str, float]
@@ -234,8 +236,8 @@ def _with_checksums(draft: PointDraft, arrays: Sequence[NDArray[np.uint8]]) -> S
     if len(checksums) != len(draft.late) or max(draft.late) >= len(draft.storages):
         raise MalformedError("a point was staged without the checksums of all its storages")
     storages = list(draft.storages)
-    for index, xxh3 in zip(draft.late, checksums, strict=True):
-        storages[index] = storages[index]._replace(xxh3=xxh3)
+    for index, checksum in zip(draft.late, checksums, strict=True):
+        storages[index] = storages[index]._replace(checksum=checksum)
     return storages
 
 
@@ -247,7 +249,7 @@ def _stored_storage(storage: DraftStorage, arrays: Sequence[NDArray[np.uint8]], 
         if plain.size != storage.nbytes:
             raise MalformedError("a staged storage has another length than its row")
         span = writer.add(plain, element_width=width, is_float=is_float)
-    return PointStorage(storage.nbytes, storage.xxh3, width, is_float, storage.source, span)
+    return PointStorage(storage.nbytes, storage.checksum, width, is_float, storage.source, span, storage.is_word_sum)
 
 
 def _facts_of(draft: DraftOptimizer) -> OptimizerFacts:

@@ -18,9 +18,11 @@ from ckstore.format.tensors import StorageSpec
 from ckstore.format.tree import TensorNode, leaves_of, place_of
 from ckstore.format.wire import xxh3_64
 from ckstore.journal.blobs import BlobReader
-from ckstore.journal.drafting import checksums_of, owned_storages, storage_paths
+from ckstore.journal.checksums import checksums_of
+from ckstore.journal.drafting import owned_storages, storage_paths
 from ckstore.journal.gradients import GradientMemory, load_gradient
 from ckstore.journal.replay import LoadedGradient, kept_gradients, loaded, made_again, replay_step
+from ckstore.journal.word_sums import word_sum
 from ckstore.state.capture import Captured
 from ckstore.state.capture_cache import CaptureCache
 from ckstore.state.environment import differences, environment_of
@@ -241,16 +243,22 @@ class _Live:
         Raises:
             ReplayError: A storage has other bytes, or is not there.
         """
-        captured = self._captured()
+        captured, stored = self._captured(), loaded_point.stored
+        live = {path: index for index, path in enumerate(storage_paths(captured))}
+        rows = zip(loaded_point.paths, stored.point.storages, strict=True)
+        made = {path: storage for path, storage in rows if storage.source == "steps"}
+        # The kind of each checksum is that of the run, wherever the memory is now.
+        word_sums = {live[path] for path, storage in made.items() if storage.is_word_sum and path in live}
+        thread_count = self._replay.thread_count
+        chosen = [live[path] for path in made if path in live]
         found = dict(
-            zip(storage_paths(captured), checksums_of(captured, thread_count=self._replay.thread_count), strict=True)
+            zip(chosen, checksums_of(captured, chosen, thread_count=thread_count, word_sums=word_sums), strict=True)
         )
-        stored = loaded_point.stored
-        for path, storage in zip(loaded_point.paths, stored.point.storages, strict=True):
-            if storage.source == "steps" and found.get(path) != storage.xxh3:
+        for path, storage in made.items():
+            if found.get(live.get(path, -1)) != storage.checksum:
                 is_made_by_caller = path in self._others
                 raise self._differs(
-                    path, when, stored, is_missing=path not in found, is_made_by_caller=is_made_by_caller
+                    path, when, stored, is_missing=path not in live, is_made_by_caller=is_made_by_caller
                 )
 
     def _differs(
@@ -330,7 +338,7 @@ class _Live:
                     if path not in live:
                         raise self._differs(path, f"at step {last.step}", last, is_missing=True)
                     plain = live[path].read(0, storage.nbytes)
-                if xxh3_64(plain) != storage.xxh3:
+                if (word_sum if storage.is_word_sum else xxh3_64)(plain) != storage.checksum:
                     raise self._differs(path, f"at step {last.step}", last, is_missing=False)
                 np.frombuffer(targets.destination(index), np.uint8)[:] = np.frombuffer(plain, np.uint8)
             targets.complete(index)

@@ -142,7 +142,7 @@ class Spans(Sequence[HostStorage]):
         self.shapes = shapes
         self.starts = starts
         self.keeps = keeps
-        self._readers = readers
+        self.readers = readers
         self._made: list[MemorySpan | None] = [None] * len(shapes)
         self.are_host = not any(readers)
         """Whether all spans are in host memory."""
@@ -170,7 +170,7 @@ class Spans(Sequence[HostStorage]):
         made = self._made[index]
         if made is None:
             start = int(self.starts[index])
-            made = MemorySpan(start, *self.shapes[index], self.keeps[index], self._readers[index])
+            made = MemorySpan(start, *self.shapes[index], self.keeps[index], self.readers[index])
             self._made[index] = made
         return made
 
@@ -195,6 +195,13 @@ def starts_of(storages: Sequence[HostStorage]) -> list[int]:
         found: list[int] = storages.starts.tolist()
         return found
     return [int(getattr(each, "start", 0)) for each in storages]
+
+
+def readers_of(storages: Sequence[HostStorage]) -> Sequence[Reader | None]:
+    """Return what copies the bytes of each storage from its device; None for host memory."""
+    if isinstance(storages, Spans):
+        return storages.readers
+    return [getattr(each, "reader", None) for each in storages]
 
 
 def host_indices(storages: Sequence[HostStorage], indices: Iterable[int]) -> list[int]:

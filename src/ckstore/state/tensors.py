@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from ckstore.format.tensors import TensorSpec, byte_strides_of, count_of
 from ckstore.format.tiles import Box
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 Reader = Callable[[int, int], memoryview]
 """Copies the bytes between two device addresses to the host."""
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A reader whose device can compute with the bytes."""
+
+    def on_device(self, lo: int, hi: int) -> Any:
+        """Return the bytes between two device addresses as a torch tensor of bytes that shares their memory."""
+        ...
 
 
 class HostStorage(Protocol):

@@ -422,14 +422,22 @@ class DeviceBytes:
         Raises:
             BackendError: The device failed, or the storage has become shorter.
         """
+        try:
+            return copy_to_host(self.on_device(lo, hi))
+        except RuntimeError as error:
+            raise device_error(error) from None
+
+    def on_device(self, lo: int, hi: int) -> torch.Tensor:
+        """Return bytes as a uint8 tensor that shares their memory.
+
+        Raises:
+            BackendError: The storage has become shorter.
+        """
         if not self.start <= lo <= hi <= self.start + self.storage.nbytes():
             # ``set_`` would resize the storage.
             raise resized_error()
-        try:
-            tensor = torch.empty(0, dtype=torch.uint8, device=self.device)
-            return copy_to_host(tensor.set_(self.storage, lo - self.start, (hi - lo,), (1,)))
-        except RuntimeError as error:
-            raise device_error(error) from None
+        tensor = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return tensor.set_(self.storage, lo - self.start, (hi - lo,), (1,))
 
 
 def device_error(error: RuntimeError) -> BackendError:

@@ -1,7 +1,7 @@
 """Write points in the saver process of a journal: encode the staged gradients, append the record, report the result.
 
-This process holds no lease, because the saver of the commits does. The lock of its newest segment takes the lease's
-place: a restarted trainer waits for that lock.
+This process holds no lease: its trainer does, or the saver of the commits. When the trainer is dead, the lock of the
+newest segment takes the lease's place: a restarted trainer waits for that lock.
 
 Invariants:
 - A point is promised to outlive its trainer once the lock is held and the trainer was then seen alive. After the
