@@ -238,8 +238,7 @@ class Store:
             background = self._trainer_side()
             pending = None
             if self._journal is not None:
-                has_tags = bool(checked_tags)
-                record = self._journal.plan(state, metrics=checked_metrics, has_tags=has_tags, commits=background)
+                record = self._journal.plan(state, metrics=checked_metrics, tags=checked_tags, commits=background)
                 point = self._journal.submit(record, number, policy or self._policy, commits=background)
                 if record.reason is None:
                     return point
@@ -298,7 +297,7 @@ class Store:
                 such as averaged weights. It is not stored, and ``restore`` needs ``into=`` and ``after_step=``.
 
         Raises:
-            UsageError: An optimizer has no hooks or was passed before, an earlier call had other options, or ``ranks``.
+            UsageError: No optimizer, an unfit one, or one again; an option out of range or changed; or ``ranks``.
         """
         from ckstore.background.journal import JournalOptions, JournalSide
 

@@ -57,7 +57,11 @@ _DECODE_NBYTES_PER_SECOND = 1e9
 
 @dataclass(frozen=True, slots=True)
 class JournalOptions:
-    """What ``Store.journal`` was called with; see there."""
+    """What ``Store.journal`` was called with; see there.
+
+    Raises:
+        UsageError: A number is out of range.
+    """
 
     keyframe_every: int | None = None
     replay_seconds: float = 30.0
@@ -75,6 +79,13 @@ class JournalOptions:
         if not all(isinstance(each, str) for each in globs):
             raise UsageError("replayed= takes a glob or a list of globs", where=shown_object(replayed))
         return cls(keyframe_every, replay_seconds, globs)
+
+    def __post_init__(self) -> None:
+        every, seconds = self.keyframe_every, self.replay_seconds
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise UsageError("keyframe_every must be an integer of at least 1, or None", where=repr(every))
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise UsageError("replay_seconds must be a number of at least 0", where=repr(seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +146,18 @@ class JournalSide:
         """Whether the result of that keyframe is not known yet."""
         self.recorder = StepRecorder(self._wait_for_checksums)
 
-    def attach(self, optimizers: Iterable[Any], options: JournalOptions) -> JournalSide:
+    def attach(self, optimizers: Sequence[Any], options: JournalOptions) -> JournalSide:
         """Note the steps of more optimizers. Return this journal.
 
         Raises:
-            UsageError: An optimizer cannot be noted, or is already. Or the options differ from those of the first call.
+            UsageError: There is none, or one cannot be noted, or is already. Or the options differ from those of the
+                first call.
         """
+        if not optimizers:
+            raise UsageError(
+                "store.journal was called without an optimizer, so there are no steps to note",
+                todo="pass all optimizers of the loop: store.journal(optimizer)",
+            )
         if options not in (self._options, JournalOptions()):
             raise UsageError(
                 "store.journal was called before, with other options",
@@ -166,14 +183,14 @@ class JournalSide:
         return replace(record, is_after_commit=True)
 
     def plan(
-        self, state: Any, *, metrics: Mapping[str, float], has_tags: bool, commits: TrainerSide | None = None
+        self, state: Any, *, metrics: Mapping[str, float], tags: Sequence[str], commits: TrainerSide | None = None
     ) -> PlannedRecord:
         """Take the noted steps, and decide what this commit becomes. The state must not change until ``submit``.
 
         Args:
             state: The state that is committed.
             metrics: Numbers to find the point by.
-            has_tags: Whether the commit has tags. It then stores the whole state, which needs no replay.
+            tags: The tags of the commit. If there are any, it stores the whole state, which needs no replay.
             commits: The background commits of keyframes; None: there are none in flight.
 
         Raises:
@@ -182,7 +199,7 @@ class JournalSide:
         """
         captured = self._cache.capture(state, loaded_adapters())
         self._settle(commits)
-        return self._planned(captured, metrics, has_tags=has_tags)
+        return self._planned(captured, metrics, has_tags=bool(tags))
 
     def _planned(self, captured: Captured, metrics: Mapping[str, float], *, has_tags: bool) -> PlannedRecord:
         due, continues = self._due, self._continues

@@ -239,6 +239,36 @@ def test_a_segment_of_a_newer_version_is_skipped_with_a_warning(tmp_path, caplog
     assert all(path.exists() for path in segments), "a newer version can read them"
 
 
+def test_journal_without_an_optimizer_is_refused(tmp_path):
+    training = Training()
+    with ckstore.open(tmp_path / "store") as store:
+        with pytest.raises(UsageError, match="without an optimizer"):
+            store.journal()
+        with pytest.raises(UsageError, match="no hooks"):
+            store.journal([training.optimizer])
+        assert store.commit_async(training.state, 1).result().seq == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keyframe_every": 0},
+        {"keyframe_every": -3},
+        {"keyframe_every": 2.5},
+        {"keyframe_every": True},
+        {"replay_seconds": -1},
+        {"replay_seconds": float("nan")},
+        {"replay_seconds": None},
+    ],
+)
+def test_numbers_out_of_range_are_refused(tmp_path, wrong):
+    training = Training()
+    with ckstore.open(tmp_path / "store") as store:
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            store.journal(training.optimizer, **wrong)
+        store.journal(training.optimizer)
+
+
 def limit_files(pid, nbytes):
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 

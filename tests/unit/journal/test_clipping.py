@@ -74,6 +74,6 @@ def test_a_point_takes_the_factor(tmp_path):
         model(100 * torch.ones(2, 4)).sum().backward()
         norm = ckstore.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        record = store._journal.plan({"model": model, "optimizer": optimizer}, metrics={}, has_tags=False)
+        record = store._journal.plan({"model": model, "optimizer": optimizer}, metrics={}, tags=())
     expected = np.float32(torch.clamp(1.0 / (norm + 1e-6), max=1.0).item())
     assert record.drafted.draft.factors == [expected.tobytes()]
