@@ -93,7 +93,7 @@ class PlannedRecord:
     """A record that is about to be stored.
 
     Args:
-        captured: The state.
+        captured: The state. Its keyframe is made of it too: ``state_dict`` may return something else each time.
         drafted: Its draft, and what the draft needs.
         reason: Why this commit must store the whole state; None: it is a point.
         is_after_commit: Its keyframe is durable before it is stored.

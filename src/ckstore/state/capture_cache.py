@@ -70,7 +70,9 @@ class CaptureCache:
         self._last: _CachedCapture | None = None
 
     def capture(self, state: object, adapters: Sequence[LeafAdapter] = ()) -> Captured:
-        """Capture a state; same result as ``capture.capture``."""
+        """Capture a state; same result as ``capture.capture``. What was captured already is returned as it is."""
+        if isinstance(state, Captured):
+            return state
         libraries = (NumpyAdapter(), *adapters)
         results = StateDictCache()
         last, self._last = self._last, None
