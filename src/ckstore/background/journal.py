@@ -209,7 +209,8 @@ class JournalSide:
         steps, problem = self.recorder.take()
         if self._options.replayed and _are_several(steps):
             problem = problem or "the loop makes what replayed= names once for each commit; commit after each step"
-        begins_chain = continues is None and (problem is not None or due is not None)
+        begins_chain = problem is not None or due is not None
+        continues = None if begins_chain else continues
         reason = problem or due or ("it has tags" if has_tags else None) or self._due_reason()
         if continues is not None and self._options.replayed:
             # The loop of the process before may have made other bytes.

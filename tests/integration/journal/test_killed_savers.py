@@ -75,3 +75,27 @@ def test_a_point_is_not_planned_on_a_keyframe_that_fails(tmp_path):
         commit(store, training, 3).result()
         assert [info.step for info in store.log()] == [2]
     assert_restorable(tmp_path / "store", training, 3)
+
+
+def test_a_point_is_not_planned_on_a_failing_keyframe_of_a_restored_state(tmp_path):
+    with ckstore.open(tmp_path / "store") as store:
+        training = Training()
+        store.journal(training.optimizer)
+        for step in (1, 2, 3):
+            commit(store, training, step).result()
+    training = Training()
+    with ckstore.open(tmp_path / "store") as store:
+        store.journal(training.optimizer)
+        store.restore(into=training.state)
+        store.prewarm(training.state)
+        # As if a layer was reset: the steps of the restored chain no longer lead to this state.
+        with torch.no_grad():
+            training.model.weight.mul_(0.5)
+        os.kill(saver_of(store).pid, signal.SIGSTOP)
+        store.commit_async(training.state, 3)
+        threading.Timer(0.3, os.kill, (saver_of(store).pid, signal.SIGKILL)).start()
+        with pytest.raises(SaverError, match="repeat it"):
+            commit(store, training, 4)
+        store.commit_async(training.state, 4).result()
+        commit(store, training, 5).result()
+    assert_restorable(tmp_path / "store", training, 5)
