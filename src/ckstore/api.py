@@ -185,7 +185,7 @@ class Store:
             self._check_open()
             self._reclaim_lease()
             record = self._journal and self._journal.plan_keyframe(state, metrics=checked_metrics)
-            state = record.captured if record else state
+            state, policy = record.as_keyframe(policy or self._policy) if record else (state, policy)
             with self._costs.trying():
                 committed = self._committed(state, number, checked_metrics, policy or self._policy)
             receipt = committed.receipt
@@ -243,7 +243,7 @@ class Store:
                 point = self._journal.submit(record, number, policy or self._policy, commits=background)
                 if record.reason is None:
                     return point
-                state = record.captured
+                state, policy = record.as_keyframe(policy or self._policy)
             request = background.prepare(
                 state, number, metrics=checked_metrics, tags=checked_tags, policy=policy or self._policy
             )

@@ -344,6 +344,7 @@ class Policy:
             not fit are read back from the store. A staged state larger than the bound is not kept in the arena either.
         fidelity: ``"exact"`` restores every bit. A ``Residual`` such as ``Residual.near()`` or ``Residual.small()`` is
             lossy within bounds that are measured and recorded; ``"near"`` and ``"small"`` are short for these two.
+            With a journal every commit is exact, because steps are replayed from it.
         verify_encoded: Decode every frame and compare it with what was hashed, before the source bytes are released. If
             it is False, faulty memory or a faulty coder is found by a restore instead of by the commit.
         verify_restored: What a restore checks for each chunk: its ``"blake3"`` chunk id, or only the ``"xxh3"``

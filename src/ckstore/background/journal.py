@@ -93,7 +93,7 @@ class PlannedRecord:
     """A record that is about to be stored.
 
     Args:
-        captured: The state. Its keyframe is made of it too: ``state_dict`` may return something else each time.
+        captured: The state.
         drafted: Its draft, and what the draft needs.
         reason: Why this commit must store the whole state; None: it is a point.
         is_after_commit: Its keyframe is durable before it is stored.
@@ -103,6 +103,10 @@ class PlannedRecord:
     drafted: Drafted
     reason: str | None
     is_after_commit: bool = False
+
+    def as_keyframe(self, policy: Policy) -> tuple[Captured, Policy]:
+        """Return what its checkpoint stores, and how: this capture, as another may differ, and without a loss."""
+        return self.captured, replace(policy, fidelity="exact")
 
 
 class JournalSide:
