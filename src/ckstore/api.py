@@ -237,16 +237,14 @@ class Store:
             self._check_open()
             started = self._repository.clock.monotonic()
             background = self._trainer_side()
-            pending = None
+            pending, policy = None, policy or self._policy
             if self._journal is not None:
                 record = self._journal.plan(state, metrics=checked_metrics, tags=checked_tags, commits=background)
-                point = self._journal.submit(record, number, policy or self._policy, commits=background)
+                point = self._journal.submit(record, number, policy, commits=background)
                 if record.reason is None:
                     return point
-                state, policy = record.as_keyframe(policy or self._policy)
-            request = background.prepare(
-                state, number, metrics=checked_metrics, tags=checked_tags, policy=policy or self._policy
-            )
+                state, policy = record.as_keyframe(policy)
+            request = background.prepare(state, number, metrics=checked_metrics, tags=checked_tags, policy=policy)
             try:
                 with self._costs.trying():
                     pending = background.submit(request, started)
@@ -1592,7 +1590,7 @@ class Store:
             self._use_as_base(point.keyframe)
             self._continue_from(point.keyframe.header.seq, None)
             if journal is not None and request.into is not None:
-                journal.continue_from(point.place)
+                journal.continue_from(point)
         return point
 
     def _restore(self, ref: Reference | None, request: RestoreRequest, *, fallback: bool) -> Restored:

@@ -21,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
     from ckstore.background.trainer import TrainerSide
+    from ckstore.journal.history import RestoredPoint
 
 _log = logging.getLogger("ckstore")
 
@@ -135,7 +137,7 @@ class JournalSide:
         self._options = options
         self._commits: BackgroundCommits | None = None
         self._cache, self._sources = CaptureCache(), CaptureCache()
-        self._before: dict[str, int] = {}
+        self._before: Mapping[str, int] = {}
         self._points = 0
         self._replay_seconds = 0.0
         self._due: str | None = "it is the first one"
@@ -157,15 +159,15 @@ class JournalSide:
             UsageError: There is none, or one cannot be noted, or is already. Or the options differ from those of the
                 first call.
         """
-        if not optimizers:
-            raise UsageError(
-                "store.journal was called without an optimizer, so there are no steps to note",
-                todo="pass all optimizers of the loop: store.journal(optimizer)",
-            )
         if options not in (self._options, JournalOptions()):
             raise UsageError(
                 "store.journal was called before, with other options",
                 todo="give options in the first call only, with the first optimizers",
+            )
+        if not optimizers:
+            raise UsageError(
+                "store.journal was called without an optimizer, so there are no steps to note",
+                todo="pass all optimizers of the loop: store.journal(optimizer)",
             )
         for optimizer in optimizers:
             self.recorder.attach(optimizer)
@@ -213,17 +215,11 @@ class JournalSide:
         steps, problem = self.recorder.take()
         if self._options.replayed and _are_several(steps):
             problem = problem or "the loop makes what replayed= names once for each commit; commit after each step"
-        begins_chain = problem is not None or due is not None
-        continues = None if begins_chain else continues
         reason = problem or due or ("it has tags" if has_tags else None) or self._due_reason()
-        if continues is not None and self._options.replayed:
-            # The loop of the process before may have made other bytes.
-            reason = reason or "it is the first one with replayed="
-        drafted = draft_point(
+        draft_with = partial(
+            draft_point,
             captured,
-            () if begins_chain else steps,
-            self.recorder.optimizers,
-            before={} if begins_chain or continues is not None else self._before,
+            optimizers=self.recorder.optimizers,
             metrics=metrics,
             has_facts=reason is not None or self._points == 0,
             factors=take_factors(),
@@ -231,10 +227,14 @@ class JournalSide:
             replayed=self._options.replayed,
             is_late=True,
         )
-        rest_nbytes = sum(row.nbytes for row in drafted.draft.storages if row.source == "blob")
-        if reason is None and rest_nbytes > self._options.rest_nbytes_max:
-            limit = size(self._options.rest_nbytes_max)
-            problem = reason = f"more than {limit} of the state that no optimizer of the journal owns have changed"
+        begins_chain = problem is not None or due is not None
+        if not begins_chain:
+            drafted = draft_with(steps=steps, before=self._before)
+            problem = self._limit_problem(drafted)
+            reason, begins_chain = problem or reason, problem is not None
+        if begins_chain:
+            drafted = draft_with(steps=(), before=None, has_facts=True)
+            continues = None
         if problem is not None and due is None:
             self._report("a commit stores the whole state instead of a step of the journal", problem)
         self._note_cost(steps)
@@ -246,6 +246,13 @@ class JournalSide:
             environment=environment_of(self.recorder.optimizers) if begins_segment else {},
         )
         return PlannedRecord(captured, drafted._replace(draft=draft), reason)
+
+    def _limit_problem(self, drafted: Drafted) -> str | None:
+        """Return why a record would be too large; None: it is not."""
+        limit = self._options.rest_nbytes_max
+        if sum(row.nbytes for row in drafted.draft.storages if row.source == "blob") <= limit:
+            return None
+        return f"more than {size(limit)} of the state that no optimizer of the journal owns have changed"
 
     def _report(self, what: str, problem: str) -> None:
         """Log why a commit must store the whole state: each reason once, as a loop may have it at every step."""
@@ -367,11 +374,14 @@ class JournalSide:
 
         pending.when_done(note)
 
-    def continue_from(self, place: RecordPlace | None) -> None:
-        """Continue a record that this process has restored; None: the next commit is a keyframe."""
+    def continue_from(self, point: RestoredPoint | None) -> None:
+        """Continue a point that this process has restored; None: the next commit is a keyframe."""
+        self.begin_again("another checkpoint was restored")
         self.recorder.take()
-        self._continues = place
-        self._due = None if place is not None else "another checkpoint was restored"
+        # What replayed= names is made by the loop, and that of the process before may have made other bytes.
+        if point is not None and not self._options.replayed:
+            self._before, self._points, self._replay_seconds = point.rest, point.replayed, point.seconds
+            self._continues, self._due = point.place, None
 
     def wait(self) -> None:
         """Wait until every record has been stored or has failed."""

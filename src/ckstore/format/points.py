@@ -33,7 +33,7 @@ from ckstore.hashing import DIGEST_NBYTES, NO_BASE, ChunkId
 Source = Literal["steps", "blob", "before"]
 SOURCES: tuple[Source, ...] = ("steps", "blob", "before")
 """Where the bytes of a storage are from: the steps compute them, a blob has them, or they are those of the point
-before. Numbered in this order on disk."""
+before; in the first record of a chain, those of its keyframe. Numbered in this order on disk."""
 
 GradientKind = Literal["plain", "bf16", "fp16", "coo"]
 NARROW_KINDS = ("bf16", "fp16")

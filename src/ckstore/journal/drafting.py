@@ -2,7 +2,7 @@
 
 A storage of the state is *owned* if an optimizer's step makes all of its bytes. Such bytes are not stored, but their
 checksum is. The same holds for those that the user's own code makes after each step, also in a replay. Every other
-storage is stored, unless it has the bytes that it had at the point before.
+storage is stored, unless it has the bytes that it had at the point before, or in the keyframe of the same state.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def draft_point(
     steps: Sequence[RecordedStep],
     optimizers: Sequence[Any],
     *,
-    before: Mapping[str, int],
+    before: Mapping[str, int] | None,
     metrics: Mapping[str, float],
     has_facts: bool,
     factors: Iterable[np.float32],
@@ -57,7 +57,8 @@ def draft_point(
         captured: The state.
         steps: The steps since the point before.
         optimizers: The optimizers of the journal.
-        before: Checksums of the point before, from its ``Drafted``; empty: store all that is not owned.
+        before: Checksums of the point before, from its ``Drafted``: what has them is not stored again. None: nothing is
+            stored that is not owned, because the keyframe of this record has it.
         metrics: Numbers to find the point by.
         has_facts: Whether to say how the optimizers are made again.
         factors: Factors that gradients may have been multiplied by.
@@ -91,7 +92,11 @@ def draft_point(
 
 
 def _drafted_storages(
-    captured: Captured, made: Set[int], checksums: Mapping[int, int], before: Mapping[str, int], sources: list[Any]
+    captured: Captured,
+    made: Set[int],
+    checksums: Mapping[int, int],
+    before: Mapping[str, int] | None,
+    sources: list[Any],
 ) -> tuple[list[DraftStorage], dict[str, int]]:
     """Return the rows of all storages, and the checksums of those that are not made again. Add what is stored."""
     storages: list[DraftStorage] = []
@@ -105,7 +110,7 @@ def _drafted_storages(
             storages.append(DraftStorage(*facts, "steps", None, is_word_sum))
             continue
         rest[paths[index]] = checksum
-        if before.get(paths[index]) == checksum:
+        if before is None or before.get(paths[index]) == checksum:
             storages.append(DraftStorage(*facts, "before", None, is_word_sum))
         else:
             storages.append(DraftStorage(*facts, "blob", len(sources), is_word_sum))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +14,12 @@ from ckstore.config import Policy
 from ckstore.errors import CkstoreError, CorruptError, NotFoundError, ReplayError, UsageError, shown_object
 from ckstore.format.journal import read_body, structure_of
 from ckstore.format.logical import encoded_tensors
+from ckstore.format.many_ranks import plain_manifest
 from ckstore.format.points import decode_point
 from ckstore.format.tree import encode_tree
 from ckstore.journal.blobs import BlobReader, DecodeMemory
 from ckstore.processes import owner_is_running
-from ckstore.restore.restore import Restored, RestoreRequest, restore_manifest
+from ckstore.restore.restore import Restored, RestoreRequest, read_storage, restore_manifest
 from ckstore.state.capture import loaded_adapters
 from ckstore.store.journal_chain import ChainRecord, Entry, Journal, Keyframe, entry_of
 from ckstore.store.journals import WRITER_SECONDS, Journals
@@ -30,7 +31,7 @@ from ckstore.store.repository import Repository
 if TYPE_CHECKING:
     from ckstore.format.manifest import Manifest
     from ckstore.format.records import RecordPlace
-    from ckstore.journal.restoring import Replay, ReplayCheck, StoredPoint
+    from ckstore.journal.restoring import MadeState, Replay, ReplayCheck, StoredPoint
 
 _log = logging.getLogger("ckstore")
 
@@ -71,6 +72,8 @@ class RestoredPoint:
         place: The record that a journal continues.
         step: The trainer's step.
         replayed: How many records were replayed.
+        seconds: How long that took.
+        rest: The checksum of every storage that the steps do not make, by its path.
         warnings: Sentences for the user.
     """
 
@@ -79,6 +82,8 @@ class RestoredPoint:
     place: RecordPlace
     step: int
     replayed: int
+    seconds: float
+    rest: Mapping[str, int]
     warnings: tuple[str, ...] = ()
 
 
@@ -202,7 +207,7 @@ class History:
         )
         while True:
             try:
-                base, state = self._replay(keyframe, replayed, policy, request, how)
+                base, made, seconds = self._replay(keyframe, replayed, policy, request, how)
             except ReplayError as error:
                 proved = [each for each in replayed if each.head.number < error.number]
                 if not may_fall_back or len(proved) == len(replayed) or error.number <= keyframe.record.head.number:
@@ -213,30 +218,36 @@ class History:
                 continue
             last = replayed[-1] if replayed else keyframe.record
             return RestoredPoint(
-                state,
+                made.state,
                 self._manifest(keyframe.entry),
                 last.place,
                 last.head.step,
                 len(replayed),
+                seconds,
+                made.rest,
                 (*base.warnings, *warnings),
             )
 
     def _replay(
         self, keyframe: Keyframe, replayed: Sequence[ChainRecord], policy: Policy, request: RestoreRequest, how: Replay
-    ) -> tuple[Restored, Any]:
-        """Return the restored keyframe, and the state after the replayed records."""
+    ) -> tuple[Restored, MadeState, float]:
+        """Return the restored keyframe, the state after the replayed records, and how long the replay took."""
         from ckstore.journal.restoring import restore_point
 
         manifest, memory = self._manifest(keyframe.entry), DecodeMemory(self._repository.limits)
         bases: list[Restored] = []
+        clock, begun = self._repository.clock, 0.0
 
         def restore_base() -> Any:
+            nonlocal begun
             bases.append(restore_manifest(self._repository, policy, manifest, (), request))
+            begun = clock.monotonic()
             return bases[0].state
 
         read = partial(self._read, memory=memory)
-        state = restore_point(how, keyframe.record, replayed, restore_base, loaded_adapters(), read)
-        return bases[0], state
+        read_base = partial(read_storage, self._repository, policy, plain_manifest(manifest))
+        made = restore_point(how, keyframe.record, replayed, restore_base, loaded_adapters(), read, read_base)
+        return bases[0], made, clock.monotonic() - begun
 
     def _keyframes(self, record: ChainRecord) -> Iterator[Keyframe]:
         return self.journal.keyframes(record, self.entries, self._structure_of)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckstore.concurrency import map_in_threads
 from ckstore.errors import CkstoreError, NotFoundError, ReplayError, UnsupportedError, UsageError
-from ckstore.format.points import OptimizerFacts, Point, Step
+from ckstore.format.points import OptimizerFacts, Point, PointStorage, Source, Step
 from ckstore.format.tensors import StorageSpec
 from ckstore.format.tree import TensorNode, leaves_of, place_of
 from ckstore.format.wire import xxh3_64
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _Record = TypeVar("_Record")
+ReadStorage = Callable[[int], Any]
+"""Returns the bytes of a storage of the keyframe, by its index."""
 ReplayCheck = Literal["each", "last"]
 """After which steps the checksums are compared: each, or the last."""
 
@@ -83,6 +85,18 @@ class _LoadedPoint(NamedTuple):
     """For each step of the point."""
 
 
+class MadeState(NamedTuple):
+    """A state that was made by replaying steps.
+
+    Args:
+        state: The state.
+        rest: The checksum of every storage that the steps do not make, by its path.
+    """
+
+    state: Any
+    rest: Mapping[str, int]
+
+
 def restore_point(
     replay: Replay,
     keyframe: _Record,
@@ -90,7 +104,8 @@ def restore_point(
     restore_base: Callable[[], Any],
     adapters: Sequence[LeafAdapter],
     read: Callable[[_Record], Callable[[], StoredPoint]],
-) -> Any:
+    read_base: ReadStorage,
+) -> MadeState:
     """Return the state of the last point.
 
     Args:
@@ -101,6 +116,8 @@ def restore_point(
         adapters: Adapters of tensor libraries.
         read: Reads the bytes of a record, and returns what decodes them. Each on a thread of its own: the next records
             are read and decoded while the keyframe is restored, and while the optimizer works.
+        read_base: Reads a storage of the keyframe again, by its index. For objects whose state is another one after
+            they have loaded the keyframe's.
 
     Raises:
         ReplayError: The keyframe is not the state of its record, or a replayed step has given other bytes.
@@ -111,7 +128,7 @@ def restore_point(
         first = next(loading)
         # From here on, the threads work ahead.
         live = _Live(restore_base(), replay, adapters)
-        live.require(first, "before the first replayed step")
+        live.require_base(first, read_base)
         rest: dict[str, Callable[[], NDArray[np.uint8]]] = {}
         _note_rest(first, rest)
         optimizers = live.optimizers_of(first) if replay.optimizers is None else replay.optimizers
@@ -129,7 +146,9 @@ def restore_point(
                 _note_rest(last, rest)
     if replay.check != "each":
         live.require(last, f"after the replayed step {last.stored.step}")
-    return live.finish(last, rest)
+    stored = last.stored.point.storages
+    checksums = {path: each.checksum for path, each in zip(last.paths, stored, strict=True) if each.source != "steps"}
+    return MadeState(live.finish(last, rest), checksums)
 
 
 @contextmanager
@@ -232,10 +251,44 @@ class _Live:
         """Paths of storages that no optimizer owns, once that is known."""
         self.environment: Mapping[str, str] = {}
         """Facts of this process, noted before the first step is replayed."""
+        self._base_storages: dict[str, Callable[[], Any]] = {}
+        """How to read what the keyframe has and no record stores."""
 
     def _captured(self) -> Captured:
         # Whatever has replaced a tensor, an optimizer or ``after_step``, the capture finds the new one.
         return self._cache.capture(self._base, self._adapters)
+
+    def require_base(self, first: _LoadedPoint, read_base: ReadStorage) -> None:
+        """Compare the keyframe with its record.
+
+        Raises:
+            ReplayError: A storage has other bytes, or is not there.
+        """
+        when = "before the first replayed step"
+        self.require(first, when)
+        differing = self._differing(first, "before")
+        for index, (path, storage) in enumerate(zip(first.paths, first.stored.point.storages, strict=True)):
+            if storage.source == "before":
+                self._base_storages[path] = partial(read_base, index)
+            if path in differing and not _has_checksum(read_base(index), storage):
+                raise self._differs(path, when, first.stored, is_missing=False)
+
+    def _differing(self, loaded_point: _LoadedPoint, source: Source) -> dict[str, bool]:
+        """Return the paths of the storages with this source whose live bytes are others; True: there are none."""
+        captured, stored = self._captured(), loaded_point.stored
+        live = {path: index for index, path in enumerate(storage_paths(captured))}
+        rows = zip(loaded_point.paths, stored.point.storages, strict=True)
+        wanted = {path: storage for path, storage in rows if storage.source == source}
+        # The kind of each checksum is that of the run, wherever the memory is now.
+        word_sums = {live[path] for path, storage in wanted.items() if storage.is_word_sum and path in live}
+        chosen = [live[path] for path in wanted if path in live]
+        checksums = checksums_of(captured, chosen, thread_count=self._replay.thread_count, word_sums=word_sums)
+        found = dict(zip(chosen, checksums, strict=True))
+        return {
+            path: path not in live
+            for path, storage in wanted.items()
+            if found.get(live.get(path, -1)) != storage.checksum
+        }
 
     def require(self, loaded_point: _LoadedPoint, when: str) -> None:
         """Compare what the steps have made with a record.
@@ -243,23 +296,13 @@ class _Live:
         Raises:
             ReplayError: A storage has other bytes, or is not there.
         """
-        captured, stored = self._captured(), loaded_point.stored
-        live = {path: index for index, path in enumerate(storage_paths(captured))}
-        rows = zip(loaded_point.paths, stored.point.storages, strict=True)
-        made = {path: storage for path, storage in rows if storage.source == "steps"}
-        # The kind of each checksum is that of the run, wherever the memory is now.
-        word_sums = {live[path] for path, storage in made.items() if storage.is_word_sum and path in live}
-        thread_count = self._replay.thread_count
-        chosen = [live[path] for path in made if path in live]
-        found = dict(
-            zip(chosen, checksums_of(captured, chosen, thread_count=thread_count, word_sums=word_sums), strict=True)
-        )
-        for path, storage in made.items():
-            if found.get(live.get(path, -1)) != storage.checksum:
-                is_made_by_caller = path in self._others
-                raise self._differs(
-                    path, when, stored, is_missing=path not in live, is_made_by_caller=is_made_by_caller
-                )
+        differing = self._differing(loaded_point, "steps")
+        if differing:
+            path, is_missing = next(iter(differing.items()))
+            is_made_by_caller = path in self._others
+            raise self._differs(
+                path, when, loaded_point.stored, is_missing=is_missing, is_made_by_caller=is_made_by_caller
+            )
 
     def _differs(
         self, path: str, when: str, stored: StoredPoint, *, is_missing: bool, is_made_by_caller: bool = False
@@ -333,16 +376,24 @@ class _Live:
             storage, path = point.storages[index], paths[index]
             is_there = storage.source == "steps" and targets.is_direct(index)
             if not is_there:
-                plain: Any = rest[path]() if path in rest else None
-                if storage.source == "steps" or plain is None:
-                    if path not in live:
-                        raise self._differs(path, f"at step {last.step}", last, is_missing=True)
-                    plain = live[path].read(0, storage.nbytes)
-                if (word_sum if storage.is_word_sum else xxh3_64)(plain) != storage.checksum:
-                    raise self._differs(path, f"at step {last.step}", last, is_missing=False)
+                readers: list[Callable[[], Any]] = []
+                if storage.source != "steps" and path in rest:
+                    readers.append(rest[path])
+                elif path in live:
+                    readers.append(partial(live[path].read, 0, storage.nbytes))
+                if storage.source == "before" and path in self._base_storages:
+                    readers.append(self._base_storages[path])
+                found = (read() for read in readers)
+                plain = next((plain for plain in found if _has_checksum(plain, storage)), None)
+                if plain is None:
+                    raise self._differs(path, f"at step {last.step}", last, is_missing=not readers)
                 np.frombuffer(targets.destination(index), np.uint8)[:] = np.frombuffer(plain, np.uint8)
             targets.complete(index)
         return targets.finish()
+
+
+def _has_checksum(plain: Any, storage: PointStorage) -> bool:
+    return (word_sum if storage.is_word_sum else xxh3_64)(plain) == storage.checksum
 
 
 def _leaves_in(state: Any, path: tuple[Any, ...] = ()) -> Iterable[tuple[tuple[Any, ...], Any]]:

@@ -40,6 +40,7 @@ from ckstore.restore.plan import BufferedRead, FrameRead, Target, base_id_of, ch
 from ckstore.restore.reader import DecodeTools, decode_all
 from ckstore.results import require_exact
 from ckstore.state.capture import loaded_adapters
+from ckstore.state.memory import address_of, allocate
 from ckstore.state.placement import libraries_needed, prepare_restore
 from ckstore.state.tensors import LeafAdapter
 from ckstore.store.damage import require_complete
@@ -160,6 +161,41 @@ def restore_manifest(
         _log.warning("%s", sentence)
     # A whole checkpoint is the base of the next commit, as it was stored.
     return Restored(state, manifest if request.only is None else plain, (*skipped, *warnings))
+
+
+def read_storage(repository: Repository, policy: Policy, manifest: Manifest, index: int) -> NDArray[np.uint8]:
+    """Return the bytes of one storage of a checkpoint.
+
+    Raises:
+        CkstoreError: As for ``Store.restore``.
+    """
+    placement = _OneStorage(index, manifest.storages[index].nbytes)
+    return restore(repository, manifest, placement, policy)  # type: ignore[no-any-return]
+
+
+class _OneStorage:
+    """A buffer for one storage; a ``Placement``."""
+
+    keeps_all = True
+
+    def __init__(self, index: int, nbytes: int) -> None:
+        self.storages = [index] if nbytes else []
+        self._memory = allocate(nbytes)
+
+    def destination(self, storage: int) -> memoryview:
+        """Return the buffer."""
+        return self._memory.data
+
+    def addresses(self, storages: Iterable[int]) -> list[int]:
+        """Return the address of the buffer."""
+        return [address_of(self._memory) for _ in storages]
+
+    def complete(self, *storages: int) -> None:
+        """There is nothing to do."""
+
+    def finish(self) -> NDArray[np.uint8]:
+        """Return the buffer."""
+        return self._memory
 
 
 def _choose(repository: Repository, ref: Reference | None) -> tuple[Manifest, list[str]]:

@@ -244,7 +244,7 @@ def test_journal_without_an_optimizer_is_refused(tmp_path):
     with ckstore.open(tmp_path / "store") as store:
         with pytest.raises(UsageError, match="without an optimizer"):
             store.journal()
-        with pytest.raises(UsageError, match="no hooks"):
+        with pytest.raises(UsageError, match="not an optimizer"):
             store.journal([training.optimizer])
         assert store.commit_async(training.state, 1).result().seq == 0
 

@@ -23,7 +23,7 @@ from ckstore.journal.blobs import BlobReader
 from ckstore.journal.drafting import draft_point
 from ckstore.journal.encoding import PointDraft, PointEncoder
 from ckstore.journal.recorder import StepRecorder
-from ckstore.journal.restoring import Replay, StoredPoint, restore_point
+from ckstore.journal.restoring import Replay, StoredPoint, paths_of, restore_point
 from ckstore.state.capture import capture, loaded_adapters
 from ckstore.state.environment import environment_of
 from support.format_samples import STORE_ID
@@ -82,16 +82,16 @@ class Journal:
         self.previous, self.number, self.before = NO_RECORD, 0, {}
         self.expected = {}
 
-    def point(self, *, has_facts=False):
+    def point(self, *, has_facts=False, begins_chain=False):
         training = self.training
         steps, problem = self.recorder.take()
         assert problem is None
         captured = capture(training.state, loaded_adapters())
         drafted = draft_point(
             captured,
-            steps,
+            () if begins_chain else steps,
             self.recorder.optimizers,
-            before=self.before,
+            before=None if begins_chain else self.before,
             metrics={},
             has_facts=has_facts,
             factors=[],
@@ -162,7 +162,7 @@ def run(make=None):
     training = Training() if make is None else Training(make)
     journal = Journal(training)
     training.train()
-    journal.point(has_facts=True)
+    journal.point(has_facts=True, begins_chain=True)
     keyframe = plain(training.state)
     for _ in range(STEPS):
         training.train()
@@ -175,8 +175,15 @@ def replay_of(into=None, optimizers=None, **changes):
     return Replay(into=into, optimizers=optimizers, **(options | changes))
 
 
-def restored(replay, first, others, base):
-    return restore_point(replay, first, others, lambda: base, loaded_adapters(), lambda record: lambda: record)
+def never_read(index):
+    raise AssertionError(f"storage {index} of the keyframe was read again")
+
+
+def restored(replay, first, others, base, *, read_base=never_read):
+    made = restore_point(
+        replay, first, others, lambda: base, loaded_adapters(), lambda record: lambda: record, read_base
+    )
+    return made.state
 
 
 @pytest.mark.parametrize("check", ["each", "last"])
@@ -191,6 +198,40 @@ def test_a_point_is_restored_into_live_objects(number, check):
     other.step = state["step"]
     torch.set_rng_state(state["random"])
     assert bits(other.state) == journal.expected[number]
+
+
+def test_the_first_record_of_a_chain_stores_nothing_of_the_state():
+    _, journal, _ = run()
+    first, second, *_ = journal.stored()
+    assert not first.point.blobs
+    assert {each.source for each in first.point.storages} == {"steps", "before"}
+    assert "blob" in {each.source for each in second.point.storages}, "the random state has changed"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_the_keyframe_has_is_read_again_if_it_was_changed_while_loading(number):
+    _, journal, keyframe = run()
+    first, *others = journal.stored()
+    (index,) = (index for index, path in enumerate(paths_of(first.point)) if path == "random")
+    random, read = keyframe["random"].numpy().tobytes(), []
+
+    def read_base(which):
+        read.append(which)
+        return random
+
+    keyframe["random"] = torch.zeros_like(keyframe["random"])
+    state = restored(replay_of(), first, others[: number - 1], keyframe, read_base=read_base)
+    assert bits(state) == journal.expected[number]
+    assert set(read) == {index}
+
+
+def test_another_keyframe_is_noticed_by_what_no_step_makes():
+    _, journal, keyframe = run()
+    first, *others = journal.stored()
+    keyframe["random"] = torch.zeros_like(keyframe["random"])
+    with pytest.raises(ReplayError, match="random has other bytes than the run had before the first") as caught:
+        restored(replay_of(), first, others, keyframe, read_base=lambda _: keyframe["random"].numpy().tobytes())
+    assert caught.value.number == 1, "a reader takes the next keyframe"
 
 
 @pytest.mark.parametrize("number", [1, STEPS + 1])
@@ -221,7 +262,7 @@ def test_what_did_not_change_is_not_stored_again():
     _, journal, _ = run()
     first, second, *_ = journal.stored()
     sources = [storage.source for storage in second.point.storages]
-    assert {storage.source for storage in first.point.storages} == {"steps", "blob"}
+    assert {storage.source for storage in first.point.storages} == {"steps", "before"}
     assert "before" not in sources or sources.count("before") < sources.count("steps")
     quiet = Training()
     journal = Journal(quiet)
