@@ -37,18 +37,16 @@ def environment_of(optimizers: Sequence[Any]) -> dict[str, str]:
         "interop threads": str(torch.get_num_interop_threads()),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "float32 matmul precision": _matmul_precision(torch),
-        "optimizers": _joined(_implementation_of(optimizer) for optimizer in optimizers),
+        "optimizers": _joined(f"{type(each).__module__}.{type(each).__qualname__}" for each in optimizers),
+        **{flag: _flag_of(optimizers, flag) for flag in _FLAGS},
     }
     return {name: text[:_TEXT_LENGTH_MAX] for name, text in facts.items() if text}
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return the facts that differ between two environments, as a sentence part."""
+    """Return the facts that differ between two environments, as a sentence part; empty: no fact of both differs."""
     facts = [f"{name} {then[name]} then, {now[name]} now" for name in then if name in now and then[name] != now[name]]
-    if facts:
-        return "; ".join(facts)
-    known = [f"{name} {text}" for name, text in now.items() if name in then]
-    return f"then and now: {'; '.join(known)}" if known else "it is unknown where it was written"
+    return "; ".join(facts) if then else "it is unknown where it was written"
 
 
 def _joined(texts: Iterable[str]) -> str:
@@ -72,7 +70,6 @@ def _device_in_use(torch: Any) -> str:
     return str(torch.cuda.get_device_name()) if torch.cuda.is_initialized() else "cpu"
 
 
-def _implementation_of(optimizer: Any) -> str:
-    kind = type(optimizer)
-    flags = [f"{flag}={optimizer.defaults[flag]}" for flag in _FLAGS if flag in optimizer.defaults]
-    return f"{kind.__module__}.{kind.__qualname__}" + (f"({', '.join(flags)})" if flags else "")
+def _flag_of(optimizers: Sequence[Any], flag: str) -> str:
+    # torch sets some flags at the first step. A flag that was not there then is not compared.
+    return _joined(str(group[flag]) for each in optimizers for group in each.param_groups if flag in group)
