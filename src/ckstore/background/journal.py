@@ -36,7 +36,7 @@ from ckstore.format.records import RecordPlace
 from ckstore.format.tree import ListNode, TensorNode
 from ckstore.journal.checksums import checksums_of
 from ckstore.journal.clipping import take_factors
-from ckstore.journal.drafting import Drafted, draft_point
+from ckstore.journal.drafting import Drafted, draft_point, state_sizes
 from ckstore.journal.encoding import ArrayPlace
 from ckstore.journal.recorder import RecordedStep, StepRecorder
 from ckstore.state.capture import Captured, loaded_adapters
@@ -138,6 +138,7 @@ class JournalSide:
         self._commits: BackgroundCommits | None = None
         self._cache, self._sources = CaptureCache(), CaptureCache()
         self._before: Mapping[str, int] = {}
+        self._state_sizes: list[int] = []
         self._points = 0
         self._replay_seconds = 0.0
         self._due: str | None = "it is the first one"
@@ -216,12 +217,13 @@ class JournalSide:
         if self._options.replayed and _are_several(steps):
             problem = problem or "the loop makes what replayed= names once for each commit; commit after each step"
         reason = problem or due or ("it has tags" if has_tags else None) or self._due_reason()
+        sizes = state_sizes(self.recorder.optimizers)
         draft_with = partial(
             draft_point,
             captured,
             optimizers=self.recorder.optimizers,
             metrics=metrics,
-            has_facts=reason is not None or self._points == 0,
+            has_facts=reason is not None or self._points == 0 or sizes != self._state_sizes,
             factors=take_factors(),
             thread_count=len(os.sched_getaffinity(0)),
             replayed=self._options.replayed,
@@ -238,6 +240,7 @@ class JournalSide:
         if problem is not None and due is None:
             self._report("a commit stores the whole state instead of a step of the journal", problem)
         self._note_cost(steps)
+        self._state_sizes = sizes
         begins_segment = begins_segment or begins_chain or continues is not None
         draft = drafted.draft._replace(
             begins_chain=begins_chain,

@@ -128,7 +128,7 @@ class OptimizerFacts:
 
     Args:
         kind: Module and name of its class.
-        defaults: The arguments of its constructor, as a mapping without tensors.
+        defaults: The arguments of its constructor, as a mapping. A tensor is one that has its value in the state.
         groups: For each group, the tensors of the state that are its parameters.
         state: For each parameter, counted over all groups, the tensors of its state by name.
     """
@@ -229,7 +229,9 @@ def decode_point(body: bytes | memoryview, *, limits: Limits = _DEFAULT_LIMITS, 
             for blob in record.blobs
         ),
         steps=tuple(_step_of(row, where) for row in record.steps),
-        optimizers=None if record.optimizers is None else tuple(_optimizer_of(row, where) for row in record.optimizers),
+        optimizers=None
+        if record.optimizers is None
+        else tuple(_optimizer_of(row, len(record.tensors), where) for row in record.optimizers),
     )
     check_point(point, limits=limits, where=where)
     return point
@@ -286,8 +288,8 @@ def _step_of(row: StepRow, where: object) -> Step:
     return Step(row.optimizer, decode_tree(row.groups, tensor_count=0, where=where), tuple(gradients))
 
 
-def _optimizer_of(row: OptimizerRow, where: object) -> OptimizerFacts:
-    defaults = decode_tree(row.defaults, tensor_count=0, where=where)
+def _optimizer_of(row: OptimizerRow, tensor_count: int, where: object) -> OptimizerFacts:
+    defaults = decode_tree(row.defaults, tensor_count=tensor_count, where=where)
     return OptimizerFacts(row.kind, defaults, tuple(map(tuple, row.groups)), tuple(row.state))
 
 

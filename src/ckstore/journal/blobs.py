@@ -154,7 +154,7 @@ class BlobReader:
         memory: DecodeMemory | None = None,
     ) -> None:
         self._read = read
-        self._where = where
+        self.where = where
         frames = list(read_frames(read, placed, limits=limits, where=where))
         if len(frames) != sum(len(blob.chunks) for blob in blobs):
             raise MalformedError("a record of a journal has another number of frames than its body says", where=where)
@@ -195,6 +195,6 @@ class BlobReader:
         for (chunk_id, nbytes), (header, offset) in zip(blob.chunks, frames, strict=True):
             frame = memoryview(self._read(offset, header.frame_nbytes)).cast("B")
             if len(frame) != header.frame_nbytes:
-                raise ChecksumError("a frame of a journal is cut off", where=self._where)
+                raise ChecksumError("a frame of a journal is cut off", where=self.where)
             self._memory.decoder.decode(frame, Expected(chunk_id, nbytes), plain[begin : begin + nbytes].data)
             begin += nbytes

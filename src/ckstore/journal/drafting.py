@@ -14,7 +14,7 @@ import numpy as np
 
 from ckstore.errors import UsageError
 from ckstore.format.logical import row_of
-from ckstore.format.tree import DictNode, Selection, encode_tree, place_of
+from ckstore.format.tree import DictNode, Node, Selection, TensorNode, encode_tree, place_of
 from ckstore.journal.checksums import checksums_of, device_indices
 from ckstore.journal.encoding import DraftGradient, DraftOptimizer, DraftStep, DraftStorage, PointDraft
 from ckstore.journal.recorder import RecordedStep, node_of, owned_tensors, parameters_of
@@ -183,7 +183,7 @@ def facts_of(optimizer: Any, captured: Captured) -> DraftOptimizer:
     # The first tensor of those with the same address.
     index_of = {address: index for index, address in reversed(list(enumerate(_addresses_of(captured))))}
     kind = type(optimizer)
-    defaults = {name: node_of(value) for name, value in optimizer.defaults.items()}
+    defaults = {name: _argument_of(optimizer, name, index_of) for name in optimizer.defaults}
     plain = {name: node for name, node in defaults.items() if node is not None}
     groups = [[index_of.get(each.data_ptr(), 0) for each in group["params"]] for group in optimizer.param_groups]
     state = []
@@ -193,6 +193,21 @@ def facts_of(optimizer: Any, captured: Captured) -> DraftOptimizer:
         state.append({name: index_of[value.data_ptr()] for name, value in tensors.items()})
     tree = encode_tree(DictNode("dict", tuple(plain), tuple(plain.values())))
     return DraftOptimizer(f"{kind.__module__}.{kind.__qualname__}", tree, groups, state)
+
+
+def _argument_of(optimizer: Any, name: str, index_of: Mapping[int, int]) -> Node | None:
+    """Return the node of an argument of an optimizer: for a tensor, where the state has one like it."""
+    value = optimizer.defaults[name]
+    # ``load_state_dict`` gives the groups tensors of their own.
+    for each in (value, *(group.get(name) for group in optimizer.param_groups)):
+        if hasattr(each, "data_ptr") and each.data_ptr() in index_of:
+            return TensorNode(index_of[each.data_ptr()])
+    return node_of(value)
+
+
+def state_sizes(optimizers: Iterable[Any]) -> list[int]:
+    """Return how much state each optimizer has. When that changes, ``facts_of`` do."""
+    return [sum(map(len, optimizer.state.values())) for optimizer in optimizers]
 
 
 def _drafted_step(step: RecordedStep, sources: list[Any]) -> DraftStep:

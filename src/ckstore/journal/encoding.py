@@ -186,8 +186,9 @@ class PointEncoder:
         ]
         storages = [_stored_storage(storage, arrays, writer) for storage in _with_checksums(draft, arrays)]
         blobs, frames = writer.encode(self._compression, thread_count=thread_count)
-        optimizers = None if draft.optimizers is None else tuple(map(_facts_of, draft.optimizers))
         tensors = tuple(map(tensor_of, draft.tensors))
+        rows = draft.optimizers
+        optimizers = None if rows is None else tuple(_facts_of(each, len(tensors)) for each in rows)
         tree = decode_tree(draft.tree, tensor_count=len(tensors))
         point = Point(draft.metrics, tree, tensors, tuple(storages), blobs, tuple(steps), optimizers)
         structure = structure_of(draft.tree, encode_inner(draft.tensors))
@@ -252,6 +253,6 @@ def _stored_storage(storage: DraftStorage, arrays: Sequence[NDArray[np.uint8]], 
     return PointStorage(storage.nbytes, storage.checksum, width, is_float, storage.source, span, storage.is_word_sum)
 
 
-def _facts_of(draft: DraftOptimizer) -> OptimizerFacts:
-    defaults = decode_tree(draft.defaults, tensor_count=0)
+def _facts_of(draft: DraftOptimizer, tensor_count: int) -> OptimizerFacts:
+    defaults = decode_tree(draft.defaults, tensor_count=tensor_count)
     return OptimizerFacts(draft.kind, defaults, tuple(map(tuple, draft.groups)), tuple(draft.state))

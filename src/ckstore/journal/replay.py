@@ -17,7 +17,7 @@ import torch
 
 from ckstore.errors import UnsupportedError, UsageError
 from ckstore.format.points import OptimizerFacts
-from ckstore.format.tree import DictNode, ListNode, Node, TupleNode, ValueNode
+from ckstore.format.tree import DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 from ckstore.journal.gradients import SeenGradient
 from ckstore.state.values import decode_plain
 
@@ -146,10 +146,9 @@ def made_again(facts: OptimizerFacts, tensors: Callable[[int], Any]) -> Any:
             todo="call store.journal(optimizer) and then restore(into=state): then your own optimizer is called",
         )
     assert isinstance(facts.defaults, DictNode), "checked when the point was decoded"
-    defaults = {
-        str(key): _value_of(value, None)
-        for key, value in zip(facts.defaults.keys, facts.defaults.children, strict=True)
-    }
+    nodes = {str(key): node for key, node in zip(facts.defaults.keys, facts.defaults.children, strict=True)}
+    shared = {name: tensors(node.tensor) for name, node in nodes.items() if isinstance(node, TensorNode)}
+    defaults = shared | {name: _value_of(node, None) for name, node in nodes.items() if name not in shared}
     # Some defaults are no arguments: AdamW has one that its base class takes.
     accepted = inspect.signature(found).parameters
     arguments = {name: value for name, value in defaults.items() if name in accepted}
@@ -161,6 +160,9 @@ def made_again(facts: OptimizerFacts, tensors: Callable[[int], Any]) -> Any:
             f"torch's {name} does not take the arguments of the stored one: {error}",
             todo="use the version of torch that the journal names, or restore(into=state)",
         ) from error
+    for group in optimizer.param_groups:
+        # Each group has a value of its own, which a replay sets.
+        group.update({name: tensor.clone() for name, tensor in shared.items() if name in group})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter, names in zip(parameters, facts.state, strict=True):
         if names:

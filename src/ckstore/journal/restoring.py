@@ -12,15 +12,24 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from ckstore.concurrency import map_in_threads
-from ckstore.errors import CkstoreError, NotFoundError, ReplayError, UnsupportedError, UsageError
-from ckstore.format.points import OptimizerFacts, Point, PointStorage, Source, Step
+from ckstore.errors import (
+    BackendError,
+    CkstoreError,
+    CorruptError,
+    NotFoundError,
+    ReplayError,
+    UnsupportedError,
+    UsageError,
+)
+from ckstore.format.points import OptimizerFacts, Point, PointStorage, Source, Span, Step
 from ckstore.format.tensors import StorageSpec
-from ckstore.format.tree import TensorNode, leaves_of, place_of
+from ckstore.format.tree import Path, TensorNode, leaves_of, place_of
 from ckstore.format.wire import xxh3_64
 from ckstore.journal.blobs import BlobReader
 from ckstore.journal.checksums import checksums_of
 from ckstore.journal.drafting import owned_storages, storage_paths
 from ckstore.journal.gradients import GradientMemory, load_gradient
+from ckstore.journal.recorder import parameters_of
 from ckstore.journal.replay import LoadedGradient, kept_gradients, loaded, made_again, replay_step
 from ckstore.journal.word_sums import word_sum
 from ckstore.state.capture import Captured
@@ -63,11 +72,13 @@ class Replay:
     """How a point is restored.
 
     Args:
-        into: The live state; None: make a new one.
-        optimizers: The user's optimizers, in the order of the journal; None: make torch's own again.
+        into: The live state to fill; None: make a new one.
+        optimizers: The user's optimizers, in the order of the journal: they step the live state. None: torch's own are
+            made again and step a new state, from which the live one is filled when it is proved.
         check: When checksums are compared.
         after_step: Called with each step of the trainer that was replayed, for what the loop updates itself.
         thread_count: Threads that compute checksums.
+        device: Device of new tensors; None: the CPU.
     """
 
     into: Any
@@ -75,6 +86,26 @@ class Replay:
     check: ReplayCheck
     after_step: Callable[[int], object] | None
     thread_count: int
+    device: Any = None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the steps change the live state."""
+        return self.into is not None and self.optimizers is not None
+
+
+@contextmanager
+def reading(number: int, step: int, where: object) -> Iterator[None]:
+    """Name the record in an error of its bytes, as ``number`` and ``step``."""
+    try:
+        yield
+    except (CorruptError, BackendError) as error:
+        raise type(error)(
+            f"record {number} of the journal, step {step}, cannot be read: {error.what}",
+            where=error.where or where,
+            todo="restore an earlier step; `ckstore repair` takes a record from a mirror or a tier",
+            **{**error.facts, "number": number, "step": step},  # type: ignore[arg-type]
+        ) from error
 
 
 class _LoadedPoint(NamedTuple):
@@ -112,7 +143,7 @@ def restore_point(
         replay: How to restore.
         keyframe: The record of the keyframe.
         points: The records after it, up to the one to restore.
-        restore_base: Restores the keyframe and returns it: ``replay.into`` if that is not None.
+        restore_base: Restores the keyframe and returns it: ``replay.into`` if that is stepped in place, else new.
         adapters: Adapters of tensor libraries.
         read: Reads the bytes of a record, and returns what decodes them. Each on a thread of its own: the next records
             are read and decoded while the keyframe is restored, and while the optimizer works.
@@ -139,6 +170,8 @@ def restore_point(
             for last in loading:
                 live.require_after_step(last)
                 _replay_point(optimizers, last, is_made_again=replay.optimizers is None)
+                if replay.optimizers is None:
+                    live.follow(optimizers, last.stored.point)
                 if replay.after_step is not None:
                     replay.after_step(last.stored.step)
                 if replay.check == "each":
@@ -169,10 +202,11 @@ def _loading(
     def load_whole(item: tuple[Callable[[], StoredPoint], bool]) -> _LoadedPoint:
         decode, is_replayed = item
         stored = decode()
-        gradients = [
-            [loaded(load_gradient(each, stored.blobs, memory)) for each in step.gradients]
-            for step in (stored.point.steps if is_replayed else ())
-        ]
+        with reading(stored.number, stored.step, stored.blobs.where):
+            gradients = [
+                [loaded(load_gradient(each, stored.blobs, memory)) for each in step.gradients]
+                for step in (stored.point.steps if is_replayed else ())
+            ]
         return _LoadedPoint(stored, paths_of(stored.point), gradients)
 
     records = itertools.chain([(keyframe, False)], ((each, True) for each in points))
@@ -225,8 +259,12 @@ def _note_rest(loaded_point: _LoadedPoint, rest: dict[str, Callable[[], NDArray[
     stored = loaded_point.stored
     for path, storage in zip(loaded_point.paths, stored.point.storages, strict=True):
         if storage.span is not None:
-            span, blobs = storage.span, stored.blobs
-            rest[path] = lambda span=span, blobs=blobs: blobs.bytes_of(span)  # type: ignore[misc]
+            rest[path] = partial(_read_rest, stored, storage.span)
+
+
+def _read_rest(stored: StoredPoint, span: Span) -> NDArray[np.uint8]:
+    with reading(stored.number, stored.step, stored.blobs.where):
+        return stored.blobs.bytes_of(span)
 
 
 def paths_of(point: Point) -> list[str]:
@@ -251,6 +289,8 @@ class _Live:
         """Paths of storages that no optimizer owns, once that is known."""
         self.environment: Mapping[str, str] = {}
         """Facts of this process, noted before the first step is replayed."""
+        self._made: list[tuple[Any, Any, Mapping[str, Any], str]] = []
+        """Where what optimizers that were made again have made is in the state, and in their own."""
         self._base_storages: dict[str, Callable[[], Any]] = {}
         """How to read what the keyframe has and no record stores."""
 
@@ -307,13 +347,20 @@ class _Live:
     def _differs(
         self, path: str, when: str, stored: StoredPoint, *, is_missing: bool, is_made_by_caller: bool = False
     ) -> ReplayError:
-        facts = differences(stored.environment, self.environment or environment_of(()))
         what = "is not in the state" if is_missing else "has other bytes than the run had"
-        todo = "restore where these facts are as they were, or restore an earlier step or the keyframe"
+        facts = differences(stored.environment, self.environment)
+        todo = "restore an earlier step or the keyframe"
         if is_made_by_caller:
             todo = "pass after_step=, a function that updates it exactly as the training loop does after each step"
+        elif facts:
+            todo = f"restore where these facts are as they were, or {todo}"
+        elif self.environment:
+            todo = (
+                "no fact of the environment differs: the optimizers are in another order than in the run, or their "
+                f"steps depend on more than gradients, groups and state; {todo}"
+            )
         return ReplayError(
-            f"{path} {what} {when} ({facts})",
+            f"{path} {what} {when}" + (f" ({facts})" if facts else ""),
             todo=todo,
             path=path,
             number=stored.number,
@@ -338,7 +385,7 @@ class _Live:
         Raises:
             UsageError: There is none, or it cannot have the tensors that are being restored.
         """
-        if self._replay.after_step is not None and self._replay.into is not None:
+        if self._replay.after_step is not None and self._replay.is_in_place:
             return
         for path, storage in zip(loaded_point.paths, loaded_point.stored.point.storages, strict=True):
             if storage.source == "steps" and path in self._others:
@@ -350,19 +397,31 @@ class _Live:
 
     def optimizers_of(self, loaded_keyframe: _LoadedPoint) -> list[Any]:
         """Return torch's optimizers, made again on the tensors of the state."""
-        captured, keyframe = self._captured(), loaded_keyframe.stored
-        objects = [keep[0] for keep in (getattr(storage, "keep", ()) for storage in captured.storages) if keep]
-        if keyframe.point.optimizers is None or len(objects) != len(captured.storages):
+        keyframe = loaded_keyframe.stored
+        if keyframe.point.optimizers is None:
             raise NotFoundError(
                 "this point does not say how its optimizers are made",
                 todo="call store.journal(optimizer) and then restore(into=state)",
             )
-        leaves = {place_of(path): leaf for path, leaf in _leaves_in(self._base)}
-        places = [""] * len(keyframe.point.tensors)
-        for path, node in leaves_of(keyframe.point.tree):
-            if isinstance(node, TensorNode):
-                places[node.tensor] = places[node.tensor] or place_of(path)
-        return [made_again(facts, lambda index: leaves[places[index]]) for facts in keyframe.point.optimizers]
+        paths = _tensor_paths(keyframe.point)
+        return [
+            made_again(facts, lambda index: _container_of(self._base, paths[index])[paths[index][-1]])
+            for facts in keyframe.point.optimizers
+        ]
+
+    def follow(self, optimizers: Sequence[Any], point: Point) -> None:
+        """Put what optimizers that were made again have made into the state, where the record has it."""
+        if point.optimizers is not None:
+            paths = _tensor_paths(point)
+            self._made = [
+                (_container_of(self._base, paths[index]), paths[index][-1], optimizer.state[parameter], name)
+                for optimizer, facts in zip(optimizers, point.optimizers, strict=False)
+                for parameter, names in zip(parameters_of(optimizer), facts.state, strict=False)
+                for name, index in names.items()
+            ]
+        for container, key, state, name in self._made:
+            if name in state:
+                container[key] = state[name]
 
     def finish(self, loaded_point: _LoadedPoint, rest: Mapping[str, Callable[[], NDArray[np.uint8]]]) -> Any:
         """Bring everything that the steps have not made into place, and return the state."""
@@ -371,10 +430,17 @@ class _Live:
         captured = self._captured()
         live = dict(zip(storage_paths(captured), captured.storages, strict=True))
         specs = [StorageSpec(each.nbytes, each.element_width, each.is_float, ()) for each in point.storages]
-        targets = prepare_restore(point.tree, point.tensors, specs, into=self._replay.into, adapters=self._adapters)
+        targets = prepare_restore(
+            point.tree,
+            point.tensors,
+            specs,
+            into=self._replay.into,
+            device=self._replay.device,
+            adapters=self._adapters,
+        )
         for index in targets.storages:
             storage, path = point.storages[index], paths[index]
-            is_there = storage.source == "steps" and targets.is_direct(index)
+            is_there = storage.source == "steps" and self._replay.is_in_place and targets.is_direct(index)
             if not is_there:
                 readers: list[Callable[[], Any]] = []
                 if storage.source != "steps" and path in rest:
@@ -396,13 +462,17 @@ def _has_checksum(plain: Any, storage: PointStorage) -> bool:
     return (word_sum if storage.is_word_sum else xxh3_64)(plain) == storage.checksum
 
 
-def _leaves_in(state: Any, path: tuple[Any, ...] = ()) -> Iterable[tuple[tuple[Any, ...], Any]]:
-    """Yield the leaves of a state of plain containers."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            yield from _leaves_in(value, (*path, key))
-    elif isinstance(state, (list, tuple)):
-        for number, value in enumerate(state):
-            yield from _leaves_in(value, (*path, number))
-    else:
-        yield path, state
+def _tensor_paths(point: Point) -> list[Path]:
+    """Return the first path of each tensor of a point."""
+    paths: list[Path] = [()] * len(point.tensors)
+    for path, node in leaves_of(point.tree):
+        if isinstance(node, TensorNode):
+            paths[node.tensor] = paths[node.tensor] or path
+    return paths
+
+
+def _container_of(state: Any, path: Path) -> Any:
+    """Return what holds the leaf of this path in a state of plain containers. A dict that is not there is made."""
+    for key in path[:-1]:
+        state = state.setdefault(key, {}) if isinstance(state, dict) else state[key]
+    return state
