@@ -31,7 +31,7 @@ from ckstore.config import (
     check_tags,
 )
 from ckstore.display import html_table
-from ckstore.errors import BackendError, CkstoreError, CorruptError, NotFoundError, UsageError
+from ckstore.errors import BackendError, CkstoreError, CorruptError, NotFoundError, UsageError, is_damage
 from ckstore.format.header import ManifestHeader
 from ckstore.interval import Costs, advice_for
 from ckstore.io.backend import Backend
@@ -61,8 +61,7 @@ if TYPE_CHECKING:
     from ckstore.delta.base_cache import BaseCache
     from ckstore.format.manifest import Manifest
     from ckstore.interval import Advice
-    from ckstore.journal.history import RestoredPoint
-    from ckstore.journal.restoring import ReplayCheck
+    from ckstore.journal.history import ReplayRequest, RestoredPoint
     from ckstore.ops.demote import DemoteReport
     from ckstore.ops.gc.run import GcReport
     from ckstore.ops.inspect.contents import Contents
@@ -508,6 +507,7 @@ class Store:
                 raised; ``written``, ``partly_written`` and ``not_written`` list the others.
             BoundError: ``exact`` is True, and the checkpoint was stored with a loss.
         """
+        from ckstore.journal.history import ReplayRequest
         from ckstore.restore.restore import RestoreRequest
 
         with self._lock:
@@ -518,7 +518,8 @@ class Store:
             self._wait_for_background()
             place = None if self._job is None else self._job.place
             request = RestoreRequest(into, only, device, exact, on_progress, place, train_until=replay)
-            point = self._restored_point(ref, request, replay_check, after_step)
+            how = ReplayRequest(replay_check, after_step, fallback)
+            point = self._restored_point(ref, request, how)
             if point is not None:
                 return point.state
             restored = self._restore(ref, request, fallback=fallback)
@@ -1565,14 +1566,10 @@ class Store:
         return dataclasses.replace(policy or self._policy, on_busy="replace" if self._job is None else "wait")
 
     def _restored_point(
-        self,
-        ref: Reference | None,
-        request: RestoreRequest,
-        check: ReplayCheck,
-        after_step: Callable[[int], object] | None,
+        self, ref: Reference | None, request: RestoreRequest, how: ReplayRequest
     ) -> RestoredPoint | None:
         """Restore a point of the journal; None: the reference names a checkpoint."""
-        from ckstore.journal.history import ReplayRequest, restore_newest_or_step
+        from ckstore.journal.history import restore_newest_or_step
 
         if self._job is not None:
             return None
@@ -1581,7 +1578,7 @@ class Store:
             journal.release()
         # A state of new objects has optimizers of its own.
         optimizers = None if journal is None or request.into is None else journal.recorder.optimizers
-        replay = ReplayRequest(optimizers, check, after_step)
+        replay = dataclasses.replace(how, optimizers=optimizers)
         with contextlib.nullcontext() if journal is None else journal.recorder.paused():
             point = restore_newest_or_step(self._repository, self._policy, ref, request, replay)
         if point is not None:
@@ -1610,7 +1607,7 @@ class Store:
         try:
             return restore_reference(self._repository, self._policy, ref, request, started)
         except (CorruptError, BackendError) as error:
-            from ckstore.ops.fallback import is_damage, restore_older, with_recovery_advice
+            from ckstore.ops.fallback import restore_older, with_recovery_advice
 
             if not is_damage(error):
                 raise

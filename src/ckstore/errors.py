@@ -93,6 +93,12 @@ def copy_error(error: _Raised) -> _Raised:
     return copied
 
 
+def is_damage(error: CkstoreError) -> bool:
+    """Return whether stored bytes are damaged or unreadable, so that restoring another checkpoint may help."""
+    is_unreadable = isinstance(error, BackendError) and error.facts.get("errno") == errno.EIO
+    return is_unreadable or isinstance(error, CorruptError)
+
+
 def redacted(text: str) -> str:
     """Return a text without users, passwords, queries and keys of the URLs in it."""
     if "://" not in text and "=" not in text:

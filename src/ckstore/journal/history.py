@@ -1,4 +1,4 @@
-"""The points of a run: find one, and restore it."""
+"""Restore a point: from which keyframe, and what instead if that fails."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckstore.config import Policy
-from ckstore.errors import CkstoreError, CorruptError, NotFoundError, ReplayError, UsageError, shown_object
-from ckstore.format.journal import read_body, structure_of
-from ckstore.format.logical import encoded_tensors
+from ckstore.errors import CkstoreError, NotFoundError, ReplayError, UsageError, is_damage, shown_object
+from ckstore.format.journal import read_body
 from ckstore.format.many_ranks import plain_manifest
 from ckstore.format.points import decode_point
-from ckstore.format.tree import encode_tree
 from ckstore.journal.blobs import BlobReader, DecodeMemory
 from ckstore.processes import owner_is_running
-from ckstore.restore.restore import Restored, RestoreRequest, read_storage, restore_manifest
+from ckstore.restore.restore import Restored, RestoreRequest, read_storage, restore_reference
 from ckstore.state.capture import loaded_adapters
-from ckstore.store.journal_chain import ChainRecord, Entry, Journal, Keyframe, entry_of
+from ckstore.store.journal_chain import ChainRecord, Entry, Keyframe
+from ckstore.store.journal_needs import JournalState
 from ckstore.store.journals import WRITER_SECONDS, Journals
 from ckstore.store.orphans import SaverPurpose
-from ckstore.store.points import find_point, is_tag_on_point
-from ckstore.store.refs import Reference, headers_newest_first, load_whole, resolve
+from ckstore.store.points import find_point, may_mean_point
+from ckstore.store.refs import Reference
 from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
     from ckstore.format.manifest import Manifest
     from ckstore.format.records import RecordPlace
-    from ckstore.journal.restoring import MadeState, Replay, ReplayCheck, StoredPoint
+    from ckstore.journal.restoring import ReplayCheck, StoredPoint
 
 _log = logging.getLogger("ckstore")
 
@@ -41,17 +40,19 @@ class ReplayRequest:
     """How points are replayed; see ``Store.restore``.
 
     Args:
-        optimizers: The user's optimizers; None: torch's own are made again.
         check: After which steps checksums are compared.
         after_step: Called after each replayed step with the trainer's step.
+        fallback: If a keyframe is damaged, restore the newest state that can be read.
+        optimizers: The user's optimizers; None: torch's own are made again.
 
     Raises:
         UsageError: There is no such check.
     """
 
-    optimizers: Sequence[Any] | None
     check: ReplayCheck
     after_step: Callable[[int], object] | None
+    fallback: bool
+    optimizers: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         if self.check not in ("each", "last"):
@@ -87,219 +88,210 @@ class RestoredPoint:
     warnings: tuple[str, ...] = ()
 
 
-class History:
-    """The points of one run at one moment.
+class _Restorer:
+    """Restores points of one run as it was at one moment.
 
     Args:
         repository: The store and its run.
+        state: Its journal and checkpoints.
+        policy: Threads, memory and checks.
+        request: What to restore into. It gets the warnings about what was skipped.
+        replay: How to replay.
     """
 
-    def __init__(self, repository: Repository) -> None:
-        self._repository = repository
-        self.journals = Journals(repository.manifests, clock=repository.clock)
-        self._journal: Journal | None = None
-        self._manifests: dict[int, Manifest | None] = {}
-        self._entries: list[Entry] | None = None
-
-    @property
-    def journal(self) -> Journal:
-        """The segments, read once."""
-        if self._journal is None:
-            self._journal = self.journals.read()
-        return self._journal
-
-    @property
-    def entries(self) -> list[Entry]:
-        """The checkpoints of the run, oldest first."""
-        if self._entries is None:
-            headers = headers_newest_first(self._repository.manifests)
-            self._entries = [entry_of(header) for header in reversed(headers)]
-        return self._entries
-
-    def newest(self) -> ChainRecord | None:
-        """Return the newest point if it is newer than every checkpoint; None: the newest checkpoint is."""
-        found = self.journal.newest(self.entries, self._structure_of)
-        return found if isinstance(found, ChainRecord) else None
-
-    def of_step(self, step: int) -> ChainRecord | None:
-        """Return the newest point of a step that has a keyframe, if no checkpoint has this step."""
-        if any(entry.step == step and not entry.is_archival for entry in self.entries):
-            return None
-        for name in reversed(self.journal.segments):
-            for record in reversed(self.journal.records(name).records):
-                if record.head.step == step and next(self._keyframes(record), None) is not None:
-                    return record
-        return None
-
-    def keyframe_of(self, record: ChainRecord) -> Keyframe:
-        """Return the nearest keyframe of a point.
-
-        Raises:
-            NotFoundError: It has none any more.
-        """
-        found = next(self._keyframes(record), None)
-        if found is None:
-            raise _no_keyframe(record)
-        return found
-
-    def place_of_entry(self, seq: int) -> RecordPlace | None:
-        """Return the record of the state of a checkpoint, if the journal has one that is the end of a chain."""
-        for name in reversed(self.journal.segments):
-            for record in reversed(self.journal.records(name).records):
-                keyframe = next(self._keyframes(record), None)
-                if keyframe is not None and not keyframe.replayed and keyframe.entry.seq == seq:
-                    return record.place
-        return None
-
-    def restore(
+    def __init__(
         self,
-        record: ChainRecord,
+        repository: Repository,
+        state: JournalState,
         policy: Policy,
         request: RestoreRequest,
         replay: ReplayRequest,
-        *,
-        may_fall_back: bool,
-    ) -> RestoredPoint:
-        """Restore a point from its nearest keyframe that can be read and is the state of its record.
+    ) -> None:
+        self._repository = repository
+        self._state = state
+        self._policy = policy
+        self._request = request
+        self._replay = replay
 
-        Args:
-            record: The point.
-            policy: Threads, memory and checks.
-            request: What to restore into.
-            replay: How to replay.
-            may_fall_back: Restore the newest proved point if a replay gives other bytes.
+    def restore(self, record: ChainRecord) -> RestoredPoint:
+        """Restore a point from its nearest keyframe that can be read and is the state of its record.
 
         Raises:
             ReplayError: The replay has given other bytes.
             CorruptError: No keyframe, or a record, can be read.
+            NotFoundError: It has no keyframe any more.
         """
-        problems: list[str] = []
+        first: CkstoreError | None = None
         for keyframe in self._keyframes(record):
             try:
-                return self._from(keyframe, policy, request, replay, may_fall_back, problems)
-            except (CorruptError, NotFoundError, ReplayError) as error:
-                # A keyframe that is another state has only the same step and structure.
-                if isinstance(error, ReplayError) and error.number > keyframe.record.head.number:
+                return self._from(keyframe)
+            except CkstoreError as error:
+                if not _is_failure(error) or _failed_record(error, keyframe) is not None:
                     raise
-                problems.append(f"seq {keyframe.entry.seq} could not be used: {error}")
-                _log.warning("%s", problems[-1])
-        raise _no_keyframe(record, problems)
-
-    def _from(
-        self,
-        keyframe: Keyframe,
-        policy: Policy,
-        request: RestoreRequest,
-        replay: ReplayRequest,
-        may_fall_back: bool,
-        problems: Sequence[str],
-    ) -> RestoredPoint:
-        from ckstore.journal.restoring import Replay
-
-        replayed = keyframe.replayed
-        warnings = list(problems)
-        how = Replay(
-            into=request.into,
-            optimizers=replay.optimizers,
-            check=replay.check,
-            after_step=replay.after_step,
-            thread_count=policy.thread_count,
+                first = first or error
+                self._leave_out(keyframe, error)
+        if first is not None:
+            raise first
+        raise NotFoundError(
+            f"the point of step {record.head.step} has no keyframe any more",
+            todo="restore another step; `ckstore ls` shows what there is",
+            step=record.head.step,
         )
-        while True:
+
+    def restore_newest(self) -> RestoredPoint | None:
+        """Restore the newest point of which every replayed step can be proved; None: a checkpoint is newer than that.
+
+        A record that cannot be replayed ends its segment. Without the option ``fallback``, a keyframe whose bytes are
+        damaged is an error unless an earlier one of the same point can be used: as for checkpoints.
+
+        Raises:
+            CorruptError: The keyframe is damaged, and there is no other one.
+        """
+        damage: CkstoreError | None = None
+        damaged: ChainRecord | None = None
+        while isinstance(record := self._newest(), ChainRecord) and damaged in (None, record):
+            keyframe, started = next(self._keyframes(record)), list[int]()
             try:
-                base, made, seconds = self._replay(keyframe, replayed, policy, request, how)
-            except ReplayError as error:
-                proved = [each for each in replayed if each.head.number < error.number]
-                if not may_fall_back or len(proved) == len(replayed) or error.number <= keyframe.record.head.number:
+                return self._from(keyframe, started)
+            except CkstoreError as error:
+                if not _is_failure(error):
                     raise
-                warnings.append(f"step {replayed[-1].head.step} could not be replayed, an earlier point was: {error}")
-                _log.warning("%s", warnings[-1])
-                replayed = tuple(proved)
-                continue
-            last = replayed[-1] if replayed else keyframe.record
-            return RestoredPoint(
-                made.state,
-                self._manifest(keyframe.entry),
-                last.place,
-                last.head.step,
-                len(replayed),
-                seconds,
-                made.rest,
-                (*base.warnings, *warnings),
-            )
+                failed = _failed_record(error, keyframe)
+                if failed is not None:
+                    self._end_before(failed, record, error)
+                    continue
+                self._leave_out(keyframe, error)
+                if started and not (self._replay.fallback or isinstance(error, ReplayError)):
+                    damage, damaged = self._with_advice(error), record
+        if damage is not None:
+            raise damage
+        return None
 
-    def _replay(
-        self, keyframe: Keyframe, replayed: Sequence[ChainRecord], policy: Policy, request: RestoreRequest, how: Replay
-    ) -> tuple[Restored, MadeState, float]:
-        """Return the restored keyframe, the state after the replayed records, and how long the replay took."""
-        from ckstore.journal.restoring import restore_point
+    def _with_advice(self, damage: CkstoreError) -> CkstoreError:
+        if not is_damage(damage):
+            return damage
+        root = self._repository.backend.root
+        return type(damage)(
+            damage.what,
+            where=damage.where,
+            todo=f"run `ckstore repair {root}` to see what can be repaired; or restore(fallback=True), which restores "
+            "the newest state that can be read",
+            **damage.facts,
+        )
 
-        manifest, memory = self._manifest(keyframe.entry), DecodeMemory(self._repository.limits)
+    def _newest(self) -> ChainRecord | Entry | None:
+        return self._state.journal.newest(self._state.entries, self._state.structure_of)
+
+    def _keyframes(self, record: ChainRecord) -> Iterator[Keyframe]:
+        return self._state.journal.keyframes(record, self._state.entries, self._state.structure_of)
+
+    def _leave_out(self, keyframe: Keyframe, error: CkstoreError) -> None:
+        self._note(f"seq {keyframe.entry.seq} could not be used: {error}")
+        self._state = self._state.without({keyframe.entry.seq})
+
+    def _end_before(self, failed: ChainRecord, record: ChainRecord, error: CkstoreError) -> None:
+        self._note(f"step {record.head.step} could not be replayed; this is an earlier state: {error}")
+        self._state.journal.end_before(failed, error)
+        # Compared at the end only, each attempt would replay all steps and find one more that differs.
+        self._replay = replace(self._replay, check="each")
+
+    def _note(self, sentence: str) -> None:
+        _log.warning("%s", sentence)
+        self._request.skipped.append(sentence)
+
+    def _from(self, keyframe: Keyframe, started: list[int] | None = None) -> RestoredPoint:
+        """Restore a point from one of its keyframes. ``started`` is as for ``restore_reference``."""
+        from ckstore.journal.restoring import Replay, restore_point
+
+        how = Replay(
+            into=self._request.into,
+            optimizers=self._replay.optimizers,
+            check=self._replay.check,
+            after_step=self._replay.after_step,
+            thread_count=self._policy.thread_count,
+            device=self._request.device,
+        )
         bases: list[Restored] = []
         clock, begun = self._repository.clock, 0.0
 
         def restore_base() -> Any:
             nonlocal begun
-            bases.append(restore_manifest(self._repository, policy, manifest, (), request))
+            reference = f"seq:{keyframe.entry.seq}"
+            request = self._request if how.is_in_place else replace(self._request, into=None)
+            began = [] if started is None else started
+            bases.append(restore_reference(self._repository, self._policy, reference, request, began))
             begun = clock.monotonic()
             return bases[0].state
 
-        read = partial(self._read, memory=memory)
-        read_base = partial(read_storage, self._repository, policy, plain_manifest(manifest))
-        made = restore_point(how, keyframe.record, replayed, restore_base, loaded_adapters(), read, read_base)
-        return bases[0], made, clock.monotonic() - begun
+        def read_base(index: int) -> Any:
+            return read_storage(self._repository, self._policy, plain_manifest(bases[0].manifest), index)
 
-    def _keyframes(self, record: ChainRecord) -> Iterator[Keyframe]:
-        return self.journal.keyframes(record, self.entries, self._structure_of)
-
-    def _structure_of(self, entry: Entry) -> bytes | None:
-        try:
-            manifest = self._manifest(entry)
-        except CkstoreError:
-            return None
-        return structure_of(encode_tree(manifest.tree), encoded_tensors(tuple(manifest.tensors)))
-
-    def _manifest(self, entry: Entry) -> Manifest:
-        found = self._manifests.get(entry.seq)
-        if found is None:
-            found = self._manifests[entry.seq] = load_whole(
-                self._repository, resolve(self._repository, f"seq:{entry.seq}")
-            )
-        return found
+        read = partial(self._read, memory=DecodeMemory(self._repository.limits))
+        adapters = loaded_adapters()
+        made = restore_point(how, keyframe.record, keyframe.replayed, restore_base, adapters, read, read_base)
+        last, (base,) = keyframe.replayed[-1] if keyframe.replayed else keyframe.record, bases
+        return RestoredPoint(
+            made.state,
+            base.manifest,
+            last.place,
+            last.head.step,
+            len(keyframe.replayed),
+            clock.monotonic() - begun,
+            made.rest,
+            base.warnings,
+        )
 
     def _read(self, record: ChainRecord, memory: DecodeMemory) -> Callable[[], StoredPoint]:
-        """Read the bytes of a record, and return what decodes them. Frames are decoded when they are needed."""
-        repository = self._repository
-        path = record.segment.path
-        with closing(repository.backend.open_read(path)) as file:
-            content = memoryview(file.read_at(record.offset, record.head.nbytes))
-        return partial(self._decoded, record, content, memory, repository.backend.location_of(path))
+        """Read the bytes of a record, and return what decodes them. Frames are decoded when they are needed.
+
+        Raises:
+            CorruptError: It is damaged.
+            NotFoundError: Its segment was collected meanwhile.
+        """
+        from ckstore.journal.restoring import reading
+
+        number, step = record.head.number, record.head.step
+        where = self._repository.backend.location_of(record.segment.path)
+        try:
+            with reading(number, step, where), closing(self._state.journal.open_segment(record.segment)) as file:
+                content = memoryview(file.read_at(record.offset, record.head.nbytes))
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"record {number} of the journal, step {step}, was deleted meanwhile",
+                where=where,
+                todo="restore another step",
+                number=number,
+                step=step,
+            ) from None
+        return partial(self._decoded, record, content, memory, where)
 
     def _decoded(self, record: ChainRecord, content: memoryview, memory: DecodeMemory, where: object) -> StoredPoint:
-        from ckstore.journal.restoring import StoredPoint
+        from ckstore.journal.restoring import StoredPoint, reading
 
         def read(offset: int, count: int) -> memoryview:
             return content[offset - record.offset : offset - record.offset + count]
 
         limits = self._repository.limits
-        point = decode_point(read_body(read, record.placed, where=where), limits=limits, where=where)
-        blobs = BlobReader(read, record.placed, point.blobs, limits, where=where, memory=memory)
-        environment = self.journal.segments[record.segment].facts.environment
+        with reading(record.head.number, record.head.step, where):
+            point = decode_point(read_body(read, record.placed, where=where), limits=limits, where=where)
+            blobs = BlobReader(read, record.placed, point.blobs, limits, where=where, memory=memory)
+        environment = self._state.journal.segments[record.segment].facts.environment
         return StoredPoint(record.head.number, record.head.step, point, blobs, environment)
 
 
-def _no_keyframe(record: ChainRecord, problems: Sequence[str] = ()) -> NotFoundError:
-    return NotFoundError(
-        f"the point of step {record.head.step} has no keyframe that can be used"
-        + "".join(f"; {each}" for each in problems),
-        todo="restore another step; `ckstore ls` shows what there is",
-        step=record.head.step,
-    )
+def _is_failure(error: CkstoreError) -> bool:
+    """Return whether another keyframe, or an earlier point, may be restored."""
+    return isinstance(error, (NotFoundError, ReplayError)) or is_damage(error)
 
 
-def has_journal(repository: Repository) -> bool:
-    """Return whether the run has a journal. Cheap: one listing of a folder that is usually not there."""
-    return bool(Journals(repository.manifests, clock=repository.clock).names())
+def _failed_record(error: CkstoreError, keyframe: Keyframe) -> ChainRecord | None:
+    """Return the record that is damaged, or whose replay has given other bytes; None: the keyframe cannot be used."""
+    number = error.facts.get("number")
+    if isinstance(error, ReplayError) and number == keyframe.record.head.number:
+        # A keyframe that is another state has only the same step and structure.
+        return None
+    records = (keyframe.record, *keyframe.replayed)
+    return next((record for record in records if record.head.number == number), None)
 
 
 def _has_live_trainer(repository: Repository) -> bool:
@@ -314,51 +306,44 @@ def _has_live_trainer(repository: Repository) -> bool:
 def restore_newest_or_step(
     repository: Repository, policy: Policy, ref: Reference | None, request: RestoreRequest, replay: ReplayRequest
 ) -> RestoredPoint | None:
-    """Restore the point that a reference names; None: it names a checkpoint, or the run has no journal.
+    """Restore the point that a reference means; None: it means a checkpoint, or the run has no journal.
 
     Args:
         repository: The store and its run.
         policy: Threads, memory and checks.
-        ref: None or ``latest``: the newest state; a step: the newest point of this step, if no checkpoint has it; a
-            tag on a point; or the best of a metric.
+        ref: None or ``latest``: the newest state; or as for ``find_point``.
         request: What to restore into.
         replay: How to replay.
 
     Raises:
         ReplayError: A step was named, and its replay has given other bytes.
+        CorruptError: The point that was named, or the keyframe of the newest one, is damaged.
         UsageError: A part of a point was asked for.
         ConflictError: The journal's writer of a dead trainer still runs.
     """
-    is_newest = ref in (None, "latest")
-    is_step = (isinstance(ref, int) and not isinstance(ref, bool)) or (isinstance(ref, str) and ref.isdecimal())
-    is_best = isinstance(ref, str) and ref.startswith("best:")
-    is_tag = ref is not None and is_tag_on_point(repository, ref)
-    if not (is_newest or is_step or is_best or is_tag):
+    ref = "latest" if ref is None else ref
+    if str(ref).startswith(("seq:", "id:")):
         return None
     # First: the saver of a handle that was dropped may be about to create the first segment.
     repository.wait_for_orphan()
-    if not (is_tag or has_journal(repository)):
+    if not may_mean_point(repository, ref):
         return None
-    history = History(repository)
     if not _has_live_trainer(repository):
-        history.journals.wait_for_writer(seconds=WRITER_SECONDS)
-    if is_best or is_tag:
-        found = find_point(repository, str(ref))
-        record = None if found is None else found.record
-    else:
-        record = history.newest() if is_newest else history.of_step(int(ref or 0))
-    if record is None:
+        Journals(repository.manifests, clock=repository.clock).wait_for_writer(seconds=WRITER_SECONDS)
+    found = find_point(repository, ref)
+    if found is None:
         return None
+    step = found.record.head.step
+    if request.only is not None and ref != "latest":
+        raise UsageError(
+            f"step {step} is a point of the journal, and a point is restored as a whole", todo="leave out only="
+        )
     if request.only is not None:
-        if not is_newest:
-            raise UsageError(
-                f"step {record.head.step} is a point of the journal, and a point is restored as a whole",
-                todo="leave out only=",
-            )
         _log.warning(
             "only= restores from the newest checkpoint; the newest state is the point of step %d, which is restored "
             "without only=",
-            record.head.step,
+            step,
         )
         return None
-    return history.restore(record, policy, request, replay, may_fall_back=is_newest)
+    restorer = _Restorer(repository, found.state, policy, request, replay)
+    return restorer.restore_newest() if ref == "latest" else restorer.restore(found.record)

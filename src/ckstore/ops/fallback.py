@@ -7,12 +7,11 @@ Invariants:
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Iterator
 
 from ckstore.config import Policy
-from ckstore.errors import BackendError, CkstoreError, CorruptError, UsageError
+from ckstore.errors import BackendError, CkstoreError, CorruptError, UsageError, is_damage
 from ckstore.format.manifest import Manifest
 from ckstore.format.paths import ManifestName
 from ckstore.format.tree import is_in_replay_form
@@ -23,12 +22,6 @@ from ckstore.store.refs import load_whole
 from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
-
-
-def is_damage(error: CkstoreError) -> bool:
-    """Return whether stored bytes are damaged or unreadable, so that restoring another checkpoint may help."""
-    is_unreadable = isinstance(error, BackendError) and error.facts.get("errno") == errno.EIO
-    return is_unreadable or isinstance(error, CorruptError)
 
 
 def restore_older(

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,6 +71,8 @@ class RestoreRequest:
     """How the ranks of a host read together; None: each reads alone."""
     train_until: Callable[[Any, int], Any] | None = None
     """The user's training code, for a checkpoint in replay form; see ``ops/replay_form.py``."""
+    skipped: list[str] = field(default_factory=list)
+    """Warnings about newer points that could not be restored; they become those of the restored checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ def restore_manifest(
     for sentence in warnings:
         _log.warning("%s", sentence)
     # A whole checkpoint is the base of the next commit, as it was stored.
-    return Restored(state, manifest if request.only is None else plain, (*skipped, *warnings))
+    return Restored(state, manifest if request.only is None else plain, (*request.skipped, *skipped, *warnings))
 
 
 def read_storage(repository: Repository, policy: Policy, manifest: Manifest, index: int) -> NDArray[np.uint8]:

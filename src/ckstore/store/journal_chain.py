@@ -231,6 +231,13 @@ class Journal:
             _log.warning("a journal ends early: %s", error)
         return SegmentRecords(tuple(found), end, nbytes)
 
+    def end_before(self, record: ChainRecord, problem: CkstoreError) -> None:
+        """Leave out a record that cannot be used, and those behind it in its segment."""
+        found = self.records(record.segment)
+        kept = tuple(each for each in found.records if each.head.number < record.head.number)
+        self._records[record.segment] = SegmentRecords(kept, record.offset, found.nbytes)
+        self.problems[record.segment] = problem
+
     def find(self, place: RecordPlace) -> ChainRecord | None:
         """Return the record of this place; None if it is not there, or damaged."""
         name = self._by_token.get(place.token)

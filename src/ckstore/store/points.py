@@ -153,12 +153,14 @@ class FoundPoint(NamedTuple):
         keyframe: Its nearest keyframe.
         lasting_seq: The keyframe that a tag on the point keeps.
         tags: Its tags, sorted.
+        state: The journal and the checkpoints in which it was found.
     """
 
     record: ChainRecord
     keyframe: Keyframe
     lasting_seq: int
     tags: tuple[str, ...]
+    state: JournalState
 
 
 def find_point(repository: Repository, ref: Reference) -> FoundPoint | None:
@@ -168,35 +170,40 @@ def find_point(repository: Repository, ref: Reference) -> FoundPoint | None:
         CorruptError: It is a tag on a point that is not in the journal.
         NotFoundError: It is a tag on a point without a keyframe.
     """
-    tagged = _tagged_place(repository, ref)
-    is_step = (isinstance(ref, int) and not isinstance(ref, bool)) or (isinstance(ref, str) and ref.isdecimal())
-    is_best = isinstance(ref, str) and ref.startswith("best:")
-    if not (tagged or ((is_step or is_best or ref == "latest") and has_journal(repository))):
+    if not may_mean_point(repository, ref):
         return None
+    tagged = _tagged_place(repository, ref)
     state = JournalState.read(repository, is_strict=False)
     record: ChainRecord | None
     if tagged:
         record = _of_tag(repository, state, str(ref), tagged)
-    elif is_best:
-        record = _best(repository, state, str(ref))
-    elif is_step:
+    elif _is_step(ref):
         record = _of_step(state, int(ref))
-    else:
+    elif ref == "latest":
         newest = state.journal.newest(state.entries, state.structure_of)
         record = newest if isinstance(newest, ChainRecord) else None
+    else:
+        record = _best(repository, state, str(ref))
     if record is None:
         return None
     keyframe = next(state.journal.keyframes(record, state.entries, state.structure_of))
-    if not keyframe.replayed:
+    if _is_step(ref) and not keyframe.replayed:
         # It is the checkpoint itself, which undelete has brought back.
         return None
     lasting = state.lasting_keyframe(record) or keyframe
-    return FoundPoint(record, keyframe, lasting.entry.seq, _tags_by_place(state).get(record.place, ()))
+    return FoundPoint(record, keyframe, lasting.entry.seq, _tags_by_place(state).get(record.place, ()), state)
 
 
-def is_tag_on_point(repository: Repository, ref: Reference) -> bool:
-    """Return whether a reference is a tag on a point."""
+def may_mean_point(repository: Repository, ref: Reference) -> bool:
+    """Return whether a reference may mean a point. Cheap: it lists a folder that is usually not there."""
+    is_best = isinstance(ref, str) and ref.startswith("best:")
+    if ref == "latest" or is_best or _is_step(ref):
+        return has_journal(repository)
     return _tagged_place(repository, ref) is not None
+
+
+def _is_step(ref: Reference) -> bool:
+    return (isinstance(ref, int) and not isinstance(ref, bool)) or (isinstance(ref, str) and ref.isdecimal())
 
 
 def _tagged_place(repository: Repository, ref: Reference) -> RecordPlace | None:

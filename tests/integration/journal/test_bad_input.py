@@ -14,8 +14,8 @@ from ckstore._testing import repository_of
 from ckstore.errors import CapacityError, ReplayError, UsageError
 from ckstore.format.journal import RECORD_HEAD_NBYTES, SEGMENT_HEADER_NBYTES
 from ckstore.format.wire import sealed
-from ckstore.journal.history import History
 from ckstore.state.capture import capture, loaded_adapters
+from ckstore.store.journals import Journals
 
 
 class Training:
@@ -206,7 +206,7 @@ def test_a_point_without_any_keyframe_is_an_error_that_names_the_command(tmp_pat
 def test_a_record_of_a_newer_version_ends_the_journal_with_a_warning(tmp_path, caplog):
     expected = write_three(tmp_path / "store", Training())
     with ckstore.open(tmp_path / "store", create=False) as store:
-        journal = History(repository_of(store)).journal
+        journal = Journals(repository_of(store).manifests).read()
         name = list(journal.segments)[-1]
         record = journal.records(name).records[-1]
         path = Path(repository_of(store).backend.location_of(name.path))

@@ -53,4 +53,4 @@ def test_another_thread_count_is_noticed_and_named(tmp_path, thread_count, caplo
             store.restore(STEPS - 1, into=other)
         store.restore(into=other)
         assert store.restored.step < STEPS - 1
-        assert "an earlier point was" in caplog.text
+        assert "this is an earlier state" in caplog.text
