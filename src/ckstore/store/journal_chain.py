@@ -7,6 +7,7 @@ backwards.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,9 +77,10 @@ class Entry(NamedTuple):
     Args:
         seq: Its seq.
         step: Its step.
-        is_archival: It is never the latest.
+        is_archival: It is never the latest: archival, or in replay form.
         is_exact: Its bytes are those that were committed.
         is_rewound: A rewind has published it again.
+        time_ns: When it was made; None: unknown.
     """
 
     seq: int
@@ -86,14 +88,16 @@ class Entry(NamedTuple):
     is_archival: bool = False
     is_exact: bool = True
     is_rewound: bool = False
+    time_ns: int | None = None
 
 
 def entry_of(header: ManifestHeader) -> Entry:
     """Return what the rules of a journal need of a checkpoint."""
     is_exact = header.fidelity == EXACT_FIDELITY
-    # A demotion sets the origin as well. It makes a lossy checkpoint, of a higher generation.
-    is_rewound = header.origin_id is not None and not header.is_archival and (is_exact or not header.generation)
-    return Entry(header.seq, header.step, header.is_archival, is_exact, is_rewound)
+    is_never_latest = header.is_archival or header.may_be_in_replay_form
+    # A demotion sets the origin as well. It makes a lossy checkpoint, of a higher generation, or one in replay form.
+    is_rewound = header.origin_id is not None and not is_never_latest and (is_exact or not header.generation)
+    return Entry(header.seq, header.step, is_never_latest, is_exact, is_rewound, header.time_ns)
 
 
 StructureOf = Callable[[Entry], "bytes | None"]
@@ -291,8 +295,15 @@ class Journal:
         for entry in sorted(
             by_step.get(record.head.step, ()), key=lambda each: (not self.is_own(each, record), each.seq)
         ):
-            if structure_of(entry) == record.head.structure:
+            if structure_of(entry) == record.head.structure and not self._is_of_another_branch(entry, record):
                 yield entry
+
+    def _is_of_another_branch(self, entry: Entry, record: ChainRecord) -> bool:
+        """Whether a checkpoint was made before the record before this one, so that it is another state of its step."""
+        if entry.time_ns is None or self.is_own(entry, record):
+            return False
+        before = next(itertools.islice(self.backwards(record), 1, None), None)
+        return before is not None and entry.time_ns < before.head.time_ns
 
     def is_own(self, entry: Entry, record: ChainRecord) -> bool:
         """Whether a checkpoint was published after the segment of a record was created, perhaps by its writer."""

@@ -55,19 +55,16 @@ def has_journal(repository: Repository) -> bool:
 def points_by_keyframe(repository: Repository) -> dict[int, tuple[Point, ...]]:
     """Return the points of the run, by the seq of their nearest keyframe, each in the order of steps.
 
-    Of each step it is the newest point. Steps that a checkpoint has are left out, as ``restore`` prefers it. Tagged
-    points are never left out.
+    Of each step it is the newest point, unless a checkpoint of this step is newer. Tagged points are never left out.
     """
     if not has_journal(repository):
         return {}
     state = JournalState.read(repository, is_strict=False)
     tags = _tags_by_place(state)
-    seen = {entry.step for entry in state.entries if not entry.is_archival}
     found: dict[int, list[Point]] = {}
-    for record, keyframe in _newest_first(state):
+    for record, keyframe, is_of_step in _newest_first(state):
         head, names = record.head, tags.get(record.place, ())
-        if (head.step not in seen or names) and record.place != keyframe.record.place:
-            seen.add(head.step)
+        if (is_of_step or names) and record.place != keyframe.record.place:
             found.setdefault(keyframe.entry.seq, []).append(Point(head.step, head.time_ns, head.nbytes, names))
     return {seq: tuple(sorted(points)) for seq, points in found.items()}
 
@@ -255,11 +252,10 @@ def _best(repository: Repository, state: JournalState, ref: str) -> ChainRecord 
         with suppress(NotFoundError):
             header = header_or_none(repository.manifests, resolve(repository, ref))
             best = None if header is None else (_rank(header.metrics[metric], order), header.time_ns)
-    found, seen = None, {entry.step for entry in state.entries if not entry.is_archival}
-    for record, _ in _newest_first(state) if order in {"min", "max"} else ():
-        if record.head.step in seen:
+    found = None
+    for record, _, is_of_step in _newest_first(state) if order in {"min", "max"} else ():
+        if not is_of_step:
             continue
-        seen.add(record.head.step)
         value = _metrics_of(repository, record).get(metric, math.nan)
         rank = _rank(value, order), record.head.time_ns
         if not math.isnan(value) and (best is None or rank > best):
@@ -282,19 +278,26 @@ def _metrics_of(repository: Repository, record: ChainRecord) -> Mapping[str, flo
 
 
 def _of_step(state: JournalState, step: int) -> ChainRecord | None:
-    if any(entry.step == step and not entry.is_archival for entry in state.entries):
-        return None
-    return next((record for record, _ in _newest_first(state) if record.head.step == step), None)
+    found = (record for record, _, is_of_step in _newest_first(state) if is_of_step and record.head.step == step)
+    return next(found, None)
 
 
-def _newest_first(state: JournalState) -> Iterator[tuple[ChainRecord, Nearest]]:
-    """Yield the records that have a keyframe, each with the nearest one."""
+def _newest_first(state: JournalState) -> Iterator[tuple[ChainRecord, Nearest, bool]]:
+    """Yield the records that have a keyframe, each with the nearest one, and whether its step means it.
+
+    A step means its newest record, unless a checkpoint of the step is newer (docs/FORMAT.md, section 14).
+    """
     nearest = state.nearest_keyframes()
+    checkpoints = {entry.step: entry for entry in state.entries if not entry.is_archival}
+    seen: set[int] = set()
     for name in reversed(state.journal.segments):
         records = state.journal.records(name).records
         for record, keyframe in reversed(list(zip(records, nearest[name].of_records, strict=True))):
             if keyframe is not None:
-                yield record, keyframe
+                step, checkpoint = record.head.step, checkpoints.get(record.head.step)
+                is_older = checkpoint is not None and state.journal.is_own(checkpoint, record)
+                yield record, keyframe, step not in seen and not is_older
+                seen.add(step)
 
 
 def _described(repository: Repository, found: FoundPoint, info: Info) -> Info:

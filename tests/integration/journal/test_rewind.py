@@ -7,6 +7,7 @@ import json
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.cli.main import run as run_command
 from ckstore.errors import ConflictError, UsageError
 from ckstore.store import points
@@ -139,3 +140,34 @@ def test_looking_at_an_old_point_does_not_change_what_the_next_commit_continues(
         training.run(store, [5, 6])
         assert bits(store.restore()) == training.expected[6]
         assert [each.step for each in store.log()] == [1]
+
+
+def test_a_step_means_the_newer_one_of_a_checkpoint_and_a_point(place):
+    training = JournaledTraining()
+    with ckstore.open(place) as store:
+        store.journal(training.optimizer)
+        training.run(store, range(1, 8))
+        training.train(8)
+        store.commit_async(training.state, 8, tags=("epoch",)).result()
+        at_tag = bits(training.state)
+        training.run(store, [9])
+        assert (store.info(8).form, bits(store.restore(8))) == ("whole", at_tag)
+        store.rewind(5)
+        store.restore(into=training.state)
+        training.seed = 1
+        training.run(store, range(6, 10))
+    with ckstore.open(place, create=False) as store:
+        assert [info.step for info in store.log()] == [8, 1]
+        assert bits(store.restore(8)) == training.expected[8] != at_tag
+        assert store.info(8).form == "journal, 7 steps after 1"
+        assert bits(store.restore("epoch")) == bits(store.restore("seq:1")) == at_tag
+        assert store.steps() == list(range(1, 10))
+        assert [point.step for point in table_points(place)[0]] == list(range(2, 10))
+        store.rewind("epoch")
+        assert bits(store.restore(8)) == at_tag, "published again, the checkpoint is newer"
+
+
+def table_points(place):
+    """Return the points that ``ckstore ls`` shows, by the seq of their keyframe."""
+    with ckstore.open(place, create=False) as store:
+        return points.points_by_keyframe(repository_of(store))

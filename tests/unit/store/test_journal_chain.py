@@ -138,6 +138,19 @@ def test_own_keyframe_comes_before_one_of_another_branch(history):
     assert history.keyframes(102) == [(own.seq, [102]), (other.seq, [102]), (first.seq, [101, 102])]
 
 
+def test_a_checkpoint_made_before_the_record_before_is_of_another_branch(history):
+    history.start()
+    first = history.keyframe(100)
+    history.points(101, 102)
+    # The time of a record here is its step.
+    history.entry(102, time_ns=100)
+    history.start(history.point(100).place)
+    history.points(101, 102, 103)
+    assert history.keyframes(103) == [(first.seq, [101, 102, 103])]
+    published = history.entry(103, time_ns=100)
+    assert history.keyframes(103)[0] == (published.seq, [])
+
+
 # The newest state
 
 
@@ -323,14 +336,27 @@ def test_segments_newer_than_the_answer_are_read_and_older_ones_are_not(history)
 
 
 def test_entry_tells_rewound_checkpoints_from_demoted_ones():
-    header = SimpleNamespace(seq=3, step=5, is_archival=False, fidelity="exact", origin_id=None, generation=0)
-    assert entry_of(header) == Entry(3, 5)
+    header = SimpleNamespace(
+        seq=3,
+        step=5,
+        is_archival=False,
+        fidelity="exact",
+        origin_id=None,
+        generation=0,
+        may_be_in_replay_form=False,
+        time_ns=9,
+    )
+    assert entry_of(header) == Entry(3, 5, time_ns=9)
 
     def changed(**facts):
         return entry_of(SimpleNamespace(**{**vars(header), **facts}))
 
-    assert changed(fidelity="residual", generation=1, origin_id=b"o" * 32) == Entry(3, 5, is_exact=False)
+    assert changed(fidelity="residual", generation=1, origin_id=b"o" * 32) == Entry(3, 5, is_exact=False, time_ns=9)
     assert changed(origin_id=b"o" * 32).is_rewound
     assert changed(origin_id=b"o" * 32, generation=2).is_rewound, "moved to a tier"
     assert changed(origin_id=b"o" * 32, fidelity="residual").is_rewound
     assert not changed(origin_id=b"o" * 32, is_archival=True).is_rewound, "undeleted"
+    in_replay_form = changed(origin_id=b"o" * 32, generation=1, may_be_in_replay_form=True)
+    assert in_replay_form == Entry(3, 5, is_archival=True, time_ns=9), (
+        "it has no bytes, so it is neither rewound nor the latest"
+    )
