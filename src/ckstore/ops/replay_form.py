@@ -243,7 +243,9 @@ def require_equal(captured: Captured, checkpoint: tuple[Manifest, ReplayForm], t
 def _differs(checkpoint: tuple[Manifest, ReplayForm], path: str, what: str) -> ReplayError:
     manifest, form = checkpoint
     step, base = manifest.header.step, form.base
-    facts = differences(form.environment, environment_of(())) or "in the same environment"
+    now = environment_of(())
+    same = "; ".join(f"{name} {text}" for name, text in now.items())
+    facts = differences(form.environment, now) or f"then and now: {same}"
     return ReplayError(
         f"{path} {what}, after training from step {base.step} to step {step} ({facts})",
         where=f"run {manifest.header.run!r}, seq {manifest.header.seq}",

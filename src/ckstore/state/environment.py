@@ -44,9 +44,9 @@ def environment_of(optimizers: Sequence[Any]) -> dict[str, str]:
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return the facts that differ between two environments, as a sentence part; empty: no fact of both differs."""
-    facts = [f"{name} {then[name]} then, {now[name]} now" for name in then if name in now and then[name] != now[name]]
-    return "; ".join(facts) if then else "it is unknown where it was written"
+    """Return the facts that two environments have and that differ, as a sentence part; empty: none does."""
+    both = (name for name in then if name in now and then[name] != now[name])
+    return "; ".join(f"{name} {then[name]} then, {now[name]} now" for name in both)
 
 
 def _joined(texts: Iterable[str]) -> str:
