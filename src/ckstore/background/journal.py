@@ -4,9 +4,16 @@ Each commit becomes a *point* if the noted steps explain what has changed since 
 ordinary commit, which has a record in the journal, too. A point's gradients and rest are staged like the state of a
 commit, for a saver process of the journal's own: a point need not wait while a keyframe is being written.
 
+Words:
+- *Owned* is what the steps of optimizers make: their parameters and their state.
+- The *rest* is everything else in the state, such as buffers and random states. It is stored where it has changed.
+- *Late* checksums are those of what is owned: computed after ``commit_async`` has returned, while the next step waits.
+- The *facts* about optimizers are what makes them again without the user's own. Each record of a keyframe has them.
+- A journal is *settled* when it is known whether the next commit can be a point.
+
 Invariants:
-- Every commit since the first is a record, in the order of the calls. After a record that was not stored, the next one
-  begins a chain, with a keyframe.
+- Every commit since the first is a record, in the order of the calls, except of states without the optimizers. After
+  one that is not stored as a record, the next one begins a chain, with a keyframe.
 - Planning a record takes the noted steps. Unless it is then submitted, the next commit begins a chain.
 - A point is planned when the record before it is durable, and the keyframe that its chain begins with. So a point with
   a receipt can be restored.
