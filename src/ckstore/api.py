@@ -194,7 +194,7 @@ class Store:
             self._note_commit(receipt.seq)
             self._costs.note(number, receipt.seconds["total"], receipt)
             if self._journal is not None and record:
-                self._journal.submit(record, number, policy or self._policy)
+                self._journal.submit_after_commit(record, number, policy or self._policy)
         for warning in receipt.warnings if self._is_first_rank else ():
             _log.warning("step %d: %s", receipt.step, warning)
         return receipt

@@ -38,7 +38,7 @@ from ckstore.background.device_copy import order_after_now, versions_of
 from ckstore.background.pending import Pending
 from ckstore.config import MIB, Policy
 from ckstore.display import size
-from ckstore.errors import CorruptError, UsageError, shown_object
+from ckstore.errors import CkstoreError, CorruptError, UsageError, shown_object
 from ckstore.format.records import RecordPlace
 from ckstore.format.tree import ListNode, TensorNode
 from ckstore.journal.checksums import checksums_of
@@ -338,6 +338,17 @@ class JournalSide:
         itself = weakref.ref(self)
         pending.when_done(lambda done: _note_failure(itself, done))
         return pending
+
+    def submit_after_commit(self, record: PlannedRecord, step: int, policy: Policy) -> None:
+        """Do the same for a keyframe that is durable already, so that its commit cannot fail any more."""
+        try:
+            self.submit(record, step, policy)
+        except CkstoreError as error:
+            _log.warning(
+                "step %d is stored without a record in the journal, so the next commit stores the whole state: %s",
+                step,
+                error,
+            )
 
     def _hold_lease(self, commits: TrainerSide | None) -> None:
         """Take the lease of the run, which a process holds that writes points, unless this process or its saver has it.

@@ -107,6 +107,21 @@ def test_points_go_on_after_an_interrupted_commit(tmp_path, monkeypatch, place, 
     assert_restorable(tmp_path / "store", weights, [1, 2, 4, 5])
 
 
+def test_commit_succeeds_if_only_its_record_fails(tmp_path, monkeypatch, caplog):
+    def commit(store, training):
+        def fail(*_):
+            raise CapacityError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_of(store), "submit", fail)
+            assert store.commit(training.state, 3).seq == 1
+        assert "stored without a record" in caplog.text
+
+    weights, whole = run_with(tmp_path / "store", commit)
+    assert whole == [1, 3, 4]
+    assert_restorable(tmp_path / "store", weights, range(1, 6))
+
+
 def test_keyframe_that_was_not_submitted_is_repeated(tmp_path, monkeypatch):
     training, weights = Training(), {}
     with ckstore.open(tmp_path / "store") as store:
