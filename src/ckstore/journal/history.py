@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from ckstore.journal.blobs import BlobReader, DecodeMemory
 from ckstore.processes import owner_is_running
 from ckstore.restore.restore import Restored, RestoreRequest, read_storage, restore_reference
 from ckstore.state.capture import loaded_adapters
-from ckstore.store.journal_chain import ChainRecord, Entry, Keyframe
+from ckstore.store.journal_chain import ChainRecord, Keyframe
 from ckstore.store.journal_needs import JournalState
 from ckstore.store.journals import WRITER_SECONDS, Journals
 from ckstore.store.orphans import SaverPurpose
@@ -122,7 +122,7 @@ class _Restorer:
             NotFoundError: It has no keyframe any more.
         """
         first: CkstoreError | None = None
-        for keyframe in self._keyframes(record):
+        for keyframe in self._state.keyframes(record):
             try:
                 return self._from(keyframe)
             except CkstoreError as error:
@@ -149,8 +149,8 @@ class _Restorer:
         """
         damage: CkstoreError | None = None
         damaged: ChainRecord | None = None
-        while isinstance(record := self._newest(), ChainRecord) and damaged in (None, record):
-            keyframe, started = next(self._keyframes(record)), list[int]()
+        while isinstance(record := self._state.newest(), ChainRecord) and damaged in (None, record):
+            keyframe, started = next(self._state.keyframes(record)), list[int]()
             try:
                 return self._from(keyframe, started)
             except CkstoreError as error:
@@ -178,12 +178,6 @@ class _Restorer:
             "the newest state that can be read",
             **damage.facts,
         )
-
-    def _newest(self) -> ChainRecord | Entry | None:
-        return self._state.journal.newest(self._state.entries, self._state.structure_of)
-
-    def _keyframes(self, record: ChainRecord) -> Iterator[Keyframe]:
-        return self._state.journal.keyframes(record, self._state.entries, self._state.structure_of)
 
     def _leave_out(self, keyframe: Keyframe, error: CkstoreError) -> None:
         self._note(f"seq {keyframe.entry.seq} could not be used: {error}")

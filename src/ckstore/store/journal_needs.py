@@ -56,11 +56,11 @@ class JournalState:
     """A run's journal and checkpoints at one moment.
 
     Attributes:
-        journal: The segments; all heads were read.
+        journal: The segments; all heads were read, unless it is lazy.
         entries: The checkpoints, read after the segments. So a keyframe that was published before a record that was
             found is found, too.
         structure_of: Reads the structure of a checkpoint.
-        held: Segments that a process may be appending to.
+        held: Segments that a process may be appending to; empty if it is lazy.
         tags: The tags on points, by name. Read last: a collection reads them after its intents.
     """
 
@@ -78,6 +78,7 @@ class JournalState:
         min_age_seconds: float = 0.0,
         elsewhere: Mapping[SegmentName, str] = MappingProxyType({}),
         is_strict: bool = True,
+        is_lazy: bool = False,
     ) -> JournalState:
         """Read the journal and the checkpoints of a run.
 
@@ -86,6 +87,7 @@ class JournalState:
             min_age_seconds: Segments that were changed within this time count as held.
             elsewhere: Paths of segments in the trash.
             is_strict: Raise if a manifest or tag cannot be used. Otherwise leave it out.
+            is_lazy: Read heads when they are needed, and do not find out what is held: for one point.
 
         Raises:
             CorruptError: A manifest or a tag is damaged.
@@ -93,12 +95,13 @@ class JournalState:
             BackendError: A file cannot be read.
         """
         journals = Journals(repository.manifests, clock=repository.clock)
-        names = journals.names()
+        names = () if is_lazy else journals.names()
         held = _held_segments(repository, names, min_age_seconds)
         journal = journals.read(elsewhere)
-        # Those that were created since they were listed.
-        held |= journal.segments.keys() - set(names) - elsewhere.keys()
-        journal.read_all(repository.backend)
+        if not is_lazy:
+            # Those that were created since they were listed.
+            held |= journal.segments.keys() - set(names) - elsewhere.keys()
+            journal.read_all(repository.backend)
         entries = _entries_of(repository, is_strict=is_strict)
         structure_of = functools.cache(structures_of(repository.manifests, is_strict=is_strict))
         tags = repository.tags.on_points(is_strict=is_strict)
@@ -111,9 +114,17 @@ class JournalState:
 
     def active_tips(self) -> list[ChainRecord]:
         """Return the newest point, if it is newer than every checkpoint, and the last records of held segments."""
-        newest = self.journal.newest(self.entries, self.structure_of)
+        newest = self.newest()
         tips = [self.journal.tip(name) for name in self.journal.segments if name in self.held]
         return [tip for tip in (newest, *tips) if isinstance(tip, ChainRecord)]
+
+    def keyframes(self, point: ChainRecord) -> Iterator[Keyframe]:
+        """Yield the keyframes of a point, the nearest first."""
+        return self.journal.keyframes(point, self.entries, self.structure_of)
+
+    def newest(self) -> ChainRecord | Entry | None:
+        """Return the newest state of the run, a point or a checkpoint."""
+        return self.journal.newest(self.entries, self.structure_of)
 
     def lasting_keyframe(self, point: ChainRecord) -> Keyframe | None:
         """Return the keyframe that must stay for a point: the nearest one that the writer of its record has published.
@@ -121,7 +132,7 @@ class JournalState:
         A nearer checkpoint of another process may have the same step and structure, and not the same bits.
         """
         first: Keyframe | None = None
-        for keyframe in self.journal.keyframes(point, self.entries, self.structure_of):
+        for keyframe in self.keyframes(point):
             if self.journal.is_own(keyframe.entry, keyframe.record):
                 return keyframe
             first = first or keyframe
@@ -131,7 +142,7 @@ class JournalState:
         """Return the keyframe of a point that has this seq; None if it, the point or a record between is not there."""
         if self.journal.find(point.place) is None:
             return None
-        keyframes = self.journal.keyframes(point, self.entries, self.structure_of)
+        keyframes = self.keyframes(point)
         return next((keyframe for keyframe in keyframes if keyframe.entry.seq == seq), None)
 
     def tagged_points(self) -> Iterator[tuple[str, ChainRecord, Keyframe | None]]:
@@ -231,7 +242,7 @@ def put_back_continued(repository: Repository, trash: Iterable[TrashFolder]) -> 
     def needed(state: JournalState, in_place: Collection[SegmentName]) -> Iterator[SegmentName]:
         for name in state.journal.segments.keys() & in_place:
             tip = state.journal.tip(name)
-            keyframes = () if tip is None else state.journal.keyframes(tip, state.entries, state.structure_of)
+            keyframes = () if tip is None else state.keyframes(tip)
             nearest = next(iter(keyframes), None)
             if tip is not None and nearest is not None:
                 yield from _segments_between(state.journal, tip, nearest)

@@ -20,6 +20,7 @@ from ckstore.format.header import ManifestHeader
 from ckstore.format.journal import read_body
 from ckstore.format.points import decode_point, metrics_of
 from ckstore.format.records import RecordPlace
+from ckstore.io.backend import Distant
 from ckstore.results import Info
 from ckstore.store.journal_chain import ChainRecord, Keyframe, Nearest
 from ckstore.store.journal_needs import JournalState, require_keyframe
@@ -170,20 +171,22 @@ def find_point(repository: Repository, ref: Reference) -> FoundPoint | None:
     if not may_mean_point(repository, ref):
         return None
     tagged = _tagged_place(repository, ref)
-    state = JournalState.read(repository, is_strict=False)
+    # In a bucket, many heads are read concurrently.
+    is_lazy = ref == "latest" or not isinstance(repository.backend, Distant)
+    state = JournalState.read(repository, is_strict=False, is_lazy=is_lazy)
     record: ChainRecord | None
     if tagged:
         record = _of_tag(repository, state, str(ref), tagged)
     elif _is_step(ref):
         record = _of_step(state, int(ref))
     elif ref == "latest":
-        newest = state.journal.newest(state.entries, state.structure_of)
+        newest = state.newest()
         record = newest if isinstance(newest, ChainRecord) else None
     else:
         record = _best(repository, state, str(ref))
     if record is None:
         return None
-    keyframe = next(state.journal.keyframes(record, state.entries, state.structure_of))
+    keyframe = next(state.keyframes(record))
     if _is_step(ref) and not keyframe.replayed:
         # It is the checkpoint itself, which undelete has brought back.
         return None
@@ -221,7 +224,7 @@ def _of_tag(repository: Repository, state: JournalState, name: str, place: Recor
             where=where,
             todo="run `ckstore verify`; `ckstore repair` takes it from a mirror or a tier",
         )
-    if next(state.journal.keyframes(record, state.entries, state.structure_of), None) is None:
+    if next(state.keyframes(record), None) is None:
         raise NotFoundError(
             f"the point of tag {name!r}, step {record.head.step}, has no keyframe that can be read",
             where=where,
@@ -278,26 +281,38 @@ def _metrics_of(repository: Repository, record: ChainRecord) -> Mapping[str, flo
 
 
 def _of_step(state: JournalState, step: int) -> ChainRecord | None:
-    found = (record for record, _, is_of_step in _newest_first(state) if is_of_step and record.head.step == step)
-    return next(found, None)
+    is_hidden = _hidden_by_checkpoints(state)
+    for name in reversed(state.journal.segments):
+        for record in reversed(state.journal.records(name).records):
+            if record.head.step == step and next(state.keyframes(record), None) is not None:
+                return None if is_hidden(record) else record
+    return None
+
+
+def _hidden_by_checkpoints(state: JournalState) -> Callable[[ChainRecord], bool]:
+    """Return whether a checkpoint of the step of a record is newer (docs/FORMAT.md, section 14), as a function."""
+    checkpoints = {entry.step: entry for entry in state.entries if not entry.is_archival}
+
+    def is_hidden(record: ChainRecord) -> bool:
+        checkpoint = checkpoints.get(record.head.step)
+        return checkpoint is not None and state.journal.is_own(checkpoint, record)
+
+    return is_hidden
 
 
 def _newest_first(state: JournalState) -> Iterator[tuple[ChainRecord, Nearest, bool]]:
     """Yield the records that have a keyframe, each with the nearest one, and whether its step means it.
 
-    A step means its newest record, unless a checkpoint of the step is newer (docs/FORMAT.md, section 14).
+    A step means its newest record, unless a checkpoint of the step is newer.
     """
-    nearest = state.nearest_keyframes()
-    checkpoints = {entry.step: entry for entry in state.entries if not entry.is_archival}
+    nearest, is_hidden = state.nearest_keyframes(), _hidden_by_checkpoints(state)
     seen: set[int] = set()
     for name in reversed(state.journal.segments):
         records = state.journal.records(name).records
         for record, keyframe in reversed(list(zip(records, nearest[name].of_records, strict=True))):
             if keyframe is not None:
-                step, checkpoint = record.head.step, checkpoints.get(record.head.step)
-                is_older = checkpoint is not None and state.journal.is_own(checkpoint, record)
-                yield record, keyframe, step not in seen and not is_older
-                seen.add(step)
+                yield record, keyframe, record.head.step not in seen and not is_hidden(record)
+                seen.add(record.head.step)
 
 
 def _described(repository: Repository, found: FoundPoint, info: Info) -> Info:
