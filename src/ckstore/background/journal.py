@@ -402,6 +402,8 @@ class JournalSide:
         # What replayed= names is made by the loop, and that of the process before may have made other bytes.
         if point is not None and not self._options.replayed:
             self._before, self._points, self._replay_seconds = point.rest, point.replayed, point.seconds
+            # The optimizers may have had less state at the record before.
+            self._state_sizes = []
             self._continues, self._due = point.place, None
 
     def wait(self) -> None:

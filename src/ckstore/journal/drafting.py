@@ -180,28 +180,36 @@ def _addresses_of(captured: Captured) -> list[int]:
 
 def facts_of(optimizer: Any, captured: Captured) -> DraftOptimizer:
     """Return what makes an optimizer again."""
-    # The first tensor of those with the same address.
-    index_of = {address: index for index, address in reversed(list(enumerate(_addresses_of(captured))))}
+    # The first tensor of those with the same place. Views of other shapes may begin where a parameter does.
+    places = zip(_addresses_of(captured), (tensor.shape for tensor in captured.tensors), strict=True)
+    index_of = {place: index for index, place in reversed(list(enumerate(places)))}
     kind = type(optimizer)
     defaults = {name: _argument_of(optimizer, name, index_of) for name in optimizer.defaults}
     plain = {name: node for name, node in defaults.items() if node is not None}
-    groups = [[index_of.get(each.data_ptr(), 0) for each in group["params"]] for group in optimizer.param_groups]
+    groups = [[index_of.get(_place_of(each), 0) for each in group["params"]] for group in optimizer.param_groups]
     state = []
     for parameter in parameters_of(optimizer):
         found = optimizer.state.get(parameter, {})
         tensors = {name: value for name, value in found.items() if hasattr(value, "data_ptr")}
-        state.append({name: index_of[value.data_ptr()] for name, value in tensors.items()})
+        state.append({name: index_of[_place_of(value)] for name, value in tensors.items()})
     tree = encode_tree(DictNode("dict", tuple(plain), tuple(plain.values())))
     return DraftOptimizer(f"{kind.__module__}.{kind.__qualname__}", tree, groups, state)
 
 
-def _argument_of(optimizer: Any, name: str, index_of: Mapping[int, int]) -> Node | None:
+_Place = tuple[int, tuple[int, ...]]
+
+
+def _place_of(tensor: Any) -> _Place:
+    return tensor.data_ptr(), tuple(tensor.shape)
+
+
+def _argument_of(optimizer: Any, name: str, index_of: Mapping[_Place, int]) -> Node | None:
     """Return the node of an argument of an optimizer: for a tensor, where the state has one like it."""
     value = optimizer.defaults[name]
     # ``load_state_dict`` gives the groups tensors of their own.
     for each in (value, *(group.get(name) for group in optimizer.param_groups)):
-        if hasattr(each, "data_ptr") and each.data_ptr() in index_of:
-            return TensorNode(index_of[each.data_ptr()])
+        if hasattr(each, "data_ptr") and _place_of(each) in index_of:
+            return TensorNode(index_of[_place_of(each)])
     return node_of(value)
 
 

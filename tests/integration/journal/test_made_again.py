@@ -69,3 +69,16 @@ def test_hyper_parameters_may_be_tensors(place):
         training.run(store, range(4, 6))
         assert [info.step for info in store.log()] == [1]
     check_all(place, training)
+
+
+def test_a_run_may_go_back_to_a_point_before_its_first_step(place):
+    training = JournaledTraining()
+    with ckstore.open(place) as store:
+        store.journal(training.optimizer)
+        for step in (0, 1):
+            store.commit_async(training.state, step).result()
+        training.run(store, range(2, 4))
+        store.restore(1, into=training.state)
+        training.run(store, range(2, 5))
+        assert [info.step for info in store.log()] == [0]
+    check_all(place, training)
