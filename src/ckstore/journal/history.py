@@ -324,7 +324,8 @@ def restore_newest_or_step(
         return None
     if not _has_live_trainer(repository):
         Journals(repository.manifests, clock=repository.clock).wait_for_writer(seconds=WRITER_SECONDS)
-    found = find_point(repository, ref)
+    # A journal continues the newest point, and not its checkpoint.
+    found = find_point(repository, ref, or_its_checkpoint=ref == "latest" and request.only is None)
     if found is None:
         return None
     step = found.record.head.step

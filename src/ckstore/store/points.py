@@ -161,8 +161,13 @@ class FoundPoint(NamedTuple):
     state: JournalState
 
 
-def find_point(repository: Repository, ref: Reference) -> FoundPoint | None:
+def find_point(repository: Repository, ref: Reference, *, or_its_checkpoint: bool = False) -> FoundPoint | None:
     """Return the point that a reference means; None if it means a checkpoint, or nothing.
+
+    Args:
+        repository: The store and its run.
+        ref: The reference.
+        or_its_checkpoint: Return a point even if a checkpoint may be the same state.
 
     Raises:
         CorruptError: It is a tag on a point that is not in the journal.
@@ -187,8 +192,7 @@ def find_point(repository: Repository, ref: Reference) -> FoundPoint | None:
     if record is None:
         return None
     keyframe = next(state.keyframes(record))
-    if _is_step(ref) and not keyframe.replayed:
-        # It is the checkpoint itself, which undelete has brought back.
+    if not (keyframe.replayed or tagged or or_its_checkpoint):
         return None
     lasting = state.lasting_keyframe(record) or keyframe
     return FoundPoint(record, keyframe, lasting.entry.seq, _tags_by_place(state).get(record.place, ()), state)

@@ -171,3 +171,24 @@ def table_points(place):
     """Return the points that ``ckstore ls`` shows, by the seq of their keyframe."""
     with ckstore.open(place, create=False) as store:
         return points.points_by_keyframe(repository_of(store))
+
+
+def test_the_first_commit_after_a_restart_may_be_tagged(place):
+    trained(place, 3)
+    training = JournaledTraining()
+    with ckstore.open(place, create=False) as store:
+        store.journal(training.optimizer)
+        store.restore(into=training.state)
+        training.train(4)
+        store.commit(training.state, 4, metrics={"loss": 1.0}, tags=["epoch"])
+    with ckstore.open(place, create=False) as store:
+        assert [info.step for info in store.log()] == [4, 1]
+        for ref in ("latest", 4, "best:loss", "epoch"):
+            assert (store.info(ref).form, store.info(ref).tags) == ("whole", ("epoch",))
+            assert bits(store.restore(ref)) == bits(training.state)
+            store.stats(ref)
+        assert list(store.restore(4, only="model.*")) == ["model"]
+        store.journal(training.optimizer)
+        store.restore(into=training.state)
+        training.run(store, [5])
+        assert [info.step for info in store.log()] == [4, 1], "the journal continues the checkpoint's record"
