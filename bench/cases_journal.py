@@ -21,12 +21,14 @@ from bench.journal_runs import JournaledRun, Kind, Seen, noted_gradients, settin
 from bench.measure import Participant, Result, Sample, interleave, log
 from bench.training import Arrays
 from bench.workbench import Bench, open_store, with_ckstore
+from ckstore._testing import repository_of
 from ckstore.config import Limits
 from ckstore.journal.blobs import BlobWriter, DecodeMemory
 from ckstore.journal.checksums import checksums_of
 from ckstore.journal.gradients import GradientMemory, SeenGradient, load_gradient, store_gradient
-from ckstore.journal.history import History
+from ckstore.journal.history import read_point
 from ckstore.state.capture import capture, loaded_adapters
+from ckstore.store.points import find_point
 
 ROWS: dict[str, Kind] = {
     "bf16": Kind(),
@@ -379,12 +381,13 @@ def _decoded(place: Path, steps: Sequence[int]) -> Sample:
     """Read and decode the gradients of some steps, one after the other, as a restore does while the optimizer works."""
     seconds = []
     with open_store(place) as store:
-        history = History(store._repository)
+        repository = repository_of(store)
         memory, gradients = DecodeMemory(Limits()), GradientMemory()
         for step in steps:
-            record = history.of_step(step)
+            found = find_point(repository, step)
+            assert found is not None, "the run has this point"
             began = time.perf_counter()
-            stored = history._read(record, memory)()
+            stored = read_point(repository, found.state.journal, found.record, memory)()
             for each in stored.point.steps[0].gradients:
                 load_gradient(each, stored.blobs, gradients)
             seconds.append(time.perf_counter() - began)

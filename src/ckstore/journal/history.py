@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckstore.config import Policy
+from ckstore.config import Limits, Policy
 from ckstore.errors import CkstoreError, NotFoundError, ReplayError, UsageError, is_damage, shown_object
 from ckstore.format.journal import read_body
 from ckstore.format.many_ranks import plain_manifest
@@ -19,7 +19,7 @@ from ckstore.journal.blobs import BlobReader, DecodeMemory
 from ckstore.processes import owner_is_running
 from ckstore.restore.restore import Restored, RestoreRequest, read_storage, restore_reference
 from ckstore.state.capture import loaded_adapters
-from ckstore.store.journal_chain import ChainRecord, Keyframe
+from ckstore.store.journal_chain import ChainRecord, Journal, Keyframe
 from ckstore.store.journal_needs import JournalState
 from ckstore.store.journals import WRITER_SECONDS, Journals
 from ckstore.store.orphans import SaverPurpose
@@ -220,7 +220,8 @@ class _Restorer:
         def read_base(index: int) -> Any:
             return read_storage(self._repository, self._policy, plain_manifest(bases[0].manifest), index)
 
-        read = partial(self._read, memory=DecodeMemory(self._repository.limits))
+        memory = DecodeMemory(self._repository.limits)
+        read = partial(read_point, self._repository, self._state.journal, memory=memory)
         adapters = loaded_adapters()
         made = restore_point(how, keyframe.record, keyframe.replayed, restore_base, adapters, read, read_base)
         last, (base,) = keyframe.replayed[-1] if keyframe.replayed else keyframe.record, bases
@@ -235,42 +236,58 @@ class _Restorer:
             base.warnings,
         )
 
-    def _read(self, record: ChainRecord, memory: DecodeMemory) -> Callable[[], StoredPoint]:
-        """Read the bytes of a record, and return what decodes them. Frames are decoded when they are needed.
 
-        Raises:
-            CorruptError: It is damaged.
-            NotFoundError: Its segment was collected meanwhile.
-        """
-        from ckstore.journal.restoring import reading
+def read_point(
+    repository: Repository, journal: Journal, record: ChainRecord, memory: DecodeMemory
+) -> Callable[[], StoredPoint]:
+    """Read the bytes of a record, and return what decodes them. Frames are decoded when they are needed.
 
-        number, step = record.head.number, record.head.step
-        where = self._repository.backend.location_of(record.segment.path)
-        try:
-            with reading(number, step, where), closing(self._state.journal.open_segment(record.segment)) as file:
-                content = memoryview(file.read_at(record.offset, record.head.nbytes))
-        except FileNotFoundError:
-            raise NotFoundError(
-                f"record {number} of the journal, step {step}, was deleted meanwhile",
-                where=where,
-                todo="restore another step",
-                number=number,
-                step=step,
-            ) from None
-        return partial(self._decoded, record, content, memory, where)
+    Args:
+        repository: The store.
+        journal: The journal that has the record.
+        record: The record.
+        memory: Memory for frames, which other records use, too.
 
-    def _decoded(self, record: ChainRecord, content: memoryview, memory: DecodeMemory, where: object) -> StoredPoint:
-        from ckstore.journal.restoring import StoredPoint, reading
+    Raises:
+        CorruptError: It is damaged.
+        NotFoundError: Its segment was collected meanwhile.
+    """
+    from ckstore.journal.restoring import reading
 
-        def read(offset: int, count: int) -> memoryview:
-            return content[offset - record.offset : offset - record.offset + count]
+    number, step = record.head.number, record.head.step
+    where = repository.backend.location_of(record.segment.path)
+    try:
+        with reading(number, step, where), closing(journal.open_segment(record.segment)) as file:
+            content = memoryview(file.read_at(record.offset, record.head.nbytes))
+    except FileNotFoundError:
+        raise NotFoundError(
+            f"record {number} of the journal, step {step}, was deleted meanwhile",
+            where=where,
+            todo="restore another step",
+            number=number,
+            step=step,
+        ) from None
+    environment = journal.segments[record.segment].facts.environment
+    return partial(_decoded, repository.limits, record, content, memory, environment, where)
 
-        limits = self._repository.limits
-        with reading(record.head.number, record.head.step, where):
-            point = decode_point(read_body(read, record.placed, where=where), limits=limits, where=where)
-            blobs = BlobReader(read, record.placed, point.blobs, limits, where=where, memory=memory)
-        environment = self._state.journal.segments[record.segment].facts.environment
-        return StoredPoint(record.head.number, record.head.step, point, blobs, environment)
+
+def _decoded(
+    limits: Limits,
+    record: ChainRecord,
+    content: memoryview,
+    memory: DecodeMemory,
+    environment: Mapping[str, str],
+    where: object,
+) -> StoredPoint:
+    from ckstore.journal.restoring import StoredPoint, reading
+
+    def read(offset: int, count: int) -> memoryview:
+        return content[offset - record.offset : offset - record.offset + count]
+
+    with reading(record.head.number, record.head.step, where):
+        point = decode_point(read_body(read, record.placed, where=where), limits=limits, where=where)
+        blobs = BlobReader(read, record.placed, point.blobs, limits, where=where, memory=memory)
+    return StoredPoint(record.head.number, record.head.step, point, blobs, environment)
 
 
 def _is_failure(error: CkstoreError) -> bool:
