@@ -20,6 +20,7 @@ from support.format_samples import (
     sample_replay_manifest,
     sample_tag_on_point,
 )
+from support.journal_samples import sample_segment
 from support.rank_parts import sample_ranks_manifest
 
 
@@ -28,6 +29,7 @@ def golden_files() -> dict[str, bytes]:
     files = {"sample.pack": sample_pack(), "sample.ckm": encode_manifest(sample_manifest())}
     files["ranks.ckm"] = sample_ranks_manifest()
     files["replay.ckm"] = encode_manifest(sample_replay_manifest())
+    files["journal.ckj"] = sample_segment()
     files["tag_on_point.json"] = encode_record(sample_tag_on_point())
     for record in sample_records():
         files[f"{record.kind}.json"] = encode_record(record)

@@ -14,6 +14,7 @@ import pytest
 
 from ckstore.config import Limits
 from ckstore.format.header import PREAMBLE_NBYTES, decode_preamble
+from ckstore.format.journal import SEGMENT_HEADER_NBYTES, decode_segment, read_body, read_frames, read_heads
 from ckstore.format.location import plain_location
 from ckstore.format.manifest import decode_manifest, encode_manifest
 from ckstore.format.many_ranks import (
@@ -27,11 +28,12 @@ from ckstore.format.many_ranks import (
 )
 from ckstore.format.pack import decode_directory, decode_superheader, decode_tail, scan_frames
 from ckstore.format.paths import ManifestName
+from ckstore.format.points import decode_point
 from ckstore.format.records import FORMAT_VERSION, READABLE_VERSIONS, decode_record, encode_record
 from ckstore.format.replay_form import replay_form_of
 from ckstore.format.tree import ValueNode
 from ckstore.format.zstd import plain_section
-from ckstore.hashing import digest_of
+from ckstore.hashing import chunk_id_of, digest_of
 from support import format_example
 from support.format_samples import (
     PACK_ID,
@@ -44,6 +46,7 @@ from support.format_samples import (
     sample_replay_manifest,
     sample_tag_on_point,
 )
+from support.journal_samples import BLOBS, SEGMENT, sample_points, sample_segment
 from support.rank_parts import sample_ranks_manifest
 
 GOLDEN = Path(__file__).parent
@@ -166,3 +169,20 @@ def test_golden_records_round_trip(name, record):
     golden = (FOLDER / f"{name}.json").read_bytes()
     assert decode_record(golden, type(record)) == record
     assert encode_record(record) == golden
+
+
+def test_golden_journal_round_trips():
+    golden = (FOLDER / "journal.ckj").read_bytes()
+    assert sample_segment() == golden
+    segment = decode_segment(golden[:SEGMENT_HEADER_NBYTES], store_id=STORE_ID)
+    assert segment == SEGMENT
+
+    def read(offset, nbytes):
+        return golden[offset : offset + nbytes]
+
+    placed = list(read_heads(read, len(golden), segment))
+    assert [each.head.step for each in placed] == [1219, 1220]
+    assert tuple(decode_point(read_body(read, each)) for each in placed) == sample_points()
+    frames = [list(read_frames(read, each)) for each in placed]
+    assert [header.chunk_id for header, _ in frames[1]] == [chunk_id_of(plain) for plain in BLOBS]
+    assert not frames[0]
