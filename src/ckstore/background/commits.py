@@ -569,8 +569,9 @@ class BackgroundCommits:
                 commit.staging.give_up(error)
                 if is_second_try or saver.takes_tickets or not isinstance(error, Exception):
                     raise
-                # The saver died because of an earlier commit.
-                _log.warning("%s; starting another saver", error)
+                # The saver died because of an earlier commit. What the user could do about it is done here.
+                what = error.what if isinstance(error, CkstoreError) else error
+                _log.warning("%s; starting another saver", what)
         raise AssertionError("unreachable")
 
     def _send_begin(self, commit: InFlightCommit, head: bytes, place: int, number: int) -> None:
