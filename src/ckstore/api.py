@@ -185,6 +185,8 @@ class Store:
             self._reclaim_lease()
             record = self._journal and self._journal.plan_keyframe(state, metrics=checked_metrics)
             state, policy = record.as_keyframe(policy or self._policy) if record else (state, policy)
+            if self._journal is not None and record:
+                self._journal.submit_before_commit(record, number, policy or self._policy)
             with self._costs.trying():
                 committed = self._committed(state, number, checked_metrics, policy or self._policy)
             receipt = committed.receipt
@@ -194,7 +196,7 @@ class Store:
             self._note_commit(receipt.seq)
             self._costs.note(number, receipt.seconds["total"], receipt)
             if self._journal is not None and record:
-                self._journal.submit_after_commit(record, number, policy or self._policy)
+                self._journal.note_commit()
         for warning in receipt.warnings if self._is_first_rank else ():
             _log.warning("step %d: %s", receipt.step, warning)
         return receipt

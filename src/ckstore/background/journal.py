@@ -46,6 +46,7 @@ from ckstore.journal.clipping import take_factors
 from ckstore.journal.drafting import Drafted, draft_point, state_sizes
 from ckstore.journal.encoding import ArrayPlace
 from ckstore.journal.recorder import RecordedStep, StepRecorder
+from ckstore.processes import owner_is_running, process_started
 from ckstore.state.capture import Captured, loaded_adapters
 from ckstore.state.capture_cache import CaptureCache
 from ckstore.state.environment import environment_of
@@ -105,13 +106,11 @@ class PlannedRecord:
         captured: The state.
         drafted: Its draft, and what the draft needs.
         reason: Why this commit must store the whole state; None: it is a point.
-        is_after_commit: Its keyframe is durable before it is stored.
     """
 
     captured: Captured
     drafted: Drafted
     reason: str | None
-    is_after_commit: bool = False
 
     def as_keyframe(self, policy: Policy) -> tuple[Captured, Policy]:
         """Return what its checkpoint stores, and how: this capture, as another may differ, and without a loss."""
@@ -149,6 +148,7 @@ class JournalSide:
         self._points = 0
         self._replay_seconds = 0.0
         self._due: str | None = "it is the first one"
+        self._due_after_commit: str | None = None
         self._continues: RecordPlace | None = None
         self._begins_segment = False
         self._reported: set[str] = set()
@@ -190,11 +190,10 @@ class JournalSide:
         captured = self._cache.capture_for_commit(state)
         self._settle(None)
         try:
-            record = self._planned(captured, metrics, has_tags=True)
+            return self._planned(captured, metrics, has_tags=True)
         except UsageError as error:
             self._report("a commit is not in the journal, and the next one stores the whole state", str(error))
             return None
-        return replace(record, is_after_commit=True)
 
     def plan(
         self, state: Any, *, metrics: Mapping[str, float], tags: Sequence[str], commits: TrainerSide | None = None
@@ -328,27 +327,39 @@ class JournalSide:
         pending = self._started().submit(request)
         self._before = record.drafted.checksums
         self._points += 1
-        self._has_keyframe = record.is_after_commit or not draft.begins_chain
-        if record.is_after_commit:
-            self._points, self._replay_seconds = 0, 0.0
+        self._has_keyframe = not draft.begins_chain
         # The caller waits for a keyframe itself. If only its record fails, the next commit is a keyframe again.
         pending.error_was_raised = record.reason is not None
         # Last: this commit now takes part in the chain.
         self._due = None
         itself = weakref.ref(self)
         pending.when_done(lambda done: _note_failure(itself, done))
+        if record.reason is not None and (draft.begins_chain or draft.begins_segment or draft.continues is not None):
+            # Its segment must be older than the keyframe: by that, readers tell it from checkpoints of other branches.
+            self.wait()
         return pending
 
-    def submit_after_commit(self, record: PlannedRecord, step: int, policy: Policy) -> None:
-        """Do the same for a keyframe that is durable already, so that its commit cannot fail any more."""
+    def submit_before_commit(self, record: PlannedRecord, step: int, policy: Policy) -> None:
+        """Store the record of a keyframe that this process then commits itself. It may fail: the commit is still right.
+
+        Until ``note_commit``, the next commit begins a chain.
+        """
         try:
+            self._repository.prepare_run()
+            self._hold_lease(None)
             self.submit(record, step, policy)
+            self.wait()
         except CkstoreError as error:
             _log.warning(
-                "step %d is stored without a record in the journal, so the next commit stores the whole state: %s",
-                step,
-                error,
+                "step %d gets no record in the journal; the next commit stores the whole state: %s", step, error
             )
+        self._due_after_commit = self._due
+        self.begin_again("a commit before was not stored")
+
+    def note_commit(self) -> None:
+        """Go on in a new segment after a keyframe that this process has committed."""
+        self._due, self._has_keyframe, self._begins_segment = self._due_after_commit, True, True
+        self._points, self._replay_seconds = 0, 0.0
 
     def _hold_lease(self, commits: TrainerSide | None) -> None:
         """Take the lease of the run, which a process holds that writes points, unless this process or its saver has it.
@@ -361,7 +372,12 @@ class JournalSide:
             return
         holder = lease.holder()
         purpose = None if holder is None else SaverPurpose.of(holder.purpose)
-        if purpose is None or purpose.trainer_pid != os.getpid():
+        # A pid alone may be that of a trainer in a container before this one.
+        is_ours = purpose is not None and (purpose.trainer_pid, purpose.trainer_started) == (
+            os.getpid(),
+            process_started(os.getpid()),
+        )
+        if holder is None or not is_ours or owner_is_running(holder) is not True:
             lease.take()
 
     def begin_again(self, reason: str) -> None:

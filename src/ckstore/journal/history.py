@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from ckstore.format.journal import read_body
 from ckstore.format.many_ranks import plain_manifest
 from ckstore.format.points import decode_point
 from ckstore.journal.blobs import BlobReader, DecodeMemory
-from ckstore.processes import owner_is_running
+from ckstore.processes import owner_is_running, process_started
 from ckstore.restore.restore import Restored, RestoreRequest, read_storage, restore_reference
 from ckstore.state.capture import loaded_adapters
 from ckstore.store.journal_chain import ChainRecord, Journal, Keyframe
@@ -306,12 +305,12 @@ def _failed_record(error: CkstoreError, keyframe: Keyframe) -> ChainRecord | Non
 
 
 def _has_live_trainer(repository: Repository) -> bool:
-    """Whether the trainer of another process writes the run: then its journal is read as it is at this moment."""
+    """Whether a live trainer writes the run, also one of this process: then its journal is read as it is now."""
     holder = repository.lease.holder()
     if holder is None or owner_is_running(holder) is not True:
         return False
     purpose = SaverPurpose.of(holder.purpose)
-    return os.getpid() != (holder.pid if purpose is None else purpose.trainer_pid)
+    return purpose is None or process_started(purpose.trainer_pid) == purpose.trainer_started
 
 
 def restore_newest_or_step(

@@ -131,14 +131,16 @@ class StepRecorder:
             )
         attached = _Attached(inner, len(self._attached))
         self._hook(attached, inner)
-        alive = [each for each in self._attached if each.reference() is not None]
-        if len(alive) < len(self._attached):
+        gone = [each.index for each in self._attached if each.reference() is None]
+        if gone:
+            # In its place, so that the order is the one in which a loop that starts again names them.
+            attached.index = gone[0]
+            self._attached[attached.index] = attached
             self._note("an optimizer was replaced by another one")
-        elif any(each.shapes is not None for each in alive):
+            return
+        if any(each.shapes is not None for each in self._attached):
             self._note("an optimizer was added")
-        self._attached = [*alive, attached]
-        for index, each in enumerate(self._attached):
-            each.index = index
+        self._attached.append(attached)
 
     def _hook(self, attached: _Attached, optimizer: Any) -> None:
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)

@@ -115,7 +115,7 @@ def test_commit_succeeds_if_only_its_record_fails(tmp_path, monkeypatch, caplog)
         with monkeypatch.context() as patch:
             patch.setattr(journal_of(store), "submit", fail)
             assert store.commit(training.state, 3).seq == 1
-        assert "stored without a record" in caplog.text
+        assert "gets no record in the journal" in caplog.text
 
     weights, whole = run_with(tmp_path / "store", commit)
     assert whole == [1, 3, 4]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import ConflictError
 from support.journaled_training import JournaledTraining, bits
 from support.prepared_trainers import run_trainer
@@ -82,3 +85,27 @@ def test_after_a_collection_the_run_is_still_held(resumed, tmp_path):
 def test_a_handle_of_the_same_process_is_refused(resumed, tmp_path):
     with ckstore.open(tmp_path / "store") as other, pytest.raises(ConflictError):
         other.commit({"x": 1}, 7)
+
+
+def test_another_handle_of_the_process_reads_what_is_there(resumed, tmp_path):
+    with ckstore.open(tmp_path / "store") as other:
+        begun = time.monotonic()
+        other.restore(2)
+        assert time.monotonic() - begun < 30
+        assert other.restore()["optimizer"]
+        assert other.restored.step == 4
+
+
+def test_the_lease_of_a_dead_saver_is_taken(resumed, tmp_path):
+    """Its process id may be that of a saver of this trainer, or of another container's."""
+    training, store = resumed
+    training.train(5)
+    store.commit_async(training.state, 5, tags=["whole"]).result()
+    training.expected[5] = bits(training.state)
+    saver = store._background._commits._saver
+    os.kill(saver.pid, signal.SIGKILL)
+    while saver.is_alive:
+        time.sleep(0.01)
+    training.run(store, [6])
+    assert repository_of(store).lease.is_held
+    assert "ConflictError" in elsewhere(tmp_path, TRAIN).stderr

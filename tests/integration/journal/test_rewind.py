@@ -191,4 +191,4 @@ def test_the_first_commit_after_a_restart_may_be_tagged(place):
         store.journal(training.optimizer)
         store.restore(into=training.state)
         training.run(store, [5])
-        assert [info.step for info in store.log()] == [4, 1], "the journal continues the checkpoint's record"
+        assert [info.step for info in store.log()] == [5, 4, 1], "a checkpoint was restored, and a chain begins"
