@@ -57,7 +57,8 @@ def test_helper_reports_chunks_and_has_low_priority():
         assert helper.stages == list(stage_process.Chunks(1).stages())
         assert os.getpriority(os.PRIO_PROCESS, helper._process.pid) == cases_stages.NICENESS
         assert helper.do("hash")[0] == 0
-        time.sleep(0.2)
+        # Longer than what is asserted: the helper begins to count a little later.
+        time.sleep(0.3)
         chunks, seconds = helper.do(stage_process.REST)
         assert chunks > 0
         assert seconds >= 0.2
